@@ -1,0 +1,83 @@
+# `make demo` and `make test` do everything on a fresh machine; both make `.venv` in the checkout if there is none.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCK_VENV := build/lock-venv
+PIP := -m pip --disable-pip-version-check
+
+# The stack is import-bound and runs many processes on few cores: one thread each.
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup demo test test-all test-gpu lint docs lock clean
+
+help:
+	@echo 'make demo      set up, then train on the built-in task (writes to runs/demo)'
+	@echo 'make test      set up, then run the tests'
+	@echo 'make test-all  the same with the long drills'
+	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
+	@echo 'make lint      ruff, and strict type checking of the core'
+	@echo 'make docs      write docs/configuration.md from the config types'
+	@echo 'make lock      make requirements/cpu.lock again from requirements/cpu.in'
+
+setup: $(STAMP)
+
+# Tried in this order: $PYTHON, then the interpreters verl 0.9.1 is tested with here.
+$(BIN)/python:
+	@for candidate in $(PYTHON) python3.11 python3.12 python3; do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    found="$$candidate"; break; \
+	  fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo 'No Python 3.11 or 3.12 found. Install one, or name it: make setup PYTHON=/path/to/python3.11' >&2; exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$("$$found" --version)"; \
+	"$$found" -m venv $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo "$$found has no working venv module (on Debian and Ubuntu: the package python3.11-venv)." >&2; exit 1; }
+
+# --no-deps: the lock is complete, and leaves out packages that break the stack (see docs/dependencies.md).
+# An accelerator build of torch needs libraries that the lock does not have; its own requirements bring them.
+$(STAMP): requirements/cpu.lock setup.py pyproject.toml | $(BIN)/python
+	$(BIN)/python $(PIP) install --quiet --no-deps -r requirements/cpu.lock
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  $(BIN)/python $(PIP) install --quiet "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/python $(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu trainer.default_local_dir=runs/demo
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-all: setup
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu:
+	python -m pytest -m gpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p recipe.async_engine.core
+
+docs: setup
+	$(BIN)/python -m recipe.async_engine.config_docs docs/configuration.md
+
+lock: $(BIN)/python
+	rm -rf $(LOCK_VENV)
+	$(BIN)/python -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python $(PIP) install --quiet -r requirements/cpu.in
+	$(LOCK_VENV)/bin/python tools/make_lock.py > requirements/cpu.lock.new
+	mv requirements/cpu.lock.new requirements/cpu.lock
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

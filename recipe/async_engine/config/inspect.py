@@ -1,0 +1,188 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Reads what a configuration refers to outside itself, and refuses it where it cannot run.
+
+Contract: `check` is the one call a main makes before it starts a process. It reads files' existence and schemas, asks
+the model hub at most once (with a deadline), changes nothing, and starts nothing. The judgement is `validate`'s.
+"""
+
+import ast
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.async_engine.core.config import RunPlan, derive, lookup
+from recipe.async_engine.core.outside import FileFact, Resources
+from recipe.async_engine.core.validation import ConfigError, notices, validate
+
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+HUB_TIMEOUT_S = 10.0
+# Where verl reads the path of a custom reward function; the second is its older place.
+REWARD_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
+
+
+def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing."""
+    node = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    result = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(result, dict)
+    return {str(key): value for key, value in result.items()}
+
+
+def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
+    """What is found at the paths of a plain configuration: model, data files, reward function."""
+    return [*_model(config), *_data(config), *_reward_function(config)]
+
+
+def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
+    """Refuse a configuration that cannot run, else derive the plan of the run.
+
+    Call it after the built-in task, if any, has filled its paths. Where `available` is not given and the run starts
+    its own Ray with `ray_kwargs.ray_init.num_gpus`, that number is what is there.
+
+    Raises:
+        ConfigError: Something in it cannot run; the error has every problem found.
+    """
+    settings = plain(config)
+    facts = file_facts(settings)
+    logical = lookup(settings, "ray_kwargs.ray_init.num_gpus")
+    if available is None and logical is not None and not lookup(settings, "ray_kwargs.ray_init.address"):
+        available = Resources(accelerators=int(logical))
+    rows = training_rows(settings, facts)
+    problems = validate(settings, dataset_rows=rows, available=available, files=facts)
+    if problems:
+        raise ConfigError(problems)
+    for notice in notices(settings):
+        logger.warning(notice)
+    return derive(settings, dataset_rows=rows)
+
+
+def training_rows(config: Mapping[str, Any], facts: Sequence[FileFact]) -> int | None:
+    """Prompts in the training data, or None where a file's rows are not known without loading it."""
+    counts = [fact.rows for fact in facts if fact.setting == "data.train_files"]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts):
+        return None
+    limit = lookup(config, "data.train_max_samples", -1)
+    return min(sum(known), limit) if isinstance(limit, int) and limit > 0 else sum(known)
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    setting = "actor_rollout_ref.model.path"
+    path = lookup(config, setting)
+    if not path:
+        yield FileFact(setting, "null", "model", fault="is not set")
+    elif not _is_remote(str(path)):
+        yield FileFact(setting, str(path), "model", fault=_model_fault(str(path)))
+
+
+def _model_fault(path: str) -> str | None:
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return None if (local / "config.json").is_file() else "has no config.json"
+    if local.exists():
+        return "is not a directory"
+    return _hub_fault(path) if HUB_NAME.fullmatch(path) else "does not exist"
+
+
+def _hub_fault(name: str) -> str | None:
+    """Why a hub model cannot be had: neither in the local cache nor, as far as can be told, on the hub."""
+    # A mirror that verl asks instead of the hub (see verl's documentation).
+    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
+        return None
+    import httpx
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    offline = "exists neither as a directory nor in the hub's local cache, and the hub is offline (HF_HUB_OFFLINE)"
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        if constants.HF_HUB_OFFLINE:
+            return offline
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return "does not exist as a directory, and is no valid name of a hub model"
+    except OfflineModeIsEnabled:
+        return offline
+    except HfHubHTTPError as error:
+        return f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
+    except (OSError, httpx.HTTPError) as error:
+        return f"does not exist as a directory, and the hub cannot be reached ({type(error).__name__})"
+    return None
+
+
+def _data(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    for setting in ("data.train_files", "data.val_files"):
+        value = lookup(config, setting)
+        paths = [value] if isinstance(value, str) else list(value or [])
+        if not paths:
+            yield FileFact(setting, "null", "data", fault="is not set")
+        for path in paths:
+            if not _is_remote(str(path)):
+                yield _data_file(setting, str(path))
+
+
+def _data_file(setting: str, path: str) -> FileFact:
+    local = Path(path).expanduser()
+    if not local.is_file():
+        return FileFact(setting, path, "data", fault="does not exist")
+    if local.suffix != ".parquet":
+        return FileFact(setting, path, "data")
+    try:
+        with pyarrow.parquet.ParquetFile(local) as file:
+            return FileFact(setting, path, "data", None, file.metadata.num_rows, tuple(file.schema_arrow.names))
+    except pyarrow.ArrowInvalid as error:
+        return FileFact(setting, path, "data", fault=f"is not a parquet file ({error})")
+
+
+def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    for section in REWARD_FUNCTIONS:
+        path = lookup(config, f"{section}.path")
+        if path and not _is_remote(str(path)):
+            name = lookup(config, f"{section}.name") or "compute_score"
+            yield FileFact(f"{section}.path", str(path), "code", fault=_code_fault(Path(str(path)), str(name)))
+
+
+def _code_fault(path: Path, function: str) -> str | None:
+    if not path.is_file():
+        return "does not exist"
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"is not valid Python ({error})"
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif not isinstance(node, ast.Expr | ast.ClassDef | ast.AnnAssign):
+            return None  # defined under a condition, perhaps: only running it can tell
+    return None if function in names or "*" in names else f"defines no function {function}"

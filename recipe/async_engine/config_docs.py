@@ -1,0 +1,129 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Writes docs/configuration.md from the config types: `python -m recipe.async_engine.config_docs PATH`.
+
+Contract: the document is a pure function of `recipe.async_engine.core.config`, so a setting cannot exist without its
+documentation; a test compares the committed file with `render_document()`.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine.core.config import SECTIONS
+from recipe.async_engine.core.knobs import allowed_values, field_types, render
+from recipe.async_engine.core.validation import ADVANTAGE_ESTIMATORS
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Generated from the config types: change those and run `make docs`. -->
+
+The configuration is Hydra's, on top of stock verl's. `recipe.fully_async.main` reads
+`fully_async_ppo_trainer.yaml` (FSDP, FSDP2) or, with `--config-name=fully_async_ppo_megatron_trainer.yaml`, the Megatron
+one. Both compose from any directory. What wins, from weakest to strongest:
+
+1. verl's `ppo_trainer`;
+2. the group `async_engine` (`separate`: the settings below, and the verl settings that the mode fixes);
+3. the group `preset`, if one is chosen (`preset=tiny_cpu`);
+4. the command line.
+
+`preset=tiny_cpu` has everything for a run on a machine without an accelerator; `preset=tiny_cpu_long_tail` is the same
+with long-tailed answers. With a stock verl main it is
+`+preset=tiny_cpu`. Where a preset adds a key that verl's own files lack (`actor_rollout_ref.rollout.enable_sleep_mode`),
+change it with `++`, which adds or overrides.
+
+A configuration that cannot run is refused before any process starts, with all its problems in one message, each with
+the setting, its value, what is allowed, and what to change. Unknown keys are refused: by Hydra on the command line, and
+in the sections below also where they were added with `+`.
+
+## Terms
+
+| term | settings | meaning |
+|---|---|---|
+| `b` | `actor_rollout_ref.actor.ppo_mini_batch_size * async_training.require_batches` | prompt groups of a batch; training on one is a step |
+| `n` | `actor_rollout_ref.rollout.n` | answers for each prompt |
+| `k` | `async_training.trigger_parameter_sync_step` | steps of a version; a version is one publication of weights |
+| `S` | `async_training.max_staleness` | the hard bound in versions |
+| depth | `async_training.pipeline_depth` | how far generation runs ahead, in versions; at most `S` |
+
+`trainer.total_training_steps` counts steps; `trainer.save_freq` and `trainer.test_freq` count versions, as in stock
+verl; `rollout.total_rollout_steps` counts prompt groups issued; `trainer.total_epochs` passes over the training data.
+Whichever limit comes first ends the run.
+"""
+
+CONCLUSION = f"""\
+## verl settings with a fixed or narrower meaning in this mode
+
+| setting | here |
+|---|---|
+| `actor_rollout_ref.hybrid_engine` | `false` is the default and the only value: trainer and rollout have resources of their own |
+| `data.train_batch_size` | `0`, as stock fully-async demands; the batch is `b` |
+| `data.gen_batch_size` | `1`: prompts are issued one by one |
+| `algorithm.adv_estimator` | default `grpo` (stock's default `gae` needs a critic, which is not supported yet); one of {", ".join(f"`{name}`" for name in ADVANTAGE_ESTIMATORS)}, or one registered with verl |
+| `critic.enable` | `true` is refused: not supported yet |
+| `actor_rollout_ref.rollout.name` | `vllm` |
+| `actor_rollout_ref.rollout.calculate_log_probs` | `true` |
+| `actor_rollout_ref.rollout.full_determinism` | `true` is refused: verl would give all answers to a prompt the same seed |
+| `actor_rollout_ref.rollout.checkpoint_engine.backend` | default `nccl`; `recipe_gloo` on a CPU, with `custom_backend_module: recipe.async_engine.weights.gloo_engine`; `naive` is refused |
+| `actor_rollout_ref.actor.strategy` | on a CPU `fsdp2`; `fsdp` is refused there |
+| `actor_rollout_ref.rollout.max_num_batched_tokens` | on a CPU at least `max_num_seqs * max_model_len` |
+| `algorithm.rollout_correction.bypass_mode` | default `true`, as in stock fully-async |
+"""
+
+
+def _row(section: str, field: dataclasses.Field[Any], accepted: tuple[type[Any], ...]) -> str:
+    names = " or ".join("null" if item is types.NoneType else item.__name__ for item in accepted)
+    limits = field.metadata
+    is_limited = limits["choices"] or limits["minimum"] is not None or limits["above"] is not None
+    allowed = allowed_values(field, accepted) if is_limited else ""
+    cells = [f"`{section}.{field.name}`", names, f"`{render(field.default)}`", limits["unit"], allowed]
+    return f"| {' | '.join([*cells, limits['meaning']])} |"
+
+
+def _section(path: str, cls: type[Any]) -> str:
+    accepted = field_types(cls)
+    rows = [_row(path, item, accepted[item.name]) for item in dataclasses.fields(cls) if "unit" in item.metadata]
+    head = ["| setting | type | default | unit | allowed | meaning |", "|---|---|---|---|---|---|"]
+    return "\n".join([f"## `{path}`", "", inspect.cleandoc(cls.__doc__ or ""), "", *head, *rows, ""])
+
+
+def render_document() -> str:
+    """The text of docs/configuration.md."""
+    return "\n".join([INTRODUCTION, *(_section(path, cls) for path, cls in SECTIONS.items()), CONCLUSION])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the document, or compare a file with it; 1 if it differs."""
+    parser = argparse.ArgumentParser(description="Document the settings of this package.")
+    parser.add_argument("path", type=Path, nargs="?", help="file to write; standard output if absent")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    options = parser.parse_args(arguments)
+    if options.path is None:
+        sys.stdout.write(render_document())
+    elif not options.check:
+        options.path.write_text(render_document(), encoding="utf-8")
+    elif options.path.read_text(encoding="utf-8") != render_document():
+        sys.stderr.write(f"{options.path} is not current: run `make docs`.\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

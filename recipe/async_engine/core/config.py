@@ -1,0 +1,323 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The settings this package adds to verl's, as types, and the facts derived from them.
+
+Contract: a setting has one meaning, stands here once with its default, unit, limits and meaning, and is documented from
+here (docs/configuration.md is generated). What can be derived is derived by `derive` and nowhere else. Everything works
+on plain mappings (`OmegaConf.to_container(config, resolve=True)`), so it needs no process and no heavy import.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from recipe.async_engine.core.knobs import knob, read_section, subsection
+from recipe.async_engine.core.problems import ConfigError, Problem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines. A wait that passes its deadline ends with an error that names the deadline's setting."""
+
+    startup: float = knob(1800.0, "Until all workers, servers and models are up.", unit="s", above=0)
+    first_weights: float = knob(
+        1800.0,
+        "How long a request to a rollout server waits for the first committed version before it fails.",
+        unit="s",
+        above=0,
+    )
+    weight_sync: float = knob(
+        600.0, "One weight sync, from the pause of generation to the last replica's commit.", unit="s", above=0
+    )
+    generation: float = knob(
+        1800.0, "One generation request to a rollout replica; a group that fails by it is retried.", unit="s", above=0
+    )
+    reward: float = knob(300.0, "The reward of one trajectory; a group that fails by it is retried.", unit="s", above=0)
+    batch_wait: float = knob(
+        3600.0, "How long the trainer waits for the next batch before the run ends with an error.", unit="s", above=0
+    )
+    drain: float = knob(
+        1800.0, "How long a weight sync waits for running answers when `partial_rollout` is false.", unit="s", above=0
+    )
+    validation: float = knob(3600.0, "One validation pass over all prompts.", unit="s", above=0)
+    checkpoint: float = knob(1800.0, "Writing or reading one checkpoint.", unit="s", above=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AsyncTraining:
+    """How far generation and training may run apart, and what happens at a weight sync."""
+
+    staleness_threshold: float = knob(
+        0.1,
+        "How far generation runs ahead of training: with 0 it starts only what the current version needs, with 1 it"
+        " may hold one more version's worth of groups. The soft depth of the pipeline (see `pipeline_depth`).",
+        unit="versions",
+        minimum=0,
+    )
+    max_staleness: int | None = knob(
+        None,
+        "The hard bound: no group is trained more versions after its oldest token than this, and nothing is dropped"
+        " for it. null: 0 if `staleness_threshold` is 0, else the threshold rounded up.",
+        unit="versions",
+        minimum=0,
+    )
+    pipeline_depth: float | None = knob(
+        None,
+        "How far generation runs ahead, fractions allowed; at most `max_staleness`. null: `staleness_threshold`.",
+        unit="versions",
+        minimum=0,
+    )
+    on_overdue: str = knob(
+        "wait",
+        "What happens to a running group that keeps the next batch from being taken: `wait` for it, or `drop` it (it"
+        " is cancelled and counted as filtered; this starves long answers).",
+        choices=("wait", "drop"),
+    )
+    trigger_parameter_sync_step: int = knob(4, "Batches trained from one weight sync to the next.", minimum=1)
+    require_batches: int = knob(
+        1,
+        "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
+        minimum=1,
+    )
+    partial_rollout: bool = knob(
+        True,
+        "At a weight sync: true interrupts running answers and continues them under the new version; false waits for"
+        " them (`timeouts.drain`). No interrupted answer is trained as a complete one either way.",
+    )
+    concurrent_samples_per_replica: int = knob(
+        16, "Prompt groups a rollout replica works on at the same time.", unit="groups", minimum=1
+    )
+    max_group_retries: int = knob(
+        2,
+        "How often a failed group is generated again, on another replica if there is one, before it counts as failed.",
+        minimum=0,
+    )
+    timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
+    use_trainer_do_validate: bool = knob(
+        False,
+        "Stock: validate on the trainer's accelerators too. Accepted without effect, with a notice: validation runs on"
+        " the rollout replicas and gives the same scores.",
+    )
+    use_dynamic_resource_scheduling: bool = knob(
+        False,
+        "Stock: lend the trainer's accelerators to generation. Only false is accepted: placement is fixed here.",
+    )
+    dynamic_schedule_policy: str = knob(
+        "default", "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
+    )
+    dynamic_schedule_deactivate_ratio: float = knob(
+        0.3, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect.", minimum=0
+    )
+    dynamic_schedule_enable_rebalance: bool = knob(
+        True, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutResources:
+    """Resources of the rollout replicas, and how much they generate in all."""
+
+    nnodes: int = knob(1, "Nodes for rollout replicas.", minimum=1)
+    n_gpus_per_node: int = knob(8, "Accelerators for rollout replicas on each node.", minimum=1)
+    n: int | None = knob(
+        None,
+        "Answers for each prompt; always equal to `actor_rollout_ref.rollout.n`, which is the one to set. (Stock has"
+        " this setting and never reads it.)",
+        unit="answers",
+    )
+    total_rollout_steps: int | None = knob(
+        100, "Prompt groups issued in all, at most; null: no limit of its own.", unit="groups", minimum=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuiltinTask:
+    """The task that comes with the package: a tokenizer, a small warm-started model, data and a rule-based reward.
+
+    It fills `actor_rollout_ref.model.path`, `data.train_files` and `data.val_files` where they are null, and, with
+    `data.train_files`, `reward.custom_reward_function.path`.
+    """
+
+    dir: str | None = knob(
+        None, "Where it is made, and found again by later runs. null: `task` in `trainer.default_local_dir`."
+    )
+    seed: int = knob(0, "Seed of data, model and warm start.", minimum=0)
+    family: str = knob("qwen3", "Architecture of the model.", choices=("qwen3", "qwen2"))
+    lengths: str = knob("uniform", "Distribution of the answers' lengths.", choices=("uniform", "long_tail"))
+    train_size: int = knob(4096, "Prompts to train on.", unit="prompts", minimum=1)
+    val_size: int = knob(256, "Prompts to validate on, none of them trained on.", unit="prompts", minimum=1)
+    permute_rewards: bool = knob(
+        False, "A control: training rewards are those of other answers, in permuted order, so nothing can be learned."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of this package, read from one configuration."""
+
+    async_training: AsyncTraining
+    rollout: RolloutResources
+    builtin_task: BuiltinTask | None
+
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "async_training": AsyncTraining,
+    "async_training.timeouts": Timeouts,
+    "rollout": RolloutResources,
+    "builtin_task": BuiltinTask,
+}
+
+
+def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
+    """Read this package's sections of a whole configuration, with every fault found in them."""
+    training, problems = read_section(AsyncTraining, config.get("async_training"), "async_training")
+    rollout, more = read_section(RolloutResources, config.get("rollout"), "rollout")
+    problems += more
+    task = None
+    if config.get("builtin_task") is not None:
+        task, more = read_section(BuiltinTask, config["builtin_task"], "builtin_task")
+        problems += more
+    return Settings(training, rollout, task), problems
+
+
+def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
+    """The value at a dotted path, or `default` where a part of the path is absent or null on the way."""
+    node: Any = config
+    for part in setting.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run does, derived from its configuration.
+
+    Attributes:
+        batch_groups: b, prompt groups trained by one step.
+        batches_per_version: k, steps from one weight sync to the next.
+        answers_per_group: n.
+        max_staleness: S, the hard bound in versions.
+        pipeline_depth: How far generation runs ahead, in versions; at most S.
+        trainer_ranks: Processes of the training engine.
+        rollout_replicas: Replicas that generate.
+        total_steps: Steps at most; filtered and failed groups can only make it fewer.
+        total_groups: Prompt groups issued at most, or None where only `total_steps` bounds them.
+        max_concurrent_groups: Groups in generation at the same time, over all replicas.
+        settings: The settings it was derived from.
+    """
+
+    batch_groups: int
+    batches_per_version: int
+    answers_per_group: int
+    max_staleness: int
+    pipeline_depth: float
+    trainer_ranks: int
+    rollout_replicas: int
+    total_steps: int
+    total_groups: int | None
+    max_concurrent_groups: int
+    settings: Settings
+
+    @property
+    def version_groups(self) -> int:
+        """B = k * b, prompt groups trained by one version."""
+        return self.batches_per_version * self.batch_groups
+
+    @property
+    def total_versions(self) -> int:
+        """Weight syncs after training steps, the last one included."""
+        return math.ceil(self.total_steps / self.batches_per_version)
+
+    @property
+    def max_concurrent_trajectories(self) -> int:
+        """Trajectories in generation at the same time, over all replicas."""
+        return self.max_concurrent_groups * self.answers_per_group
+
+
+def staleness_bound(training: AsyncTraining) -> int:
+    """S, the hard bound in versions."""
+    if training.max_staleness is not None:
+        return training.max_staleness
+    return 0 if training.staleness_threshold == 0 else max(1, math.ceil(training.staleness_threshold))
+
+
+def soft_depth(training: AsyncTraining) -> float:
+    """The depth of the pipeline in versions; `validate` refuses one above the bound."""
+    return training.staleness_threshold if training.pipeline_depth is None else training.pipeline_depth
+
+
+def replica_size(config: Mapping[str, Any]) -> int:
+    """Accelerators of one rollout replica: tensor x data x pipeline parallel size."""
+    rollout = "actor_rollout_ref.rollout."
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
+
+
+def step_limits(config: Mapping[str, Any], batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
+    """The limits on the number of steps that are set, by the setting each comes from."""
+    limits = {}
+    steps = lookup(config, "trainer.total_training_steps")
+    if steps is not None:
+        limits["trainer.total_training_steps"] = int(steps)
+    groups = lookup(config, "rollout.total_rollout_steps")
+    if groups is not None:
+        limits["rollout.total_rollout_steps"] = int(groups) // batch_groups
+    epochs = lookup(config, "trainer.total_epochs")
+    if epochs is not None and dataset_rows is not None:
+        limits["trainer.total_epochs"] = int(epochs) * dataset_rows // batch_groups
+    return limits
+
+
+def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> RunPlan:
+    """Derive the plan of a run from a whole configuration.
+
+    Args:
+        config: The composed configuration as a plain, resolved mapping; validated before (`validate`).
+        dataset_rows: Prompts in the training data after filtering; None where not known yet.
+
+    Raises:
+        ConfigError: A section of this package does not read, or nothing bounds the number of steps.
+    """
+    settings, problems = read_settings(config)
+    training = settings.async_training
+    batch_groups = int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
+    if not problems and batch_groups < 1:
+        setting = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        problems = [Problem(setting, str(lookup(config, setting)), "an integer >= 1", "Set the prompts of a batch.")]
+    limits = {} if problems else step_limits(config, batch_groups, dataset_rows)
+    if not problems and not limits:
+        advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
+        problems = [Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)]
+    if problems:
+        raise ConfigError(problems)
+    epochs = lookup(config, "trainer.total_epochs")
+    issued = [] if settings.rollout.total_rollout_steps is None else [settings.rollout.total_rollout_steps]
+    issued += [] if dataset_rows is None or epochs is None else [int(epochs) * dataset_rows]
+    replicas = settings.rollout.nnodes * settings.rollout.n_gpus_per_node // replica_size(config)
+    return RunPlan(
+        batch_groups=batch_groups,
+        batches_per_version=training.trigger_parameter_sync_step,
+        answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n", 1)),
+        max_staleness=staleness_bound(training),
+        pipeline_depth=soft_depth(training),
+        trainer_ranks=int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1)),
+        rollout_replicas=replicas,
+        total_steps=min(limits.values()),
+        total_groups=min(issued) if issued else None,
+        max_concurrent_groups=replicas * training.concurrent_samples_per_replica,
+        settings=settings,
+    )

@@ -1,0 +1,90 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Exceptions of the recipe, all below one base class.
+
+A caller that wants to end a job with a clear message catches `RecipeError`; everything else is a defect and
+propagates with its traceback. Messages name the thing (setting, group, state), its value, what is allowed, and
+what to change.
+"""
+
+from __future__ import annotations
+
+
+class RecipeError(Exception):
+    """Base of every exception that the recipe raises on purpose."""
+
+
+class SettingError(RecipeError, ValueError):
+    """A setting has a value that is not allowed."""
+
+    def __init__(self, setting: str, value: object, allowed: str, advice: str = "") -> None:
+        message = f"{setting} = {value!r} is not allowed: it must be {allowed}."
+        super().__init__(f"{message} {advice}".rstrip())
+        self.setting = setting
+        self.value = value
+
+
+class StalenessViolation(RecipeError):
+    """The staleness invariant does not hold: some live group could only be trained past the bound."""
+
+
+class GateError(RecipeError):
+    """A call to the staleness gate that its state does not permit."""
+
+
+class LedgerError(RecipeError):
+    """Base of the sample ledger's errors."""
+
+
+class AdmissionRefused(LedgerError):
+    """A group was issued although `can_issue()` is false."""
+
+
+class DuplicatePrompt(LedgerError):
+    """The same prompt of the same epoch was issued twice."""
+
+
+class UnknownGroup(LedgerError):
+    """No group of this id was ever issued."""
+
+
+class IllegalTransition(LedgerError):
+    """A group was asked to make a transition that its state does not permit."""
+
+    def __init__(self, group_id: int, state: str, transition: str, detail: str = "") -> None:
+        message = f"group {group_id} is {state}: it cannot make the transition '{transition}'"
+        super().__init__(f"{message} ({detail})" if detail else message)
+        self.group_id = group_id
+        self.state = state
+        self.transition = transition
+
+
+class LeaseError(LedgerError):
+    """A batch was taken while another is leased, none could be taken, or none is leased."""
+
+
+class LedgerIdentityError(LedgerError):
+    """`issued = trained + filtered + failed + live`, or a prompt's being trained once, does not hold."""
+
+
+class SnapshotError(LedgerError):
+    """A snapshot of the ledger cannot be restored under the present settings, or is not a snapshot."""
+
+
+class VersionRecordError(RecipeError):
+    """Per-token policy versions are malformed, or do not cover the tokens they should."""
+
+
+class TimelineError(RecipeError):
+    """Phases of a timeline were entered or left out of order, or its clock ran backwards."""

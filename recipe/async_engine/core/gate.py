@@ -1,0 +1,239 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The staleness gate: which group may start, which batch may be trained.
+
+Contract. Training happens in batches of `b` groups, `k` batches to a policy version, `B = k * b`. `v` is the current
+version, `j` the batches already taken of it, `S` the bound, and a group's start is the version of its oldest token.
+Groups that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every start s,
+
+    live groups with a start <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
+
+where slots(s) counts the places in batches that are left before the deadline of start s. It follows that no group is
+taken more than S versions after its oldest token, that none has to be dropped for it, and that a next batch can always
+form once the running groups have ended. Proofs: docs/staleness.md. Tests: tests/core/test_gate*.py.
+
+The gate is plain state: no clock, no threads, no events. Its caller holds the lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from recipe.async_engine.core.errors import GateError, SettingError, StalenessViolation
+
+
+def _require_int(setting: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SettingError(setting, value, f"an integer >= {minimum}")
+
+
+def _exact(setting: str, value: object) -> Fraction:
+    """The number as it is written: 0.1 means 1/10, so that 0.1 * B is exact."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)):
+        raise SettingError(setting, value, "a number >= 0")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(setting, value, "a finite number >= 0")
+    return value if isinstance(value, Fraction) else Fraction(str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """What the gate is told once, before a run.
+
+    batch_groups: b, prompt groups in a training batch.
+    batches_per_version: k, training batches between two publications of weights.
+    max_staleness: S, the hard bound in versions, counted from a group's oldest token.
+    pipeline_depth: how many versions' worth of groups may be live beyond what the current version still trains;
+        a fraction is allowed, 0 <= pipeline_depth <= S. A float is taken as it is written and kept as a `Fraction`.
+    """
+
+    batch_groups: int
+    batches_per_version: int
+    max_staleness: int
+    pipeline_depth: Fraction | float
+
+    def __post_init__(self) -> None:
+        _require_int("batch_groups", self.batch_groups, 1)
+        _require_int("batches_per_version", self.batches_per_version, 1)
+        _require_int("max_staleness", self.max_staleness, 0)
+        depth = _exact("pipeline_depth", self.pipeline_depth)
+        if not 0 <= depth <= self.max_staleness:
+            raise SettingError(
+                "pipeline_depth",
+                self.pipeline_depth,
+                f"between 0 and max_staleness = {self.max_staleness}",
+                "Lower pipeline_depth or raise max_staleness.",
+            )
+        object.__setattr__(self, "pipeline_depth", depth)
+
+    @property
+    def version_groups(self) -> int:
+        """B, the groups trained in one version."""
+        return self.batches_per_version * self.batch_groups
+
+    @property
+    def groups_ahead(self) -> int:
+        """floor(pipeline_depth * B): live groups allowed beyond what the current version still trains."""
+        return math.floor(self.pipeline_depth * self.version_groups)
+
+
+class StalenessGate:
+    """Admits groups and takes batches so that the invariant of this module holds.
+
+    version: v. batches_taken: j, 0 <= j <= k. live: number of live groups. The starts of the live groups are kept as
+    a multiset; the gate does not know groups. Every method that changes the state checks the invariant before it
+    returns and raises `StalenessViolation` if it does not hold.
+    """
+
+    def __init__(
+        self, settings: GateSettings, *, version: int = 0, batches_taken: int = 0, starts: Iterable[int] = ()
+    ) -> None:
+        _require_int("version", version, 0)
+        _require_int("batches_taken", batches_taken, 0)
+        if batches_taken > settings.batches_per_version:
+            raise GateError(f"{batches_taken} batches taken of a version of {settings.batches_per_version}")
+        self.settings = settings
+        self.version = version
+        self.batches_taken = batches_taken
+        self._starts = Counter(starts)
+        if any(start > version for start in self._starts):
+            raise GateError(f"a live group starts at version {max(self._starts)}, the current version is {version}")
+        self.live = self._starts.total()
+        self._groups_ahead = settings.groups_ahead
+        self.check()
+
+    @property
+    def batches_left(self) -> int:
+        """k - j, batches of the current version that are not taken yet."""
+        return self.settings.batches_per_version - self.batches_taken
+
+    @property
+    def admission_limit(self) -> int:
+        """Most groups that may be live now. At most slots(v), because pipeline_depth <= S."""
+        return self._groups_ahead + self.batches_left * self.settings.batch_groups
+
+    def starts(self) -> dict[int, int]:
+        """Number of live groups by start, ascending."""
+        return dict(sorted(self._starts.items()))
+
+    def slots(self, start: int) -> int:
+        """Places in batches left before the deadline of this start."""
+        return self._places(start, self.batches_left)
+
+    def admits(self) -> bool:
+        """Whether one more group may start now, at the current version.
+
+        One comparison decides both bounds: a new group counts only towards slots(v), and admission_limit <= slots(v).
+        """
+        return self.live + 1 <= self.admission_limit
+
+    def add(self) -> int:
+        """Admit one group; return its start, the current version."""
+        if not self.admits():
+            raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be")
+        self._starts[self.version] += 1
+        self.live += 1
+        self.check()
+        return self.version
+
+    def remove(self, start: int) -> None:
+        """Give up one live group of this start: its place is free again."""
+        self._discard(start)
+        self.live -= 1
+        self.check()
+
+    def move(self, old_start: int, new_start: int) -> None:
+        """The oldest token of a live group is newer than was assumed. A start never falls."""
+        if not old_start <= new_start <= self.version:
+            raise GateError(
+                f"a group's start cannot move from version {old_start} to {new_start}: it may only rise, "
+                f"to the current version {self.version} at most"
+            )
+        self._discard(old_start)
+        self._starts[new_start] += 1
+        self.check()
+
+    def excess_after_take(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """What keeps a batch of these starts from being taken: (s, live groups left over slots(s) after the take).
+
+        Ascending in s; empty if the invariant would hold. Needs a batch left in the current version.
+        """
+        leaving = Counter(starts)
+        remaining = 0
+        for start in sorted(self._starts):
+            remaining += self._starts[start] - leaving[start]
+            slots_after = self._places(start, self.batches_left - 1)
+            if remaining > slots_after:
+                yield start, remaining - slots_after
+
+    def can_take(self, starts: Sequence[int]) -> bool:
+        """Whether these are b live groups that may be trained now: the invariant would hold for every start."""
+        if self.batches_left == 0 or len(starts) != self.settings.batch_groups or not Counter(starts) <= self._starts:
+            return False
+        return next(self.excess_after_take(starts), None) is None
+
+    def take(self, starts: Sequence[int]) -> None:
+        """Take a batch of live groups of these starts for training."""
+        if not self.can_take(starts):
+            raise GateError(
+                f"a batch of starts {sorted(starts)} cannot be taken: live {self.starts()}, version {self.version}, "
+                f"{self.batches_left} batches of {self.settings.batch_groups} groups left in it"
+            )
+        for start in starts:
+            self._discard(start)
+        self.live -= len(starts)
+        self.batches_taken += 1
+        self.check()
+
+    def publish(self) -> int:
+        """All batches of the version are taken and the new weights are announced; return the new version."""
+        if self.batches_left != 0:
+            raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
+        self.version += 1
+        self.batches_taken = 0
+        self.check()
+        return self.version
+
+    def check(self) -> None:
+        """Raise `StalenessViolation` unless the invariant holds for every start."""
+        older = 0
+        for start in sorted(self._starts):
+            older += self._starts[start]
+            if older > self.slots(start):
+                raise StalenessViolation(
+                    f"{older} live groups start at version {start} or before, but {self.slots(start)} places are left "
+                    f"before their deadline (version {self.version}, {self.batches_taken} of "
+                    f"{self.settings.batches_per_version} batches taken, max_staleness {self.settings.max_staleness})"
+                )
+
+    def _places(self, start: int, batches_left: int) -> int:
+        """Places before the deadline of this start if so many batches were left in the current version.
+
+        Never negative: a start whose deadline has passed has no place, and a bound below zero would refuse a batch
+        although no group of that start is live.
+        """
+        bound = self.settings
+        versions_left = start + bound.max_staleness - self.version
+        return max(0, versions_left * bound.version_groups + batches_left * bound.batch_groups)
+
+    def _discard(self, start: int) -> None:
+        if start not in self._starts:
+            raise GateError(f"no live group starts at version {start}; live groups by start: {self.starts()}")
+        self._starts[start] -= 1
+        if self._starts[start] == 0:
+            del self._starts[start]

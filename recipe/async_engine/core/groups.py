@@ -1,0 +1,84 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Prompt groups, the states they go through, and their counts.
+
+A group is immutable; the sample ledger replaces it at each transition, so a group in hand is how it was then.
+
+    RUNNING -> READY -> TAKEN -> TRAINED      a restart leads from RUNNING or READY to RUNNING,
+    RUNNING or READY -> FILTERED or FAILED    a restored snapshot from TAKEN to READY
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from recipe.async_engine.core.prompts import PromptRef
+
+OVERDUE_REASON = "overdue"
+
+
+class OnOverdue(StrEnum):
+    """What the scheduler does about the groups that `SampleLedger.overdue` names."""
+
+    WAIT = "wait"
+    DROP = "drop"
+
+
+class GroupState(StrEnum):
+    """The one state a group is in. The first three are live."""
+
+    RUNNING = "running"
+    READY = "ready"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt group at one moment; the ledger replaces it at each transition.
+
+    id: issue order, from 0. start: version of its oldest token, at first the version it was admitted at. attempts:
+    how often its generation was begun from scratch. reason: why it was filtered or failed, else empty.
+    """
+
+    id: int
+    prompt: PromptRef
+    start: int
+    state: GroupState = GroupState.RUNNING
+    attempts: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """Number of groups by state. `filtered` and `failed` are totals, split by reason beside them."""
+
+    issued: int
+    trained: int
+    filtered: int
+    failed: int
+    live: int
+    running: int
+    ready: int
+    taken: int
+    filtered_by_reason: dict[str, int]
+    failed_by_reason: dict[str, int]
+
+
+def by_age(group: Group) -> tuple[int, int]:
+    """Earliest deadline first: by start, then by issue order."""
+    return group.start, group.id

@@ -1,0 +1,378 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The sample ledger: every prompt group ever issued is in exactly one state.
+
+Contract. A group is RUNNING (being generated), READY (complete, rewarded), TAKEN (leased by the trainer for the step
+under way), TRAINED, FILTERED or FAILED. At all times
+
+    issued = trained + filtered + failed + live,        live = running + ready + taken,
+
+no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. Which group
+may start and which batch may be trained is decided by the staleness gate. The ledger is plain state: no clock, no
+threads, no events. Its caller holds the lock. Proofs: docs/staleness.md. Tests: tests/core/test_ledger.py,
+tests/core/test_gate_properties.py.
+
+Groups that reached their end are compacted to counts and runs of prompt indices, so memory and snapshots are bounded
+by the live groups and the number of runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from recipe.async_engine.core.errors import (
+    AdmissionRefused,
+    DuplicatePrompt,
+    GateError,
+    IllegalTransition,
+    LeaseError,
+    LedgerIdentityError,
+    SettingError,
+    SnapshotError,
+    StalenessViolation,
+    UnknownGroup,
+)
+from recipe.async_engine.core.gate import GateSettings, StalenessGate
+from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, by_age
+from recipe.async_engine.core.prompts import PromptRef, PromptSet
+from recipe.async_engine.core.staleness import StalenessStats
+
+SNAPSHOT_FORMAT = 1
+
+
+class SampleLedger:
+    """All prompt groups of a run and their states, on top of one `StalenessGate`.
+
+    target_groups: groups the run is to train, a multiple of b; no more are issued than can still be trained.
+    issue_limit: groups that may be issued in all. `None` means no such bound.
+    """
+
+    def __init__(
+        self, settings: GateSettings, *, target_groups: int | None = None, issue_limit: int | None = None
+    ) -> None:
+        if target_groups is not None and (target_groups < 0 or target_groups % settings.batch_groups):
+            raise SettingError("target_groups", target_groups, f"a multiple of batch_groups = {settings.batch_groups}")
+        if issue_limit is not None and issue_limit < 0:
+            raise SettingError("issue_limit", issue_limit, "an integer >= 0")
+        self.settings = settings
+        self.target_groups = target_groups
+        self.issue_limit = issue_limit
+        self.staleness = StalenessStats()
+        self._gate = StalenessGate(settings)
+        self._issued = 0
+        self._trained = 0
+        self._filtered: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._live: dict[int, Group] = {}
+        self._leased: list[int] = []
+        self._issued_prompts = PromptSet()
+        self._trained_prompts = PromptSet()
+
+    @property
+    def version(self) -> int:
+        """v, the current policy version."""
+        return self._gate.version
+
+    @property
+    def batches_left(self) -> int:
+        """Batches of the current version that are not taken yet; `publish` is due when there are none."""
+        return self._gate.batches_left
+
+    def find(self, group_id: int) -> Group | None:
+        """The live group of this id, None if it ended or was never issued."""
+        return self._live.get(group_id)
+
+    def in_state(self, state: GroupState) -> list[Group]:
+        """The live groups in this state, in issue order."""
+        return [group for group in self._live.values() if group.state is state]
+
+    def leased(self) -> list[Group]:
+        """The batch that the trainer holds, oldest group first; empty if it holds none."""
+        return [self._live[group_id] for group_id in self._leased]
+
+    def was_issued(self, prompt: PromptRef) -> bool:
+        """Whether this prompt of this epoch was ever issued."""
+        return prompt.key in self._issued_prompts
+
+    def trained_prompts(self) -> list[list[int]]:
+        """[epoch, first, end] for every run of trained prompt indices first..end-1, sorted."""
+        return self._trained_prompts.to_rows()
+
+    def can_issue(self) -> bool:
+        """Whether one more group may be issued now."""
+        if self.issue_limit is not None and self._issued >= self.issue_limit:
+            return False
+        if self.target_groups is not None and self._trained + len(self._live) >= self.target_groups:
+            return False
+        return self._gate.admits()
+
+    def batch_possible(self, prompts_left: int) -> bool:
+        """Whether one more batch can still form, of the groups not yet trained and this many prompts to come.
+
+        A trainer that finds no batch waits if this is true and ends the run if it is false. Groups that are filtered
+        or fail later can turn it to false.
+        """
+        if self.issue_limit is not None:
+            prompts_left = min(prompts_left, self.issue_limit - self._issued)
+        if self.target_groups is not None:
+            prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
+        return len(self._live) - len(self._leased) + prompts_left >= self.settings.batch_groups
+
+    def issue(self, prompt: PromptRef) -> Group:
+        """Start a group for this prompt at the current version."""
+        if prompt.index < 0 or prompt.epoch < 0:
+            raise ValueError(f"{prompt} has a negative index or epoch")
+        if self.was_issued(prompt):
+            raise DuplicatePrompt(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
+        if not self.can_issue():
+            raise AdmissionRefused(
+                f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
+                f"version {self.version}, {self._trained} trained of {self.target_groups}, "
+                f"{self._issued} issued of {self.issue_limit}"
+            )
+        group = Group(self._issued, prompt, self._gate.add())
+        self._live[group.id] = group
+        self._issued_prompts.add(prompt.key)
+        self._issued += 1
+        return group
+
+    def mark_ready(self, group_id: int, oldest_version: int) -> Group:
+        """A running group is complete. `oldest_version`: the version of its oldest token, start..v."""
+        group = self._live_group(group_id, "ready", GroupState.RUNNING)
+        if not group.start <= oldest_version <= self.version:
+            allowed = f"oldest token of version {oldest_version}, expected {group.start}..{self.version}"
+            raise IllegalTransition(group_id, group.state, "ready", allowed)
+        self._gate.move(group.start, oldest_version)
+        return self._update(replace(group, state=GroupState.READY, start=oldest_version))
+
+    def restart(self, group_id: int) -> Group:
+        """Generate a group anew from scratch: its attempt failed, or the payload of a ready one was lost."""
+        group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
+        self._gate.move(group.start, self.version)
+        return self._update(replace(group, state=GroupState.RUNNING, start=self.version, attempts=group.attempts + 1))
+
+    def filter(self, group_id: int, reason: str) -> Group:
+        """Leave a group out of training on purpose; its place is free again. `reason` is one of a few short words."""
+        group = self._live_group(group_id, "filter", GroupState.RUNNING, GroupState.READY)
+        self._filtered[reason] += 1
+        return self._give_up(group, GroupState.FILTERED, reason)
+
+    def fail(self, group_id: int, reason: str) -> Group:
+        """Give a group up because it cannot be generated; its place is free again. `reason`: a short word."""
+        group = self._live_group(group_id, "fail", GroupState.RUNNING, GroupState.READY)
+        self._failed[reason] += 1
+        return self._give_up(group, GroupState.FAILED, reason)
+
+    def next_batch(self) -> list[Group] | None:
+        """The b oldest ready groups if they may be trained now, else None."""
+        batch = self._oldest_ready()
+        return batch if self._gate.can_take([group.start for group in batch]) else None
+
+    def take(self) -> list[Group]:
+        """Lease the next batch to the trainer. It ends with `mark_trained`."""
+        if self._leased:
+            raise LeaseError(f"the trainer still holds groups {self._leased}")
+        batch = self.next_batch()
+        if batch is None:
+            raise LeaseError(f"no batch may be taken now at version {self.version}: {self.counts()}")
+        stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
+        if stale:
+            raise StalenessViolation(f"past max_staleness {self.settings.max_staleness} at {self.version}: {stale}")
+        self._gate.take([group.start for group in batch])
+        self._leased = [group.id for group in batch]
+        return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
+
+    def overdue(self) -> list[Group]:
+        """The fewest running groups whose absence would let the next batch be taken now, oldest first.
+
+        Empty unless the trainer holds no batch, b groups are ready, and only older running groups keep them from
+        being taken. `OnOverdue.DROP` filters them with `OVERDUE_REASON`.
+        """
+        batch = self._oldest_ready()
+        if self._leased or self._gate.batches_left == 0 or len(batch) < self.settings.batch_groups:
+            return []
+        running = sorted(self.in_state(GroupState.RUNNING), key=by_age)
+        # Where places are short by `excess` at start s, every ready group of start <= s is in the batch already, so
+        # at least `excess` groups of start <= s are running: the first of `running`.
+        excesses = [excess for _, excess in self._gate.excess_after_take([group.start for group in batch])]
+        return running[: max(excesses, default=0)]
+
+    def mark_trained(self) -> StalenessStats:
+        """The leased batch is in the weights; return the staleness of its groups.
+
+        Call it before a checkpoint that holds these weights is written, so that ledger and weights agree.
+        """
+        if not self._leased:
+            raise LeaseError("no batch is leased, so none can be marked as trained")
+        batch_staleness = StalenessStats()
+        for group in self.leased():
+            if not self._trained_prompts.add(group.prompt.key):
+                raise LedgerIdentityError(f"prompt {group.prompt} is trained twice, the second time by {group}")
+            del self._live[group.id]
+            self._trained += 1
+            for stats in (self.staleness, batch_staleness):
+                stats.record(self.version - group.start)
+        self._leased = []
+        self.check_identity()
+        return batch_staleness
+
+    def publish(self) -> int:
+        """Every live replica has committed the next version's weights; return the new version."""
+        if self._leased:
+            raise LeaseError(f"version {self.version + 1} is published while the trainer holds groups {self._leased}")
+        return self._gate.publish()
+
+    def counts(self) -> LedgerCounts:
+        """Number of groups by state."""
+        states = Counter(group.state for group in self._live.values())
+        return LedgerCounts(
+            issued=self._issued,
+            trained=self._trained,
+            filtered=self._filtered.total(),
+            failed=self._failed.total(),
+            live=len(self._live),
+            running=states[GroupState.RUNNING],
+            ready=states[GroupState.READY],
+            taken=states[GroupState.TAKEN],
+            filtered_by_reason=dict(self._filtered),
+            failed_by_reason=dict(self._failed),
+        )
+
+    def check_identity(self) -> None:
+        """Raise `LedgerIdentityError` unless all records of the ledger agree with each other and with the gate."""
+        counts = self.counts()
+        open_starts = Counter(group.start for group in self._live.values() if group.state is not GroupState.TAKEN)
+        agree = {
+            "issued = trained + filtered + failed + live": counts.issued
+            == counts.trained + counts.filtered + counts.failed + counts.live,
+            "live = running + ready + taken": counts.live == counts.running + counts.ready + counts.taken,
+            "every issued prompt is recorded": len(self._issued_prompts) == counts.issued,
+            "every trained prompt is recorded": len(self._trained_prompts) == counts.trained,
+            "every trained group's staleness is recorded": self.staleness.count == counts.trained,
+            "the lease is what is taken": len(self._leased) == counts.taken,
+            "the gate knows the running and ready groups": self._gate.starts() == dict(sorted(open_starts.items())),
+        }
+        broken = [identity for identity, holds in agree.items() if not holds]
+        if broken:
+            raise LedgerIdentityError(f"does not hold: {broken}; {counts}; gate {self._gate.starts()}")
+
+    def snapshot(self) -> dict[str, Any]:
+        """A JSON-able record of the ledger for a checkpoint of the weights that `mark_trained` has been called for.
+
+        A leased batch is not in those weights: it is recorded as it was before the take, ready and to be taken again.
+        """
+        self.check_identity()
+        rows = []
+        for group in self._live.values():
+            state = GroupState.READY if group.state is GroupState.TAKEN else group.state
+            prompt = group.prompt
+            rows.append([group.id, prompt.index, prompt.epoch, prompt.uid, group.start, state.value, group.attempts])
+        return {
+            "format": SNAPSHOT_FORMAT,
+            "batch_groups": self.settings.batch_groups,
+            "batches_per_version": self.settings.batches_per_version,
+            "max_staleness": self.settings.max_staleness,
+            "version": self.version,
+            "batches_taken": self._gate.batches_taken - (1 if self._leased else 0),
+            "issued": self._issued,
+            "trained": self._trained,
+            "filtered": dict(self._filtered),
+            "failed": dict(self._failed),
+            "staleness": [list(row) for row in self.staleness.histogram().items()],
+            "issued_prompts": self._issued_prompts.to_rows(),
+            "trained_prompts": self._trained_prompts.to_rows(),
+            "live": rows,
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        snapshot: Mapping[str, Any],
+        settings: GateSettings,
+        *,
+        target_groups: int | None = None,
+        issue_limit: int | None = None,
+    ) -> SampleLedger:
+        """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
+
+        Ready groups stay ready, with their starts. Running groups stay running and start at the current version: the
+        scheduler generates them from scratch. A batch that was leased is ready again, so it is trained exactly once
+        relative to the weights of the checkpoint.
+        """
+        _check_restorable(snapshot, settings)
+        ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit)
+        version = snapshot["version"]
+        for group_id, index, epoch, uid, start, state_name, attempts in snapshot["live"]:
+            state = GroupState(state_name)
+            group_start = version if state is GroupState.RUNNING else start
+            prompt = PromptRef(index, epoch, uid)
+            ledger._live[group_id] = Group(group_id, prompt, group_start, state, attempts)
+        try:
+            ledger._gate = StalenessGate(
+                settings,
+                version=version,
+                batches_taken=snapshot["batches_taken"],
+                starts=[group.start for group in ledger._live.values()],
+            )
+        except (GateError, StalenessViolation) as error:
+            raise SnapshotError(
+                f"the ready groups of the checkpoint do not fit max_staleness = {settings.max_staleness} (it was "
+                f"{snapshot['max_staleness']}): {error}. Resume with the value of the checkpoint or a larger one."
+            ) from error
+        ledger._issued = snapshot["issued"]
+        ledger._trained = snapshot["trained"]
+        ledger._filtered = Counter(snapshot["filtered"])
+        ledger._failed = Counter(snapshot["failed"])
+        ledger.staleness = StalenessStats((staleness, groups) for staleness, groups in snapshot["staleness"])
+        ledger._issued_prompts = PromptSet(snapshot["issued_prompts"])
+        ledger._trained_prompts = PromptSet(snapshot["trained_prompts"])
+        ledger.check_identity()
+        return ledger
+
+    def _oldest_ready(self) -> list[Group]:
+        return heapq.nsmallest(self.settings.batch_groups, self.in_state(GroupState.READY), key=by_age)
+
+    def _live_group(self, group_id: int, transition: str, *states: GroupState) -> Group:
+        group = self._live.get(group_id)
+        if group is None:
+            if 0 <= group_id < self._issued:
+                raise IllegalTransition(group_id, "trained, filtered or failed", transition)
+            raise UnknownGroup(f"group {group_id} was never issued: it cannot make the transition '{transition}'")
+        if group.state not in states:
+            raise IllegalTransition(group_id, group.state, transition, "allowed from " + ", ".join(states))
+        return group
+
+    def _update(self, group: Group) -> Group:
+        self._live[group.id] = group
+        return group
+
+    def _give_up(self, group: Group, state: GroupState, reason: str) -> Group:
+        self._gate.remove(group.start)
+        del self._live[group.id]
+        return replace(group, state=state, reason=reason)
+
+
+def _check_restorable(snapshot: Mapping[str, Any], settings: GateSettings) -> None:
+    if snapshot.get("format") != SNAPSHOT_FORMAT:
+        raise SnapshotError(f"snapshot format {snapshot.get('format')!r}, this version reads {SNAPSHOT_FORMAT}")
+    for name in ("batch_groups", "batches_per_version"):
+        if snapshot[name] != getattr(settings, name):
+            raise SnapshotError(
+                f"{name} = {getattr(settings, name)}, but the checkpoint was made with {snapshot[name]}: "
+                "resume with the same value, or start a new run from its weights"
+            )

@@ -1,0 +1,380 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Refuses configurations that cannot run, before any process starts.
+
+Contract: `validate` is a pure function of a configuration and of facts about the outside; it finds all problems at
+once, and each names the setting, its value, what is allowed and what to change. `tests/core/test_config.py` has one
+case for each rule.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.async_engine.core.config import (
+    Settings,
+    lookup,
+    read_settings,
+    replica_size,
+    soft_depth,
+    staleness_bound,
+    step_limits,
+)
+from recipe.async_engine.core.knobs import render
+from recipe.async_engine.core.outside import FileFact, Resources
+from recipe.async_engine.core.problems import ConfigError, Problem
+
+__all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+# The advantage estimators of verl 0.9.1 that need neither a critic nor a second, greedy answer for each prompt.
+ADVANTAGE_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+)
+# Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
+GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gpg", "reinforce_plus_plus"}
+REWARD_COLUMNS = ("reward_model",)
+# The longest answer of the built-in task with lengths=long_tail, and the end token.
+LONG_TAIL_TOKENS = 133
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a rule may look at."""
+
+    config: Mapping[str, Any]
+    settings: Settings
+    dataset_rows: int | None
+    available: Resources | None
+    files: Sequence[FileFact]
+
+    def get(self, setting: str, default: Any = None) -> Any:
+        """The value of a setting."""
+        return lookup(self.config, setting, default)
+
+    def problem(self, setting: str, allowed: str, advice: str) -> Problem:
+        """A problem with a setting's present value."""
+        return Problem(setting, render(self.get(setting)), allowed, advice)
+
+    def count(self, setting: str) -> int | None:
+        """A setting's value if it is an integer of at least 1; `_amounts` reports it where it is not."""
+        value = self.get(setting)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+    @property
+    def batch_groups(self) -> int | None:
+        """b, prompt groups of a step."""
+        mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
+        return None if mini is None else mini * self.settings.async_training.require_batches
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run asks for the CPU platform."""
+        return bool(self.get("trainer.device") == "cpu")
+
+
+def _amounts(case: Case) -> Iterator[Problem]:
+    for setting in (
+        f"{ROLLOUT}.n",
+        f"{ACTOR}.ppo_mini_batch_size",
+        f"{ROLLOUT}.agent.num_workers",
+        "reward.num_workers",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+        "data.max_prompt_length",
+        "data.max_response_length",
+    ):
+        if case.count(setting) is None:
+            yield case.problem(setting, "an integer >= 1", "Set it to at least 1.")
+    if case.get("trainer.total_training_steps") is not None and case.count("trainer.total_training_steps") is None:
+        yield case.problem(
+            "trainer.total_training_steps", "an integer >= 1, or null", "null leaves it to other limits."
+        )
+    for setting in ("trainer.save_freq", "trainer.test_freq"):
+        value = case.get(setting)
+        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+            yield case.problem(setting, "an integer >= 1 (versions), or -1 for never", "It counts weight versions.")
+
+
+def _staleness(case: Case) -> Iterator[Problem]:
+    training = case.settings.async_training
+    bound, depth = staleness_bound(training), soft_depth(training)
+    if depth > bound:
+        name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
+        advice = f"Lower it, or set async_training.max_staleness={math.ceil(depth)} to allow such old samples."
+        yield case.problem(f"async_training.{name}", f"at most the bound of {bound} versions", advice)
+    if training.use_dynamic_resource_scheduling:
+        advice = (
+            "Remove it; to share accelerators between training and generation, use a mode that places both on them."
+        )
+        yield case.problem("async_training.use_dynamic_resource_scheduling", "false", advice)
+
+
+def _batch(case: Case) -> Iterator[Problem]:
+    if case.get("data.train_batch_size", 0) not in (0, None):
+        advice = f"Set the prompts of a step with {ACTOR}.ppo_mini_batch_size (times async_training.require_batches)."
+        yield case.problem("data.train_batch_size", "0", advice)
+    if case.get("data.gen_batch_size", 1) not in (1, None):
+        yield case.problem("data.gen_batch_size", "1", "Prompts are issued one by one; remove the setting.")
+    top, answers = case.settings.rollout.n, case.count(f"{ROLLOUT}.n")
+    if top is not None and answers is not None and top != answers:
+        yield case.problem("rollout.n", f"the value of {ROLLOUT}.n ({answers})", f"Set {ROLLOUT}.n only.")
+    batch = case.batch_groups
+    if batch is None:
+        return
+    setting = f"{ACTOR}.ppo_mini_batch_size"
+    if case.dataset_rows is not None and batch > case.dataset_rows:
+        allowed = f"a batch of at most {case.dataset_rows} prompts, the rows of data.train_files"
+        advice = f"A step needs {batch} (times async_training.require_batches). Lower it, or use more data."
+        yield case.problem(setting, allowed, advice)
+    for name, steps in step_limits(_countable(case), batch, case.dataset_rows).items():
+        if steps < 1 and name != "trainer.total_training_steps":
+            yield case.problem(name, f"enough for one batch of {batch} prompts", f"Raise it, or lower {setting}.")
+
+
+def _countable(case: Case) -> Mapping[str, Any]:
+    """The settings that limit the steps, without the ones that other rules report as malformed."""
+    names = ("trainer.total_training_steps", "trainer.total_epochs")
+    trainer = {name.rpartition(".")[2]: case.count(name) for name in names}
+    return {"trainer": trainer, "rollout": {"total_rollout_steps": case.settings.rollout.total_rollout_steps}}
+
+
+def _division(case: Case) -> Iterator[Problem]:
+    mini, answers = case.count(f"{ACTOR}.ppo_mini_batch_size"), case.count(f"{ROLLOUT}.n")
+    nodes, per_node = case.count("trainer.nnodes"), case.count("trainer.n_gpus_per_node")
+    if mini is None or answers is None or nodes is None or per_node is None:
+        return
+    ranks, copies = nodes * per_node, _model_parallel_size(case)
+    if ranks % copies:
+        advice = f"Change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes of {ACTOR}."
+        yield case.problem("trainer.n_gpus_per_node", f"a multiple of the model's {copies} parallel ranks", advice)
+        return
+    parts, trajectories = ranks // copies, mini * answers
+    setting = f"{ACTOR}.ppo_mini_batch_size"
+    if trajectories % parts:
+        advice = f"{mini} prompts with {answers} answers are {trajectories} trajectories: change either."
+        yield case.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
+        return
+    micro = case.count(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    if not case.get(f"{ACTOR}.use_dynamic_bsz") and micro is not None and (trajectories // parts) % micro:
+        allowed = f"a divisor of {trajectories // parts}, the trajectories of a rank's mini-batch"
+        advice = f"Lower it, or set {ACTOR}.use_dynamic_bsz=True."
+        yield case.problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", allowed, advice)
+
+
+def _model_parallel_size(case: Case) -> int:
+    """Trainer ranks that hold one copy of the batch."""
+    if case.get(f"{ACTOR}.strategy") == "megatron":
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        names = [f"{ACTOR}.megatron.{size}" for size in sizes]
+    else:
+        names = [f"{ACTOR}.ulysses_sequence_parallel_size"]
+    product = 1
+    for name in names:
+        product *= case.count(name) or 1
+    return product
+
+
+def _algorithm(case: Case) -> Iterator[Problem]:
+    estimator = str(case.get("algorithm.adv_estimator"))
+    if estimator in ("gae", "remax"):
+        why = "a critic" if estimator == "gae" else "a greedy answer for each prompt"
+        advice = f"It needs {why}, which is not supported yet in this mode; choose another estimator."
+        yield case.problem("algorithm.adv_estimator", f"one of {', '.join(ADVANTAGE_ESTIMATORS)}", advice)
+    if case.get("critic.enable"):
+        yield case.problem("critic.enable", "false or null", "A critic is not supported yet in this mode.")
+    if estimator in GROUP_ESTIMATORS and case.count(f"{ROLLOUT}.n") == 1:
+        advice = f"{estimator} compares the answers to one prompt: with a single one there is nothing to learn from."
+        yield case.problem(f"{ROLLOUT}.n", "an integer >= 2", advice)
+
+
+def _rollout(case: Case) -> Iterator[Problem]:
+    if case.get(f"{ROLLOUT}.name") != "vllm":
+        yield case.problem(f"{ROLLOUT}.name", "vllm", "Other rollout engines are not supported yet in this mode.")
+    if case.get("actor_rollout_ref.hybrid_engine"):
+        advice = "This mode gives training and generation resources of their own; remove the setting."
+        yield case.problem("actor_rollout_ref.hybrid_engine", "false", advice)
+    if not case.get(f"{ROLLOUT}.calculate_log_probs"):
+        advice = "Off-policy corrections and the staleness metrics need the log-probs of the policy that sampled."
+        yield case.problem(f"{ROLLOUT}.calculate_log_probs", "true", advice)
+    if case.get(f"{ROLLOUT}.full_determinism"):
+        advice = "verl then gives every request the same seed, so the answers to one prompt come out equal."
+        yield case.problem(f"{ROLLOUT}.full_determinism", "false", advice)
+    if case.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive":
+        backend = "recipe_gloo" if case.on_cpu else "nccl"
+        advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
+        yield case.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
+    longest = (case.count("data.max_prompt_length") or 0) + (case.count("data.max_response_length") or 0)
+    room = case.count(f"{ROLLOUT}.max_model_len")
+    if room is not None and room < longest:
+        advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
+        yield case.problem(f"{ROLLOUT}.max_model_len", f"at least prompt and response together, {longest}", advice)
+
+
+def _engine(case: Case) -> Iterator[Problem]:
+    strategy, engine = case.get(f"{ACTOR}.strategy"), case.get("model_engine", "dp")
+    if (engine == "megatron") != (strategy == "megatron"):
+        allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
+        advice = f"The configuration was composed with model_engine={engine}; change one of the two."
+        yield case.problem(f"{ACTOR}.strategy", allowed, advice)
+
+
+def _cpu(case: Case) -> Iterator[Problem]:
+    if not case.on_cpu:
+        return
+    if case.get(f"{ACTOR}.strategy") == "fsdp":
+        advice = f"FSDP1 cannot start from parameters on the CPU; set {ACTOR}.strategy=fsdp2."
+        yield case.problem(f"{ACTOR}.strategy", "fsdp2 where trainer.device=cpu", advice)
+    for setting in (f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_sleep_mode"):
+        if case.get(setting, True):
+            advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
+            yield case.problem(setting, "false where trainer.device=cpu", advice)
+    if case.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", "nixl", "hccl"):
+        advice = (
+            "It needs an accelerator; set the backend to recipe_gloo and custom_backend_module to"
+            " recipe.async_engine.weights.gloo_engine."
+        )
+        allowed = "recipe_gloo where trainer.device=cpu"
+        yield case.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)
+    budget, sequences = case.count(f"{ROLLOUT}.max_num_batched_tokens"), case.count(f"{ROLLOUT}.max_num_seqs")
+    length = case.count(f"{ROLLOUT}.max_model_len")
+    if budget is None or sequences is None or length is None or not case.get(f"{ROLLOUT}.enable_chunked_prefill"):
+        return
+    if budget < sequences * length:
+        allowed = f"at least max_num_seqs * max_model_len, {sequences * length}"
+        advice = "vLLM's CPU sampler fails when the prefill of a seeded request is chunked: raise it, or lower either."
+        yield case.problem(f"{ROLLOUT}.max_num_batched_tokens", allowed, advice)
+
+
+def _resources(case: Case) -> Iterator[Problem]:
+    nodes, per_node = case.count("trainer.nnodes"), case.count("trainer.n_gpus_per_node")
+    rollout, size = case.settings.rollout, replica_size(case.config)
+    generation = rollout.nnodes * rollout.n_gpus_per_node
+    if generation % size:
+        advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
+        yield case.problem("rollout.n_gpus_per_node", f"such that {generation} divides by {size}", advice)
+    if case.available is None or nodes is None or per_node is None:
+        return
+    training, there = nodes * per_node, case.available.accelerators
+    reward = _reward_model_accelerators(case)
+    if training + generation + reward > there:
+        parts = f"{training} trainer ranks and {generation} for rollout replicas" + (
+            f" and {reward} for the reward model" if reward else ""
+        )
+        local = " On a CPU they are logical: raise ray_kwargs.ray_init.num_gpus." if case.on_cpu else ""
+        advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
+        yield case.problem("rollout.n_gpus_per_node", f"at most what is there, {there} accelerators in all", advice)
+
+
+def _builtin_task(case: Case) -> Iterator[Problem]:
+    task, length = case.settings.builtin_task, case.count("data.max_response_length")
+    if task is not None and task.lengths == "long_tail" and length is not None and length < LONG_TAIL_TOKENS:
+        allowed = f"at least {LONG_TAIL_TOKENS} with builtin_task.lengths=long_tail"
+        advice = "The long answers could never be right; preset=tiny_cpu_long_tail has lengths that fit."
+        yield case.problem("data.max_response_length", allowed, advice)
+
+
+def _reward_model_accelerators(case: Case) -> int:
+    model = "reward.reward_model"
+    if not case.get(f"{model}.enable") or not case.get(f"{model}.enable_resource_pool"):
+        return 0
+    return (case.count(f"{model}.nnodes") or 0) * (case.count(f"{model}.n_gpus_per_node") or 0)
+
+
+def _files(case: Case) -> Iterator[Problem]:
+    prompt = str(case.get("data.prompt_key", "prompt"))
+    source = str(case.get("data.reward_fn_key", "data_source"))
+    needed = [prompt]
+    if case.get("reward.reward_manager.source", "register") == "register":
+        needed += [source, *REWARD_COLUMNS]
+    wanted = {
+        "model": "a local directory with a config.json, or the name of a model on the hub",
+        "data": "existing files",
+        "code": "an existing Python file",
+    }
+    for fact in case.files:
+        if fact.fault is not None:
+            yield Problem(fact.setting, fact.path, wanted[fact.kind], f"It {fact.fault}; correct the path.")
+        elif fact.columns is not None and case.get("data.custom_cls.path") is None:
+            missing = [name for name in needed if name not in fact.columns]
+            if missing:
+                advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(fact.columns)}."
+                yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
+
+
+RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
+    _amounts,
+    _staleness,
+    _batch,
+    _division,
+    _algorithm,
+    _engine,
+    _rollout,
+    _cpu,
+    _resources,
+    _builtin_task,
+    _files,
+)
+
+
+def validate(
+    config: Mapping[str, Any],
+    *,
+    dataset_rows: int | None = None,
+    available: Resources | None = None,
+    files: Sequence[FileFact] = (),
+) -> list[Problem]:
+    """All problems of a configuration; none means that it may run.
+
+    Args:
+        config: The composed configuration as a plain, resolved mapping.
+        dataset_rows: Prompts in the training data, where known; else the sum over `files`.
+        available: What there is to place workers on, where known.
+        files: What was found at the paths that the configuration names.
+    """
+    settings, problems = read_settings(config)
+    if dataset_rows is None:
+        rows = [fact.rows for fact in files if fact.setting == "data.train_files"]
+        known = [count for count in rows if count is not None]
+        dataset_rows = sum(known) if known and len(known) == len(rows) else None
+    case = Case(config, settings, dataset_rows, available, files)
+    for rule in RULES:
+        problems += rule(case)
+    return problems
+
+
+def notices(config: Mapping[str, Any]) -> list[str]:
+    """Settings that are accepted and have no effect, each with the reason; to be logged once at start-up."""
+    training = read_settings(config)[0].async_training
+    found = []
+    if training.use_trainer_do_validate:
+        found.append(
+            "async_training.use_trainer_do_validate=true has no effect: validation runs on the rollout replicas only,"
+            " with the same scores."
+        )
+    return found

@@ -1,0 +1,264 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Policy versions of tokens, run-length coded.
+
+Contract. A trajectory's tokens carry the version that sampled them; tokens that no policy sampled (tool and
+environment tokens) carry `NOT_SAMPLED`. Labels that cannot be known exactly are never newer than the truth that is
+recorded: they are the oldest version of the trajectory, and marked as inexact. Test: tests/core/test_versions.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from recipe.async_engine.core.errors import VersionRecordError
+
+NOT_SAMPLED = -1
+"""The version of a token that no policy sampled."""
+
+ALIGNMENT_WORK = 32
+"""Token comparisons an alignment may take, per token; only degenerate answers (one token repeated) need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSegments:
+    """A sequence of tokens' versions as (version, token count) runs; equal neighbours are merged, empty ones left out.
+
+    A version is >= 0 or `NOT_SAMPLED`. Two objects are equal if and only if all their tokens' versions are.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        merged: list[tuple[int, int]] = []
+        for version, count in self.runs:
+            if version < NOT_SAMPLED or count < 0:
+                raise VersionRecordError(f"segment of {count} tokens of version {version}")
+            if count == 0:
+                continue
+            if merged and merged[-1][0] == version:
+                merged[-1] = (version, merged[-1][1] + count)
+            else:
+                merged.append((version, count))
+        object.__setattr__(self, "runs", tuple(merged))
+
+    @classmethod
+    def from_tokens(cls, versions: Iterable[int]) -> VersionSegments:
+        """From one version per token."""
+        return cls(tuple((version, 1) for version in versions))
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return sum(count for _, count in self.runs)
+
+    def append(self, version: int, count: int) -> VersionSegments:
+        """These tokens followed by `count` tokens of one version."""
+        return VersionSegments((*self.runs, (version, count)))
+
+    def extend(self, other: VersionSegments) -> VersionSegments:
+        """These tokens followed by those of `other`."""
+        return VersionSegments(self.runs + other.runs)
+
+    def head(self, length: int) -> VersionSegments:
+        """The first `length` tokens, or all if there are fewer."""
+        runs: list[tuple[int, int]] = []
+        for version, count in self.runs:
+            taken = min(count, length)
+            runs.append((version, taken))
+            length -= taken
+        return VersionSegments(tuple(runs))
+
+    def expand(self, length: int | None = None) -> list[int]:
+        """One version per token, padded at the end with `NOT_SAMPLED` to `length` if it is given."""
+        versions = [version for version, count in self.runs for _ in range(count)]
+        if length is None:
+            return versions
+        if length < len(versions):
+            raise VersionRecordError(f"{len(versions)} tokens do not fit into length {length}")
+        return versions + [NOT_SAMPLED] * (length - len(versions))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that a policy sampled."""
+        return sum(count for _, count in self._sampled())
+
+    @property
+    def oldest(self) -> int | None:
+        """Oldest version among the sampled tokens, None if there are none."""
+        return min((version for version, _ in self._sampled()), default=None)
+
+    @property
+    def newest(self) -> int | None:
+        """Newest version among the sampled tokens, None if there are none."""
+        return max((version for version, _ in self._sampled()), default=None)
+
+    @property
+    def distinct(self) -> int:
+        """Number of different versions among the sampled tokens; above 1, the trajectory spans a weight sync."""
+        return len({version for version, _ in self._sampled()})
+
+    @property
+    def span(self) -> int:
+        """Newest minus oldest version, 0 if no token was sampled."""
+        versions = [version for version, _ in self._sampled()]
+        return max(versions) - min(versions) if versions else 0
+
+    def age(self, version: int) -> TokenAge:
+        """Ages in versions of the sampled tokens when they are trained at `version`."""
+        ages = [(version - sampled_at, count) for sampled_at, count in self._sampled()]
+        if not ages:
+            return TokenAge()
+        if min(age for age, _ in ages) < 0:
+            raise VersionRecordError(f"tokens of version {self.newest} cannot be trained at version {version}")
+        return TokenAge(
+            tokens=sum(count for _, count in ages),
+            total=sum(age * count for age, count in ages),
+            oldest=max(age for age, _ in ages),
+            newest=min(age for age, _ in ages),
+        )
+
+    def _sampled(self) -> Iterator[tuple[int, int]]:
+        return ((version, count) for version, count in self.runs if version != NOT_SAMPLED)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAge:
+    """Ages of sampled tokens in versions. `oldest` and `newest` are the ages of the oldest and the newest token.
+
+    tokens: how many. total: sum of their ages. All 0 if there are no tokens.
+    """
+
+    tokens: int = 0
+    total: int = 0
+    oldest: int = 0
+    newest: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Token-weighted mean age, 0.0 without tokens."""
+        return self.total / self.tokens if self.tokens else 0.0
+
+    @classmethod
+    def over(cls, ages: Iterable[TokenAge]) -> TokenAge:
+        """The ages of all their tokens together."""
+        parts = [age for age in ages if age.tokens]
+        return cls(
+            tokens=sum(age.tokens for age in parts),
+            total=sum(age.total for age in parts),
+            oldest=max((age.oldest for age in parts), default=0),
+            newest=min((age.newest for age in parts), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Versions of a response's tokens. `exact` is False if they are the conservative fallback."""
+
+    segments: VersionSegments
+    exact: bool
+
+
+def align(
+    generated: Sequence[tuple[int, Sequence[int]]], response_ids: Sequence[int], response_mask: Sequence[int]
+) -> Alignment:
+    """Label the tokens of a response with the versions that were recorded while they were generated.
+
+    generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
+    response_mask: what the agent loop made of them, of equal length; mask 0 marks tokens that it did not sample.
+    The loop knows nothing of versions. It may cut its response, drop the end of a turn, or discard whole turns:
+
+    - The sampled tokens are the beginning of all pieces joined: each token has its piece's version. Of all readings
+      this one takes each token from the earliest piece, so its labels are never too new.
+    - Else they are pieces in order, each used whole, in part from its beginning, or not at all: the same, if all such
+      readings give the same versions.
+    - Else every sampled token gets the oldest version recorded, and `exact` is False. A staleness computed from it is
+      never too small.
+
+    Raises `VersionRecordError` if lengths differ, or tokens are marked as sampled and nothing was recorded.
+    """
+    if len(response_ids) != len(response_mask):
+        raise VersionRecordError(f"{len(response_ids)} response tokens, but a mask of {len(response_mask)}")
+    sampled = [token for token, mask in zip(response_ids, response_mask, strict=True) if mask]
+    pieces = [(version, list(tokens)) for version, tokens in generated if len(tokens)]
+    if any(version < 0 for version, _ in pieces):
+        raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
+    if sampled and not pieces:
+        raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
+    labels = _as_beginning(pieces, sampled)
+    if labels is None:
+        labels = _as_subsequence(pieces, sampled)
+    if labels is not None:
+        return Alignment(_with_unsampled(labels, response_mask), exact=True)
+    oldest = min(version for version, _ in pieces)
+    fallback = VersionSegments(((oldest, len(sampled)),))
+    return Alignment(_with_unsampled(fallback, response_mask), exact=False)
+
+
+def _as_beginning(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> VersionSegments | None:
+    joined = [token for _, tokens in pieces for token in tokens]
+    if joined[: len(sampled)] != sampled:
+        return None
+    return VersionSegments(tuple((version, len(tokens)) for version, tokens in pieces)).head(len(sampled))
+
+
+def _as_subsequence(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> VersionSegments | None:
+    """The labels that all readings agree on; None if there is no reading, two of them differ, or it is too much work.
+
+    A reading uses a beginning (none, a part, or all) of each piece in turn. Forward, the numbers of sampled tokens
+    that the first pieces can explain, each with how far the next piece agrees from there; backward, those from which
+    the end can be reached; a piece labels the tokens that lie on a way through.
+    """
+    end = len(sampled)
+    work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
+    explained = {0}
+    agreements: list[dict[int, int]] = []
+    for _, tokens in pieces:
+        agreed: dict[int, int] = {}
+        for start in explained:
+            agreed[start] = _agreement(tokens, sampled, start)
+            work_left -= 1 + agreed[start]
+            if work_left < 0:
+                return None
+        agreements.append(agreed)
+        explained = {start + used for start, longest in agreed.items() for used in range(longest + 1)}
+    labels: list[set[int]] = [set() for _ in sampled]
+    reaching = [end] if end in explained else []
+    for (version, _), agreed in zip(reversed(pieces), reversed(agreements), strict=True):
+        earlier = []
+        for start, longest in sorted(agreed.items()):
+            farthest = bisect_right(reaching, start + longest) - 1
+            if farthest >= 0 and reaching[farthest] >= start:
+                earlier.append(start)
+                for token in range(start, reaching[farthest]):
+                    labels[token].add(version)
+        reaching = earlier
+    if any(len(versions) != 1 for versions in labels):
+        return None
+    return VersionSegments.from_tokens(version for versions in labels for version in versions)
+
+
+def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
+    """Length of the longest common beginning of `tokens` and `sampled[start:]`."""
+    longest = min(len(tokens), len(sampled) - start)
+    for offset in range(longest):
+        if tokens[offset] != sampled[start + offset]:
+            return offset
+    return longest
+
+
+def _with_unsampled(labels: VersionSegments, response_mask: Sequence[int]) -> VersionSegments:
+    versions = iter(labels.expand())
+    return VersionSegments.from_tokens(next(versions) if mask else NOT_SAMPLED for mask in response_mask)

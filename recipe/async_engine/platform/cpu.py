@@ -1,0 +1,150 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The CPU as a verl platform. `install` is idempotent and is called by the plugin when VERL_PLATFORM=cpu.
+
+Nothing here runs in a process that did not ask for the CPU: the class is never found by verl's auto-detection, because
+the head node of a GPU cluster often has no GPU itself. What verl and vLLM are told, and why, is listed with the
+upstream lines in docs/verl-touchpoints.md; tests/integration/test_platform.py fails for each workaround that upstream
+no longer needs.
+
+Nothing heavier than ``import verl`` itself is imported here: the engines follow when a training worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import verl
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from recipe.async_engine.platform import device_module, process_group, vllm_distribution
+from recipe.async_engine.platform.versions import VERL_SUPPORTED, require_version
+
+PLATFORM_NAME = "cpu"
+HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
+
+
+class PlatformCPU(PlatformBase):
+    """Answers verl's questions about the accelerator for a machine that has none.
+
+    A worker still takes one "GPU" from Ray: verl counts only Ray's own accelerator resources
+    (verl/single_controller/ray/base.py:226), so a local run starts Ray with as many as it has workers
+    (``ray_kwargs.ray_init.num_gpus``).
+    """
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return device_module
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        # Auto-detection must never choose the CPU, also in a process where the plugin was asked for by mistake.
+        return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
+
+    def current_device(self) -> str:  # type: ignore[override]
+        # verl passes the answer to torch.device() and Tensor.to(), which take an index for an accelerator only.
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        del device_index
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        del device_index
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        del settings
+
+    def empty_cache(self) -> None:
+        return None
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        del device_index
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        del msg
+        yield
+
+    def profiler_start(self) -> None:
+        return None
+
+    def profiler_stop(self) -> None:
+        return None
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        # False makes verl's ServerAdapter hand weights to vLLM through shared memory.
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        defaults = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+    def cudart(self) -> Any:
+        return None
+
+
+def install() -> None:
+    """Register the platform and apply what it needs before anything of verl asks for a device.
+
+    Raises:
+        UnsupportedVersionError: verl is not a release that the workarounds were written for.
+    """
+    require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
+    if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
+        PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
+    vllm_distribution.install()
+    process_group.install()
+    # vLLM's own choice of platform, for the processes that it starts without verl.
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    # An engine for Ascend NPUs, which verl imports in every training process and which imports all of vLLM (2 s). None
+    # makes the import raise ImportError, which verl expects of engines whose hardware is absent.
+    sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which platform a run of this package's own mains takes, and the environment that its processes need for it.
+
+Only a main asks; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu), or when
+there is neither an accelerator on this machine nor a Ray cluster that the run would join: the driver of a GPU cluster
+often stands on a node without a GPU. Any other value of VERL_PLATFORM, and everything else, is left to verl.
+
+`choose_platform` is a pure function of what it is given; `inspect_machine` looks at the machine without importing torch
+or starting a process; `apply_environment` is the one that changes the process.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+
+ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/davinci[0-9]*", "/dev/dxg")
+ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
+LOCAL_RAY_ADDRESS = "local"
+
+CPU_ENVIRONMENT: dict[str, str] = {
+    "VERL_PLATFORM": "cpu",
+    "VLLM_TARGET_DEVICE": "cpu",
+    # "auto" pins every vLLM worker of a machine to the same first cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # A run is a dozen processes; with a thread pool per core each they only take turns.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Compiling costs seconds per process and gains nothing at the sizes that a CPU trains.
+    "TORCHDYNAMO_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OFFLINE_ENVIRONMENT: dict[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class PlatformChoice:
+    """The platform of a run.
+
+    Attributes:
+        name: "cpu", the user's VERL_PLATFORM, or None when verl detects the accelerator.
+        reason: one sentence for the log.
+        environment: variables for the driver and, through Ray's ``runtime_env.env_vars``, for every worker. Values that
+            the user had set are kept.
+    """
+
+    name: str | None
+    reason: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What `inspect_machine` found: what shows an accelerator, and the address of a Ray cluster that runs here."""
+
+    accelerator: str | None = None
+    cluster_address: str | None = None
+
+
+def choose_platform(
+    environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, offline: bool = False
+) -> PlatformChoice:
+    """Choose the platform of a run.
+
+    Args:
+        environ: the environment of the driver.
+        machine: what `inspect_machine` found.
+        ray_address: ``ray_kwargs.ray_init.address`` of the run's configuration.
+        offline: model and data are local files, so a CPU run need not ask a hub about them.
+    """
+    asked = environ.get("VERL_PLATFORM", "").strip().lower()
+    if asked == "cpu":
+        return _cpu("VERL_PLATFORM=cpu is set", environ, offline)
+    if asked:
+        return PlatformChoice(asked, f"VERL_PLATFORM={asked} is set")
+    if machine.accelerator:
+        return PlatformChoice(None, f"{machine.accelerator} shows an accelerator; verl detects which")
+    cluster = _cluster(environ, machine, ray_address)
+    if cluster:
+        return PlatformChoice(None, f"{cluster} names a Ray cluster, whose nodes have the accelerators")
+    return _cpu("there is neither an accelerator on this machine nor a Ray cluster to join", environ, offline)
+
+
+def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
+    """Look for accelerators and for a running Ray cluster, by files only.
+
+    Args:
+        ray_temp_dir: where Ray notes the cluster that was started on this machine; Ray's own default if None.
+    """
+    return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
+
+
+def apply_environment(choice: PlatformChoice, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set the variables of ``choice`` in this process. Must run before torch, vLLM or verl is imported."""
+    (os.environ if environ is None else environ).update(choice.environment)
+
+
+def _cpu(reason: str, environ: Mapping[str, str], offline: bool) -> PlatformChoice:
+    wanted = CPU_ENVIRONMENT | (OFFLINE_ENVIRONMENT if offline else {})
+    environment = {name: environ.get(name, value) for name, value in wanted.items()}
+    return PlatformChoice("cpu", reason, environment | {"VERL_PLATFORM": "cpu"})
+
+
+def _cluster(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
+    """Name what makes ray.init join a cluster, in its order: configuration, environment, a cluster started here."""
+    if ray_address:
+        return None if ray_address == LOCAL_RAY_ADDRESS else f"ray_kwargs.ray_init.address={ray_address}"
+    from_environment = environ.get("RAY_ADDRESS", "").strip()
+    if from_environment:
+        return None if from_environment == LOCAL_RAY_ADDRESS else f"RAY_ADDRESS={from_environment}"
+    return f"`ray start` on this machine ({machine.cluster_address})" if machine.cluster_address else None
+
+
+def _find_accelerator() -> str | None:
+    for pattern in ACCELERATOR_FILES:
+        found = sorted(glob.glob(pattern))
+        if found:
+            return found[0]
+    for command in ACCELERATOR_COMMANDS:
+        path = shutil.which(command)
+        if path:
+            return path
+    return None
+
+
+def _find_cluster(ray_temp_dir: str | None) -> str | None:
+    folder = ray_temp_dir or os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+    try:
+        with open(os.path.join(folder, "ray_current_cluster"), encoding="utf-8") as file:
+            return file.read().strip() or None
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,89 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Stands in for ``torch.cuda`` where verl asks its platform for the device module: ``torch.cpu`` and what it lacks.
+
+verl calls memory, cache and random-state functions on the module without asking whether they exist (for example
+verl/workers/engine_workers.py:219, verl/utils/profiler/performance.py:49, verl/utils/checkpoint/checkpoint_manager.py
+:208). Memory answers are those of the host, counters of an allocator that does not exist are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from torch.cpu import *  # noqa: F403
+
+
+def empty_cache() -> None:
+    """There is no caching allocator."""
+
+
+def ipc_collect() -> None:
+    """There are no device handles to collect."""
+
+
+def reset_peak_memory_stats(*_: Any) -> None:
+    """There are no allocator statistics."""
+
+
+def reset_accumulated_memory_stats(*_: Any) -> None:
+    """There are no allocator statistics."""
+
+
+def set_per_process_memory_fraction(*_: Any, **__: Any) -> None:
+    """The operating system decides."""
+
+
+def memory_allocated(*_: Any) -> int:
+    return 0
+
+
+def memory_reserved(*_: Any) -> int:
+    return 0
+
+
+def max_memory_allocated(*_: Any) -> int:
+    return 0
+
+
+def max_memory_reserved(*_: Any) -> int:
+    return 0
+
+
+def mem_get_info(*_: Any) -> tuple[int, int]:
+    """Free and total bytes of the host."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def get_device_name(*_: Any) -> str:
+    return "CPU"
+
+
+def get_rng_state(*_: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, *_: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    torch.manual_seed(seed)

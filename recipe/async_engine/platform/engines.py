@@ -1,0 +1,122 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's FSDP2 engines, registered for the device "cpu": the language model (actor, reference) and the value model.
+
+They differ from the stock engines in three points, each of which stops a CPU run otherwise:
+
+- FSDP1 is refused: it broadcasts the parameters from rank 0, which torch does on an accelerator only
+  (verl/workers/engine/fsdp/transformer_impl.py:444).
+- No offload to the CPU: a forward-only engine gets ``CPUOffloadPolicy(pin_memory=True)`` (:462), and pinning needs an
+  accelerator. Parameters are on the CPU already.
+- The value model is loaded with the attention that the model configuration names: verl hard-codes flash-attention
+  (verl/utils/model.py:649).
+
+`register` may be called any number of times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import verl.utils.model as verl_model
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from recipe.async_engine.core.errors import SettingError
+
+SUPPORTED_STRATEGY = "fsdp2"
+DEFAULT_ATTENTION = "sdpa"
+
+
+class _CPUEngineMixin:
+    """What both engines need; to be inherited before a stock FSDP engine."""
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        if engine_config.strategy != SUPPORTED_STRATEGY:
+            raise SettingError(
+                "strategy",
+                engine_config.strategy,
+                f"{SUPPORTED_STRATEGY!r} on a CPU (FSDP1 synchronises its parameters on an accelerator)",
+                "Set actor_rollout_ref.actor.strategy=fsdp2, and critic.strategy=fsdp2 if there is a critic.",
+            )
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        configured = self.engine_config
+        offloading = configured.forward_only or configured.offload_policy
+        self.engine_config = dataclasses.replace(configured, forward_only=False, offload_policy=False)
+        try:
+            built = super()._build_fsdp_module(module)  # type: ignore[misc]
+        finally:
+            self.engine_config = configured
+        if offloading:
+            self._is_offload_param = False
+            self._is_offload_optimizer = False
+        return built
+
+
+class CPUFSDPEngineWithLMHead(_CPUEngineMixin, FSDPEngineWithLMHead):
+    """FSDP2 over gloo for actor and reference."""
+
+
+class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
+    """FSDP2 over gloo for the critic."""
+
+    def _build_module(self) -> torch.nn.Module:
+        with _value_model_loader():
+            return super()._build_module()
+
+
+@contextmanager
+def _value_model_loader() -> Iterator[None]:
+    # The stock engine looks the function up in its module at each call (transformer_impl.py:291).
+    original = verl_model.load_valuehead_model
+    verl_model.load_valuehead_model = _load_value_model
+    try:
+        yield
+    finally:
+        verl_model.load_valuehead_model = original
+
+
+def _load_value_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+) -> torch.nn.Module:
+    from transformers import AutoModelForTokenClassification
+
+    attention = getattr(model_config, "_attn_implementation", None)
+    if attention is None or attention.startswith("flash_attention"):
+        attention = DEFAULT_ATTENTION
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path,
+        torch_dtype=torch_dtype,
+        config=model_config,
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def register() -> None:
+    """Register both engines with verl for the device "cpu", once per process."""
+    # FSDP1 is registered too, so that it is refused with advice instead of verl's "No engine registered".
+    for model_type, engine in (
+        ("language_model", CPUFSDPEngineWithLMHead),
+        ("value_model", CPUFSDPEngineWithValueHead),
+    ):
+        for backend in ("fsdp", "fsdp2"):
+            if "cpu" not in EngineRegistry._engines[model_type][backend]:
+                EngineRegistry.register(model_type=model_type, backend=backend, device="cpu")(engine)

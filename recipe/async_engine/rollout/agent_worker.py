@@ -1,0 +1,209 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Agent-loop workers that hand out one trajectory at a time.
+
+Contract: ``run_trajectory`` yields ``TrajectoryGenerated`` when the last token is sampled (its generation slot is free
+from then on), then ``TrajectoryScored`` with what the scheduler decides on, then the payload, which the caller keeps
+as an object reference and never unpacks. Any of verl's agent loops runs here unchanged, user-defined ones included;
+versions come from the client's record, not from the loop. A failing reward is retried on its own, the answer is kept.
+
+Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopOutput, AgentLoopWorker
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.versions import VersionSegments, align
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+
+logger = logging.getLogger(__name__)
+
+VERSION_RUNS = "version_runs"
+"""Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
+
+
+class RewardError(RecipeError):
+    """The reward of a complete answer could not be computed."""
+
+
+class TrajectoryCancelled(RecipeError):
+    """The trajectory was ended on request."""
+
+
+@dataclass(frozen=True)
+class TrajectoryGenerated:
+    """The answer is complete; its reward is not known yet."""
+
+
+@dataclass(frozen=True)
+class TrajectoryScored:
+    """What the scheduler needs to know of a finished trajectory.
+
+    Attributes:
+        score: the reward, None if the trainer computes it (reward model on the trainer's accelerators).
+        oldest_version: of the response's sampled tokens.
+        newest_version: of the response's sampled tokens.
+        exact_versions: False if the agent loop rewrote its answer so that tokens could not be matched to requests;
+            every token then counts as sampled by the oldest version.
+        interruptions: weight syncs that cut this trajectory and were resumed.
+        reprefilled_tokens: tokens sent to an engine again because of them.
+        response_tokens: length of the response, tool tokens included.
+    """
+
+    score: float | None
+    oldest_version: int
+    newest_version: int
+    exact_versions: bool
+    interruptions: int
+    reprefilled_tokens: int
+    response_tokens: int
+
+
+_generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
+
+
+class TrajectoryWorker(AgentLoopWorker):
+    """verl's agent-loop worker, one trajectory at a time; see the module's contract."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        async_training = self.config.async_training
+        self._reward_timeout_s = float(async_training.timeouts.reward)
+        self._reward_attempts = 1 + int(async_training.max_group_retries)
+        self._running: dict[str, asyncio.Task] = {}
+
+    async def run_trajectory(
+        self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
+    ) -> AsyncGenerator[Any, None]:
+        """Run one trajectory; see the module's contract for what is yielded.
+
+        Args:
+            key: names the trajectory for :meth:`cancel`.
+            sample: one row of the data set, as verl's data loader gives it (non-tensor fields).
+            sample_index: data set index, for traces.
+            rollout_n: which of the group's trajectories this is.
+            version: policy version at issue, for traces.
+        """
+        generated = asyncio.Event()
+        task = asyncio.create_task(self._trajectory(generated, dict(sample), sample_index, rollout_n, version))
+        self._running[key] = task
+        try:
+            signal = asyncio.create_task(generated.wait())
+            await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
+            signal.cancel()
+            if generated.is_set():
+                yield TrajectoryGenerated()
+            output, recorder = await self._result(task, key)
+            yield self._scored(output, recorder)
+            yield output
+        finally:
+            task.cancel()
+            self._running.pop(key, None)
+
+    @staticmethod
+    async def _result(task: asyncio.Task, key: str) -> tuple[Any, TrajectoryRecorder]:
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise TrajectoryCancelled(f"trajectory {key} was ended on request") from None
+            raise
+
+    async def cancel(self, keys: list[str]) -> None:
+        """End the named trajectories; each one's caller sees the cancellation as its error."""
+        for key in keys:
+            if key in self._running:
+                self._running[key].cancel()
+
+    async def _trajectory(
+        self, generated: asyncio.Event, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
+    ) -> tuple[Any, TrajectoryRecorder]:
+        recorder = start_recording()
+        _generated.set(generated)
+        sample.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
+        output = await self._run_agent_loop(
+            self._sampling_params(),
+            {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False},
+            **sample,
+        )
+        return output, recorder
+
+    def _sampling_params(self) -> dict[str, Any]:
+        config = self.rollout_config
+        return {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+
+    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
+        generated, recorder = _generated.get(), current_recorder()
+        if generated is not None:
+            generated.set()
+        if recorder is not None:
+            segments, exact = align(recorder.segments, output.response_ids, output.response_mask)
+            output.extra_fields[VERSION_RUNS] = segments.runs
+            output.extra_fields["exact_versions"] = exact
+            output.extra_fields["min_global_steps"] = segments.oldest
+            output.extra_fields["max_global_steps"] = segments.newest
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+        """As verl's, with a deadline and retries.
+
+        Raises:
+            RewardError: every attempt failed; the last one is its cause.
+        """
+        for attempt in range(1, self._reward_attempts + 1):
+            try:
+                await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
+                return
+            except TimeoutError:
+                cause: Exception = TimeoutError(
+                    f"no reward within {self._reward_timeout_s:g} s (async_training.timeouts.reward)"
+                )
+            except Exception as error:  # a user's reward function may raise anything; the last one is reported
+                cause = error
+            logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
+        raise RewardError(f"the reward failed {self._reward_attempts} times, last with: {cause}") from cause
+
+    def _scored(self, output: Any, recorder: TrajectoryRecorder) -> TrajectoryScored:
+        segments = VersionSegments(output.extra_fields[VERSION_RUNS])
+        return TrajectoryScored(
+            score=output.reward_score,
+            oldest_version=segments.oldest,
+            newest_version=segments.newest,
+            exact_versions=output.extra_fields["exact_versions"],
+            interruptions=recorder.interruptions,
+            reprefilled_tokens=recorder.reprefilled_tokens,
+            response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
+        )
+
+
+class TrajectoryManager(AgentLoopManager):
+    """verl's manager over :class:`TrajectoryWorker` s; validation goes through its ``generate_sequences``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(TrajectoryWorker)
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,189 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The client through which agent loops reach the rollout servers.
+
+Contract:
+
+* ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
+  under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
+* With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
+  cut all the same, ``generate`` raises instead of returning it as complete.
+* Every request's version is the one at its submission; an answer that claims another one is an error.
+* A server that died is taken out of routing and the answer continues elsewhere from its tokens.
+* Every request has a deadline (``async_training.timeouts.generation``).
+
+Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
+"""
+
+import asyncio
+import logging
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayActorError
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rollout.recorder import current_recorder
+
+logger = logging.getLogger(__name__)
+
+ABORTED = ("aborted", "abort")
+
+
+class GenerationError(RecipeError):
+    """A request could not be answered."""
+
+
+class VersionMismatch(GenerationError):
+    """Weights changed under a request that was not interrupted."""
+
+
+class NoRolloutServer(GenerationError):
+    """No rollout server is in routing."""
+
+
+# The caller's list, which the task that ``wait_for`` starts fills in: a value set in that task would be lost with it.
+_route: ContextVar[list[str] | None] = ContextVar("recipe_route", default=None)
+
+
+class ResumingClient(LLMServerClient):
+    """verl's client with resumption, versions, deadlines and fail-over; see the module's contract."""
+
+    def __init__(self, config: DictConfig, load_balancer_handle: ray.actor.ActorHandle | None = None, **kwargs: Any):
+        super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
+        async_training = config.async_training
+        self._resume = bool(async_training.partial_rollout)
+        self._timeout_s = float(async_training.timeouts.generation)
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+        try:
+            server_id, server = await super()._acquire_server(request_id, **extra)
+        except Exception as error:
+            if "No available servers" in str(error):
+                raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
+            raise
+        route = _route.get()
+        if route is not None:
+            route.append(server_id)
+        return server_id, server
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Generate a complete answer to ``prompt_ids``; see the module's contract.
+
+        Args:
+            request_id: routes the turns of one conversation to one server.
+            prompt_ids: prompt tokens.
+            sampling_params: passed to the engine; ``max_tokens`` bounds the whole answer, resumed parts included.
+
+        Returns:
+            TokenOutput with the tokens of all parts; ``extra_fields`` has ``min_global_steps`` and
+            ``max_global_steps``, the oldest and the newest version among them.
+
+        Raises:
+            GenerationError: no server answered in time, or an answer was cut though resuming is off.
+        """
+        prompt_ids = normalize_token_ids(prompt_ids)
+        sampling_params = dict(sampling_params)
+        budget = self._budget(len(prompt_ids), sampling_params)
+        merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
+        versions: list[int] = []
+        recorder = current_recorder()
+        while merged.stop_reason is None:
+            part = await self._request(
+                request_id,
+                prompt_ids=prompt_ids + merged.token_ids,
+                sampling_params={**sampling_params, "max_tokens": budget - len(merged.token_ids)},
+                **kwargs,
+            )
+            if part is None:
+                continue
+            versions.append(self._version(part))
+            if recorder is not None:
+                recorder.record(versions[-1], part.token_ids)
+            self._merge(merged, part)
+            if part.stop_reason not in ABORTED:
+                merged.stop_reason = part.stop_reason or "completed"
+            elif len(merged.token_ids) >= budget:
+                merged.stop_reason = "completed"
+            elif not self._resume:
+                raise GenerationError(
+                    f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
+                    "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
+                )
+            elif recorder is not None:
+                recorder.interruptions += 1
+                recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
+        merged.extra_fields.update(
+            global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
+        )
+        return merged
+
+    def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
+        """Tokens that the whole answer may have: the server's own default, which it would compute anew per part."""
+        for key in ("max_tokens", "max_new_tokens"):
+            if key in sampling_params:
+                return int(sampling_params.pop(key))
+        rollout = self.config.actor_rollout_ref.rollout
+        return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
+
+    async def _request(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
+        """One request to one server; None if that server died or left routing before it sampled a token."""
+        route: list[str] = []
+        _route.set(route)
+        try:
+            part = await asyncio.wait_for(super().generate(request_id, **kwargs), self._timeout_s)
+        except TimeoutError:
+            raise GenerationError(
+                f"rollout server {route} did not answer within {self._timeout_s:g} s; raise "
+                "async_training.timeouts.generation if answers may take longer"
+            ) from None
+        except RayActorError as error:
+            logger.error("rollout server %s died under a request, which goes on elsewhere: %s", route, error)
+            await self._load_balancer.remove_servers.remote(route)
+            return None
+        return None if part.stop_reason in ABORTED and not part.token_ids else part
+
+    @staticmethod
+    def _version(part: TokenOutput) -> int:
+        submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
+        version = submitted if submitted is not None else answered
+        if version is None:
+            raise VersionMismatch("a rollout server answered without a weight version")
+        if answered is not None and answered != version and part.stop_reason not in ABORTED:
+            raise VersionMismatch(f"weights changed from version {version} to {answered} under an uninterrupted answer")
+        return int(version)
+
+    @staticmethod
+    def _merge(merged: TokenOutput, part: TokenOutput) -> None:
+        import numpy as np
+
+        merged.token_ids.extend(part.token_ids)
+        if part.log_probs is not None:
+            merged.log_probs.extend(part.log_probs)
+        if part.routed_experts is not None and len(part.token_ids) > 0:
+            if merged.routed_experts is None:
+                merged.routed_experts = part.routed_experts
+            else:
+                new_rows = part.routed_experts[-len(part.token_ids) :]
+                merged.routed_experts = np.concatenate([merged.routed_experts, new_rows])
+        if part.num_preempted is not None:
+            merged.num_preempted += part.num_preempted
+        merged.extra_fields = {**part.extra_fields, **merged.extra_fields}

@@ -1,0 +1,75 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the scheduler keeps of a live group, and the generation slot that a trajectory holds while it samples."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe.async_engine.core.ledger import Group, OnOverdue
+from recipe.async_engine.rollout.agent_worker import TrajectoryScored
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """What the scheduler is told once.
+
+    Attributes:
+        group_size: trajectories a group (``rollout.n``).
+        slots: trajectories that may generate at once, over all replicas.
+        max_retries: attempts of one trajectory beyond the first.
+        max_consecutive_failures: groups that may fail in a row before the run ends.
+        on_overdue: what to do about running groups that keep the next batch from being taken.
+    """
+
+    group_size: int
+    slots: int
+    max_retries: int
+    max_consecutive_failures: int
+    on_overdue: OnOverdue = OnOverdue.WAIT
+
+
+@dataclass
+class GroupRun:
+    """A live group: its prompt and what its trajectories have brought so far."""
+
+    group: Group
+    row: dict[str, Any]
+    scored: list[TrajectoryScored | None]
+    payloads: list[Any]
+    keys: set[str] = field(default_factory=set)
+    dropped: bool = False
+
+    @property
+    def oldest_version(self) -> int:
+        return min(scored.oldest_version for scored in self.scored if scored is not None)
+
+
+class Slot:
+    """A generation slot, held from its making until :meth:`free`; both calls may be repeated."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        """``count`` is told +1 and -1; the first hold is the caller's, who reserved the group's slots at once."""
+        self._count = count
+        self._held = True
+
+    def hold(self) -> None:
+        if not self._held:
+            self._held = True
+            self._count(1)
+
+    def free(self) -> None:
+        if self._held:
+            self._held = False
+            self._count(-1)

@@ -1,0 +1,56 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What one trajectory generated, request by request, with the policy version of each request.
+
+Contract: verl's agent loops know nothing of versions, so the client that they call records every answered request here,
+in order. The recorder of the trajectory under way is found through a context variable, which asyncio passes on to the
+tasks that an agent loop starts. Shown by tests/integration/test_client.py.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrajectoryRecorder:
+    """The answered requests of one trajectory.
+
+    Attributes:
+        segments: (version, token ids) of every answer with tokens, in the order of the answers.
+        interruptions: how often a weight sync cut an answer that was then resumed.
+        reprefilled_tokens: prompt and kept tokens that a resume sent to an engine again.
+    """
+
+    segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    interruptions: int = 0
+    reprefilled_tokens: int = 0
+
+    def record(self, version: int, token_ids: list[int]) -> None:
+        if token_ids:
+            self.segments.append((version, tuple(token_ids)))
+
+
+_current: ContextVar[TrajectoryRecorder | None] = ContextVar("recipe_trajectory_recorder", default=None)
+
+
+def current_recorder() -> TrajectoryRecorder | None:
+    """The recorder of the trajectory that this task belongs to; None outside a trajectory (validation by hand)."""
+    return _current.get()
+
+
+def start_recording() -> TrajectoryRecorder:
+    """Begin a trajectory in this context and return its recorder."""
+    recorder = TrajectoryRecorder()
+    _current.set(recorder)
+    return recorder

@@ -1,0 +1,396 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rollout scheduler: issues prompt groups, spreads their trajectories, hands complete batches to the trainer.
+
+Contract: it decides nothing about staleness. It asks the ledger what may start and what may be trained, and obeys. It
+runs in one event loop on a thread of its own, beside the trainer's thread; both reach the ledger under one condition
+variable that is never held across a wait for anything else. Everything is driven by events: a finished trajectory, a
+taken batch, a published version. A trajectory frees its generation slot when its last token is sampled, so rewards
+never hold one. A failed trajectory is retried on another worker and its siblings are kept; past its retries the whole
+group counts as failed, and the run ends when no group has succeeded for ``max_consecutive_failures`` of them.
+Payloads stay object references until the trainer fetches its batch.
+
+Shown by tests/integration/test_scheduler.py (workers faked below the actor seam) and tests/e2e/test_fully_async.py.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.ledger import OVERDUE_REASON, Group, GroupState, OnOverdue, SampleLedger
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.agent_worker import (
+    RewardError,
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
+from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings, Slot
+from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutFailed(RecipeError):
+    """Generation cannot go on; the cause is chained."""
+
+
+class BatchTimeout(RecipeError):
+    """No batch became ready within ``async_training.timeouts.batch_wait``."""
+
+
+class RolloutScheduler:
+    """See the module's contract. The trainer's thread calls the public methods."""
+
+    def __init__(
+        self,
+        ledger: SampleLedger,
+        source: PromptSource,
+        pool: WorkerPool,
+        settings: SchedulerSettings,
+        timeline: Timeline,
+    ) -> None:
+        self.ledger = ledger
+        self._source = source
+        self._pool = pool
+        self._settings = settings
+        self._timeline = timeline
+        self._changed = threading.Condition()
+        self._runs: dict[int, GroupRun] = {}
+        self._waiting: deque[GroupRun] = deque()
+        self._generating = 0
+        self._issuing = False
+        self._failures_in_a_row = 0
+        self._error: BaseException | None = None
+        self.interrupted_trajectories = 0
+        self.reprefilled_tokens = 0
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+        self._thread = threading.Thread(target=self._run_loop, name="rollout-scheduler", daemon=True)
+
+    # The trainer's side.
+
+    def start(self) -> None:
+        """Begin to issue groups; restored ones go first."""
+        self._issuing = True
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End every trajectory and the scheduler's thread."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout_s)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+
+    def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
+        """Lease the next batch, oldest groups first; None when no further batch can form.
+
+        Raises:
+            RolloutFailed: generation cannot go on.
+            BatchTimeout: nothing was ready in time; the message says what runs and for what version.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._raise_error()
+                if self.ledger.next_batch() is not None:
+                    batch = [self._runs[group.id] for group in self.ledger.take()]
+                    break
+                if self._over():
+                    return None
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise BatchTimeout(self._diagnosis(timeout_s))
+                self._changed.wait(remaining)
+        self._poke()
+        return batch
+
+    def batch_trained(self) -> Any:
+        """The leased batch is in the weights; returns the staleness of its groups."""
+        with self._changed:
+            for group in self.ledger.leased():
+                del self._runs[group.id]
+            staleness = self.ledger.mark_trained()
+        self._poke()
+        return staleness
+
+    def version_published(self) -> int:
+        """Every live replica has committed the next version. Returns it."""
+        with self._changed:
+            version = self.ledger.publish()
+        self._poke()
+        return version
+
+    def pause_until_drained(self, timeout_s: float) -> None:
+        """Issue nothing and wait until no trajectory generates.
+
+        Raises:
+            RolloutFailed: generation failed meanwhile.
+            BatchTimeout: trajectories still generate after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._issuing = False
+            while self._generating:
+                self._raise_error()
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    raise BatchTimeout(
+                        f"{self._generating} trajectories still generate after {timeout_s:g} s of draining before a "
+                        "weight sync; raise async_training.timeouts.drain, or set async_training.partial_rollout=True "
+                        "so that a sync interrupts and resumes them"
+                    )
+                self._changed.wait(remaining)
+
+    def resume_issuing(self) -> None:
+        with self._changed:
+            self._issuing = True
+        self._poke()
+
+    def snapshot(self, timeout_s: float) -> dict[str, Any]:
+        """Ledger, prompt position and live groups as of one moment; payloads are object references.
+
+        Read on the scheduler's own thread, so that no prompt is taken in between.
+        """
+        return asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(timeout_s)
+
+    def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
+        """Adopt the live groups of a checkpoint; call it before :meth:`start`.
+
+        Args:
+            groups: by group id, ``row`` and, for ready groups, ``scored`` and ``payloads`` (object references).
+        """
+        for state in (GroupState.READY, GroupState.RUNNING):
+            for group in self.ledger.in_state(state):
+                saved = groups[group.id]
+                run = self._new_run(group, saved["row"])
+                if state is GroupState.READY:
+                    run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
+                else:
+                    self._waiting.append(run)
+
+    def metrics(self) -> dict[str, float]:
+        """What the rollout side does at this moment, and how idle it was since the timeline began."""
+        with self._changed:
+            counts = self.ledger.counts()
+            return {
+                "fully_async/rollouter/generating_trajectories": self._generating,
+                "fully_async/rollouter/groups_running": counts.running,
+                "fully_async/rollouter/groups_ready": counts.ready,
+                "fully_async/rollouter/idle_ratio": self._timeline.rollout_idle_share,
+                "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
+                "fully_async/partial/interrupted_trajectories": self.interrupted_trajectories,
+                "fully_async/partial/reprefilled_tokens": self.reprefilled_tokens,
+            }
+
+    # The event loop's side.
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._spawn(self._issue_forever())
+        self._loop.run_forever()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _poke(self) -> None:
+        """Something changed that may let a group start; callable from any thread."""
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _change(self, update: Callable[[], Any]) -> Any:
+        """Apply ``update`` to the ledger, then tell both threads."""
+        with self._changed:
+            result = update()
+            self._changed.notify_all()
+        self._wake.set()
+        return result
+
+    async def _issue_forever(self) -> None:
+        while True:
+            self._drop_overdue()
+            while (run := self._next_run()) is not None:
+                self._count_generating(self._settings.group_size)
+                self._spawn(self._run_group(run))
+            await self._wake.wait()
+            self._wake.clear()
+
+    def _next_run(self) -> GroupRun | None:
+        """The next group that may start now: restored ones first, then the next prompt."""
+        with self._changed:
+            slots_free = self._settings.slots - self._generating >= self._settings.group_size
+            if not self._issuing or not slots_free:
+                return None
+            if self._waiting:
+                return self._waiting.popleft()
+            if not self.ledger.can_issue():
+                return None
+            prompt = self._source.take()
+            if prompt is None:
+                self._changed.notify_all()
+                return None
+            return self._new_run(self.ledger.issue(prompt.reference), prompt.row)
+
+    def _new_run(self, group: Group, row: dict[str, Any]) -> GroupRun:
+        size = self._settings.group_size
+        run = GroupRun(group, row, scored=[None] * size, payloads=[None] * size)
+        self._runs[group.id] = run
+        return run
+
+    async def _run_group(self, run: GroupRun) -> None:
+        tasks = [asyncio.create_task(self._run_trajectory(run, n)) for n in range(self._settings.group_size)]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        error = next((task.exception() for task in done if task.exception() is not None), None)
+        if error is None:
+            self._failures_in_a_row = 0
+            self._change(lambda: self._ready(run))
+            return
+        await self._pool.cancel(run.keys)
+        if pending:
+            await asyncio.wait(pending)
+        if run.dropped:
+            self._change(lambda: self._end(run, lambda: self.ledger.filter(run.group.id, OVERDUE_REASON)))
+            return
+        self._give_up(run, error)
+
+    def _give_up(self, run: GroupRun, error: BaseException) -> None:
+        logger.error("prompt group %s failed for good: %s", run.group.prompt, error)
+        self._change(lambda: self._end(run, lambda: self.ledger.fail(run.group.id, type(error).__name__)))
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._settings.max_consecutive_failures or not self._pool.alive:
+            failed = RolloutFailed(
+                f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "
+                f"({run.group.prompt}) with: {error}"
+            )
+            failed.__cause__ = error
+            self._fail(failed)
+
+    def _ready(self, run: GroupRun) -> None:
+        for scored in run.scored:
+            self.interrupted_trajectories += scored.interruptions > 0
+            self.reprefilled_tokens += scored.reprefilled_tokens
+        run.group = self.ledger.mark_ready(run.group.id, max(run.group.start, run.oldest_version))
+
+    def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
+        transition()
+        del self._runs[run.group.id]
+
+    async def _run_trajectory(self, run: GroupRun, n: int) -> None:
+        """One trajectory with its retries; its generation slot is free as soon as its last token is sampled."""
+        slot = Slot(self._count_generating)
+        avoid: str | None = None
+        try:
+            for attempt in range(1 + self._settings.max_retries):
+                slot.hold()
+                call = self._pool.call(run.row, run.group, n, attempt, avoid)
+                run.keys.add(call.key)
+                try:
+                    await self._follow(call, run, n, slot)
+                    return
+                except (TrajectoryCancelled, RewardError):
+                    raise
+                except RecipeError as error:
+                    if attempt == self._settings.max_retries or run.dropped:
+                        raise
+                    avoid = call.worker_id
+                    logger.warning("trajectory %s failed and is tried again: %s", call.key, error)
+                finally:
+                    run.keys.discard(call.key)
+        finally:
+            slot.free()
+
+    async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
+        """Take in what a trajectory yields."""
+        async for event, payload in call.events():
+            if isinstance(event, TrajectoryGenerated):
+                slot.free()
+            elif isinstance(event, TrajectoryScored):
+                run.scored[n] = event
+            else:
+                run.payloads[n] = payload
+
+    def _count_generating(self, change: int) -> None:
+        with self._changed:
+            self._generating += change
+            self._timeline.rollout.set_running(self._generating)
+            self._changed.notify_all()
+        self._wake.set()
+
+    def _drop_overdue(self) -> None:
+        if self._settings.on_overdue is not OnOverdue.DROP:
+            return
+        with self._changed:
+            overdue = [self._runs[group.id] for group in self.ledger.overdue()]
+        for run in overdue:
+            if not run.dropped:
+                run.dropped = True
+                self._spawn(self._pool.cancel(run.keys))
+
+    async def _snapshot(self) -> dict[str, Any]:
+        with self._changed:
+            groups = {
+                group_id: {"row": run.row, "scored": list(run.scored), "payloads": list(run.payloads)}
+                for group_id, run in self._runs.items()
+            }
+            return {"ledger": self.ledger.snapshot(), "source": self._source.state(), "groups": groups}
+
+    async def _stop(self) -> None:
+        with self._changed:
+            self._issuing = False
+        keys = {key for run in self._runs.values() for key in run.keys}
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._pool.cancel(keys), *tasks, return_exceptions=True)
+
+    # Under the condition variable.
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            if isinstance(self._error, RolloutFailed):
+                raise self._error
+            raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
+
+    def _over(self) -> bool:
+        """Whether no further batch can form."""
+        return not self.ledger.batch_possible(self._source.prompts_left)
+
+    def _diagnosis(self, timeout_s: float) -> str:
+        counts = self.ledger.counts()
+        running = self.ledger.in_state(GroupState.RUNNING)
+        oldest = min(running, key=lambda group: (group.start, group.id), default=None)
+        return (
+            f"no training batch became ready within {timeout_s:g} s (async_training.timeouts.batch_wait) at version "
+            f"{self.ledger.version}: {counts.running} groups run ({self._generating} trajectories generate, "
+            f"the others wait for their reward), {counts.ready} are ready, {len(self._waiting)} wait for a slot; "
+            f"the oldest running group is {oldest}; agent-loop workers alive: {self._pool.alive}"
+        )

@@ -1,0 +1,155 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The pool of agent-loop workers: which one runs a trajectory, and how its events come back.
+
+Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
+Whatever a worker raises arrives as a :class:`RecipeError`; a worker that died is used no more. Events are awaited,
+payloads are not: the pool hands on their object references. Shown by tests/integration/test_scheduler.py.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.ledger import Group
+from recipe.async_engine.rollout.agent_worker import (
+    RewardError,
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
+from recipe.async_engine.rollout.prompts import sample_of
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryFailed(RecipeError):
+    """An agent loop raised, or its worker died; the message has the traceback of the place where it happened."""
+
+
+class NoWorkers(RecipeError):
+    """Every agent-loop worker has died."""
+
+
+@dataclass(frozen=True)
+class TrajectoryCall:
+    """One attempt at one trajectory on one worker."""
+
+    key: str
+    worker_id: str
+    pool: "WorkerPool"
+    row: dict[str, Any]
+    group: Group
+    rollout_n: int
+
+    async def events(self) -> AsyncIterator[tuple[Any, Any]]:
+        """(event, None) for each event, then (None, payload's object reference).
+
+        Raises:
+            TrajectoryFailed: the agent loop raised or the worker died.
+            RewardError: the answer is complete but could not be scored.
+            TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
+        """
+        self.pool.began(self)
+        try:
+            stream = (
+                self.pool.actor(self.worker_id)
+                .run_trajectory.options(num_returns="streaming")
+                .remote(
+                    self.key, sample_of(self.row, self.group), self.group.prompt.index, self.rollout_n, self.group.start
+                )
+            )
+            scored = False
+            async for reference in stream:
+                if scored:
+                    yield None, reference
+                    return
+                event = await reference
+                if not isinstance(event, TrajectoryGenerated | TrajectoryScored):
+                    raise TrajectoryFailed(f"trajectory {self.key} yielded {type(event).__name__} out of turn")
+                scored = isinstance(event, TrajectoryScored)
+                yield event, None
+            raise TrajectoryFailed(f"trajectory {self.key} ended without its payload")
+        except RecipeError:
+            raise
+        except RayActorError as error:
+            self.pool.died(self.worker_id, error)
+            raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RewardError | TrajectoryCancelled):
+                raise type(cause)(str(cause)) from error
+            raise TrajectoryFailed(f"trajectory {self.key} raised {type(cause).__name__}: {error}") from error
+        finally:
+            self.pool.ended(self)
+
+
+class WorkerPool:
+    """The live agent-loop workers and how many trajectories each one runs."""
+
+    def __init__(self, actors: list[ray.actor.ActorHandle]) -> None:
+        self._actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
+        self._running: Counter[str] = Counter({worker_id: 0 for worker_id in self._actors})
+        self._worker_of_key: dict[str, str] = {}
+
+    @property
+    def alive(self) -> int:
+        return len(self._actors)
+
+    def actor(self, worker_id: str) -> ray.actor.ActorHandle:
+        if worker_id not in self._actors:
+            raise TrajectoryFailed(f"agent-loop {worker_id} has died")
+        return self._actors[worker_id]
+
+    def call(
+        self, row: dict[str, Any], group: Group, rollout_n: int, attempt: int, avoid: str | None
+    ) -> TrajectoryCall:
+        """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
+
+        Raises:
+            NoWorkers: none is alive.
+        """
+        if not self._actors:
+            raise NoWorkers("every agent-loop worker has died; the first one's error is in the log above")
+        candidates = [worker_id for worker_id in self._actors if worker_id != avoid] or list(self._actors)
+        worker_id = min(candidates, key=lambda candidate: self._running[candidate])
+        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n)
+
+    async def cancel(self, keys: Iterable[str]) -> None:
+        """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
+        by_worker: dict[str, list[str]] = {}
+        for key in keys:
+            if key in self._worker_of_key:
+                by_worker.setdefault(self._worker_of_key[key], []).append(key)
+        for worker_id, worker_keys in by_worker.items():
+            if worker_id in self._actors:
+                self._actors[worker_id].cancel.remote(worker_keys)
+
+    def began(self, call: TrajectoryCall) -> None:
+        self._running[call.worker_id] += 1
+        self._worker_of_key[call.key] = call.worker_id
+
+    def ended(self, call: TrajectoryCall) -> None:
+        self._running[call.worker_id] -= 1
+        self._worker_of_key.pop(call.key, None)
+
+    def died(self, worker_id: str, error: BaseException) -> None:
+        if self._actors.pop(worker_id, None) is not None:
+            logger.error("agent-loop %s died: %s", worker_id, error)

@@ -1,0 +1,141 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Makes the built-in task on first use.
+
+``ensure_task`` returns only a complete directory made with the settings asked for. It makes a task beside its place and
+moves it there in one rename, the manifest inside, so a process that dies leaves no directory that passes for complete.
+A lock file beside the directory keeps two processes from making the same task at once; waiting for it has a deadline.
+A directory that holds anything but a built-in task is never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine.task import reward
+from recipe.async_engine.task.dataset import write_parquet
+from recipe.async_engine.task.problems import make_splits
+from recipe.async_engine.task.settings import FORMAT_VERSION, TaskPaths, TaskSettings
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "task.json"
+MODEL, TRAIN, VAL = "model", "train.parquet", "val.parquet"
+LOCK_TIMEOUT_SECONDS = 600.0
+
+
+class TaskDirectoryError(RuntimeError):
+    """The directory of a task cannot be used; the message says which and what to change."""
+
+
+def ensure_task(
+    out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
+) -> TaskPaths:
+    """The task of ``settings`` in ``out_dir``: the one that is there, or a new one.
+
+    Args:
+        out_dir: the task's own directory; made if missing, remade if incomplete or made with other settings.
+        settings: what to make.
+        lock_timeout: seconds to wait while another process makes a task in the same place.
+
+    Raises:
+        TaskDirectoryError: ``out_dir`` holds something else, or another process did not finish in time.
+    """
+    import filelock
+
+    out = Path(out_dir).expanduser().resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock_file = out.parent / f".{out.name}.lock"
+    try:
+        with filelock.FileLock(lock_file, timeout=lock_timeout):
+            if not is_complete(out, settings):
+                _remake(out, settings)
+    except filelock.Timeout as error:
+        raise TaskDirectoryError(
+            f"another process has held {lock_file} for more than {lock_timeout:g} s; wait for it, end it, or set "
+            "another directory for the task"
+        ) from error
+    return TaskPaths(out / MODEL, out / TRAIN, out / VAL, Path(reward.__file__).resolve())
+
+
+def is_complete(out: Path, settings: TaskSettings) -> bool:
+    """Whether ``out`` holds a task of this format and these settings with every file of its manifest, in full size."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return False
+    if not isinstance(manifest, dict) or _identity(settings) != {key: manifest.get(key) for key in _identity(settings)}:
+        return False
+    return manifest.get("files") == _file_sizes(out)
+
+
+def _remake(out: Path, settings: TaskSettings) -> None:
+    _refuse_foreign(out)
+    started = time.monotonic()
+    making = out.parent / f".{out.name}.making"
+    # Left by a process that died; the lock is ours, so nobody is writing there.
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    _write(making, settings)
+    manifest = {**_identity(settings), "files": _file_sizes(making)}
+    (making / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(making, out)
+    logger.info("made the built-in task in %s in %.1f s", out, time.monotonic() - started)
+
+
+def _write(directory: Path, settings: TaskSettings) -> None:
+    from recipe.async_engine.task.tokenizer import build_tokenizer
+    from recipe.async_engine.task.warm_start import make_warm_model
+
+    train, val = make_splits(settings)
+    write_parquet(train, "train", directory / TRAIN)
+    write_parquet(val, "val", directory / VAL)
+    tokenizer = build_tokenizer()
+    model = make_warm_model(settings, tokenizer, frozenset(problem.key for problem in val))
+    model.save_pretrained(directory / MODEL)
+    tokenizer.save_pretrained(directory / MODEL)
+
+
+def _refuse_foreign(out: Path) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise TaskDirectoryError(f"{out} is a file; set another directory for the task")
+    foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in (MANIFEST, MODEL, TRAIN, VAL))
+    if foreign:
+        raise TaskDirectoryError(
+            f"{out} holds {foreign[0]!r}, which is no part of a built-in task, so it is not replaced; set another "
+            "directory for the task, or empty this one"
+        )
+
+
+def _identity(settings: TaskSettings) -> dict[str, Any]:
+    return {"format": FORMAT_VERSION, "settings": asdict(settings)}
+
+
+def _file_sizes(directory: Path) -> dict[str, int]:
+    return {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }

@@ -1,0 +1,96 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The problems of the built-in task: an instruction over a string of distinct digits, and its one right answer.
+
+Pure. ``make_splits`` keeps training and validation disjoint by digit string, whatever the instruction, and returns the
+strings of the validation set so that the warm start can leave them out too.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from recipe.async_engine.task.settings import TaskSettings
+
+DIGITS = "0123456789"
+KEY_LENGTH = 6
+SHORT_OPERATIONS = ("sort", "flip", "copy")
+LONG_OPERATION = "list"
+# ``list`` writes each digit of the string with each of these: 6 * 2 * 11 = 132 characters.
+LIST_LETTERS = "abcdefghijk"
+# In a long-tailed task the problems at these places of every 20 are long ones.
+LONG_PERIOD, LONG_OFFSET = 20, 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt: ``operation`` applied to ``key``, six distinct digits."""
+
+    operation: str
+    key: str
+
+    @property
+    def prompt(self) -> str:
+        """The user's message."""
+        return f"{self.operation} {self.key}"
+
+    @property
+    def answer(self) -> str:
+        """The only answer that scores."""
+        return apply_operation(self.operation, self.key)
+
+
+def apply_operation(operation: str, key: str) -> str:
+    """The right answer to ``operation`` over ``key``. Raises ValueError on an unknown operation."""
+    if operation == "sort":
+        return "".join(sorted(key))
+    if operation == "flip":
+        return key[::-1]
+    if operation == "copy":
+        return key
+    if operation == LONG_OPERATION:
+        return "".join(digit + letter for digit in key for letter in LIST_LETTERS)
+    allowed = ", ".join((*SHORT_OPERATIONS, LONG_OPERATION))
+    raise ValueError(f"operation={operation!r} is not known; use one of {allowed}")
+
+
+def draw_key(rng: random.Random) -> str:
+    """Six distinct digits in random order."""
+    return "".join(rng.sample(DIGITS, KEY_LENGTH))
+
+
+def make_splits(settings: TaskSettings) -> tuple[list[Problem], list[Problem]]:
+    """Training and validation problems of a task, in file order."""
+    rng = random.Random(f"problems-{settings.seed}")
+    total = settings.train_size + settings.val_size
+    # A dict keeps the order of drawing, which a set of strings would not do across processes.
+    keys: dict[str, None] = {}
+    while len(keys) < total:
+        keys[draw_key(rng)] = None
+    ordered = list(keys)
+    long_tail = settings.lengths == "long_tail"
+    return (
+        _assign_operations(ordered[: settings.train_size], long_tail),
+        _assign_operations(ordered[settings.train_size :], long_tail),
+    )
+
+
+def _assign_operations(keys: list[str], long_tail: bool) -> list[Problem]:
+    problems = []
+    for index, key in enumerate(keys):
+        is_long = long_tail and index % LONG_PERIOD == LONG_OFFSET
+        operation = LONG_OPERATION if is_long else SHORT_OPERATIONS[index % len(SHORT_OPERATIONS)]
+        problems.append(Problem(operation, key))
+    return problems

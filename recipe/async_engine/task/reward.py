@@ -1,0 +1,97 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rule-based reward of the built-in task, in the form of verl's ``custom_reward_function``.
+
+An answer scores 1.0 if it equals the ground truth character by character, else 0.0. This file imports only the standard
+library and nothing of this package: verl loads it by path in every reward worker.
+
+``reward_kwargs={"permute": true}`` is the control of an experiment: training prompts then get real scores of earlier
+answers in random order, so that the rewards keep their distribution but say nothing about the answer. Validation
+prompts are always scored truthfully. tests/integration/test_builtin_task.py shows both.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+# Fraction of right answers after the warm start: what the reservoir holds before it has seen any score.
+_INITIAL_ACCURACY = 0.35
+
+
+class ScorePermuter:
+    """Hands out a stream of scores in permuted order.
+
+    Keeps the last scores in a reservoir of ``window``; each new score takes the place of a random one, which is handed
+    out. So (initial reservoir + scores put in) and (scores handed out + final reservoir) are the same multiset, and a
+    score is never handed out for the answer that earned it. Safe under threads, as verl scores in a thread pool.
+    """
+
+    def __init__(self, window: int, seed: int) -> None:
+        if window < 1:
+            raise ValueError(f"permute_window={window} must be at least 1; raise reward_kwargs.permute_window")
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self.reservoir = [float(self._rng.random() < _INITIAL_ACCURACY) for _ in range(window)]
+
+    def exchange(self, score: float) -> float:
+        """Puts ``score`` in and returns the earlier one it replaces."""
+        with self._lock:
+            slot = self._rng.randrange(len(self.reservoir))
+            earlier, self.reservoir[slot] = self.reservoir[slot], score
+            return earlier
+
+
+_permuters: dict[tuple[int, int], ScorePermuter] = {}
+_permuters_lock = threading.Lock()
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    permute: bool = False,
+    permute_window: int = 64,
+    permute_seed: int = 0,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Scores one answer.
+
+    Args:
+        data_source: name of the data set; not used, the rule is the same for all.
+        solution_str: the decoded answer without special tokens.
+        ground_truth: the right answer.
+        extra_info: the row's extra columns; ``split`` says whether ``permute`` applies.
+        permute: give training prompts permuted scores (a control, see the module's docstring).
+        permute_window: how many scores the permutation holds back.
+        permute_seed: seed of the permutation.
+        kwargs: further arguments that verl passes to every reward function; not used.
+
+    Returns:
+        ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
+    """
+    accuracy = float(solution_str == ground_truth)
+    score = accuracy
+    if permute and (extra_info or {}).get("split") == "train":
+        score = _permuter(permute_window, permute_seed).exchange(accuracy)
+    return {"score": score, "acc": accuracy}
+
+
+def _permuter(window: int, seed: int) -> ScorePermuter:
+    with _permuters_lock:
+        if (window, seed) not in _permuters:
+            _permuters[window, seed] = ScorePermuter(window, seed)
+        return _permuters[window, seed]

@@ -1,0 +1,75 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What identifies one built task: its settings, and the paths of what was made from them.
+
+Two tasks with equal ``TaskSettings`` and ``FORMAT_VERSION`` have the same data and, on the same machine and library
+versions, the same weights (tests/integration/test_builtin_task.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Part of every manifest: raise it with any change of the data, the tokenizer, the model or the warm start.
+FORMAT_VERSION = 1
+
+FAMILIES = ("qwen3", "qwen2")
+LENGTHS = ("uniform", "long_tail")
+# Of the 151,200 digit strings enough must stay free for the demonstrations of the warm start.
+MAX_PROBLEMS = 100_000
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Settings of the built-in task.
+
+    seed: of the problems, the initial weights and the warm start.
+    family: architecture of the model, ``qwen3`` or ``qwen2``.
+    lengths: ``uniform`` (every answer has 6 tokens) or ``long_tail`` (one prompt in 20 has an answer of 132).
+    train_size, val_size: numbers of prompts; the two sets have no digit string in common.
+
+    Raises ValueError on a value outside these.
+    """
+
+    seed: int = 0
+    family: str = "qwen3"
+    lengths: str = "uniform"
+    train_size: int = 4096
+    val_size: int = 256
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("family", FAMILIES), ("lengths", LENGTHS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; set it to one of {', '.join(allowed)}")
+        for name in ("train_size", "val_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0; set a seed >= 0")
+        if self.train_size + self.val_size > MAX_PROBLEMS:
+            raise ValueError(
+                f"train_size={self.train_size} and val_size={self.val_size} together must be at most {MAX_PROBLEMS}; "
+                "lower train_size"
+            )
+
+
+@dataclass(frozen=True)
+class TaskPaths:
+    """Where a complete task lies: a Hugging Face model directory, two parquet files, the reward's source file."""
+
+    model: Path
+    train: Path
+    val: Path
+    reward_file: Path

@@ -1,0 +1,368 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Checkpoint engine ``recipe_gloo``: weights from trainer rank 0 to every receiver, through host memory.
+
+For machines without an accelerator, and for trainer and rollout on one host; tensors on a device are copied to the host
+bucket by bucket. Buckets travel through shared memory when all members are on one host, else over gloo; gloo connects
+the members in both cases. Switched on by settings alone::
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=recipe_gloo
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.async_engine.weights.gloo_engine
+    +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.recipe_gloo.timeout_s=600
+
+Contract:
+
+- The group is kept between syncs. verl's manager calls `prepare`, `build_topology` and `init_process_group` at every
+  sync; as long as every member reports the same group, in the same places, these only compare. After any failure, or
+  when the members change, a fresh group is made; no process needs a restart.
+- A caller that knows that its members are unchanged may skip the three calls if `topology_epoch` is the same string,
+  and not None, on trainer rank 0 and on all receivers.
+- Nothing waits for ever: a sync, as a whole, has ``timeout_s`` on each side, connecting has ``connect_timeout_s``. A
+  sender whose receiver dies fails as soon as the connection closes, else at its deadline. A receiver whose consumer
+  stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed still goes
+  through its weights to the end, since the other trainer ranks gather them with it.
+- Blocking calls run on a thread of the engine's own, in order; the event loop stays free.
+- A sender returns when every receiver has gone through the whole stream, so that its success is theirs.
+- A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
+  asked for, and must not be written to. Copy what must last.
+- Buffers stay allocated between syncs: two buckets of at most `MAX_BUCKET_BYTES` (on one host: in all), and, on a
+  receiver, the largest tensor if it exceeds a bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from recipe.async_engine.core.errors import SettingError
+from recipe.async_engine.weights.buckets import (
+    DATA,
+    END,
+    TEXT_BYTES,
+    BucketReader,
+    BucketWriter,
+    Frame,
+    Totals,
+    WeightStreamError,
+)
+from recipe.async_engine.weights.gloo_group import Deadline, Endpoint, GlooGroup, Rendezvous, node_address
+from recipe.async_engine.weights.transport import (
+    GlooTransport,
+    SharedMemoryTransport,
+    SharedSegments,
+    Transport,
+    shared_memory_domain,
+)
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "recipe_gloo"
+# Larger buckets are not faster over loopback, and two of them are kept.
+MAX_BUCKET_BYTES = 64 << 20
+OUTSIDE = -1
+
+T = TypeVar("T")
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class GlooCheckpointEngine(CheckpointEngine):
+    """One member of a weight sync.
+
+    Args:
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes; must be the same on all members. A bucket is
+            at most `MAX_BUCKET_BYTES`.
+        is_master: this is trainer rank 0, which sends.
+        timeout_s: longest time of one sync.
+        connect_timeout_s: longest time to connect a new group; at most ``timeout_s``.
+        shared_memory: whether to use shared memory when all members are on one host.
+    """
+
+    wire_format = "named_tensors"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float = 60.0,
+        shared_memory: bool = True,
+    ) -> None:
+        for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
+            if not value > 0:
+                raise SettingError(f"checkpoint_engine.engine_kwargs.{BACKEND}.{setting}", value, "above 0 (seconds)")
+        if bucket_size <= 0:
+            raise SettingError("checkpoint_engine.update_weights_bucket_megabytes", bucket_size >> 20, "at least 1")
+        self._bucket_bytes = min(bucket_size, MAX_BUCKET_BYTES) + TEXT_BYTES
+        self._is_master = is_master
+        self._timeout_s = float(timeout_s)
+        self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
+        self._executor = _new_executor()
+        self._rendezvous: Rendezvous | None = None
+        self._transport: Transport | None = None
+        self._segments: SharedSegments | None = None
+        self._domain = shared_memory_domain() if shared_memory else None
+        self._outside_epoch: str | None = None
+        self._assembly: torch.Tensor | None = None
+        self.last_sync: dict[str, float] = {}
+
+    # Membership
+
+    def prepare(self) -> dict[str, Any]:
+        """Report this member's group, and on the master where to meet. All of it is plain data."""
+        group = None if self._transport is None else self._transport.group
+        report = {
+            "group": None if group is None else [group.group_id, group.rank, group.world_size],
+            "domain": self._domain,
+            "endpoint": None,
+            "segments": None,
+        }
+        if self._is_master:
+            if self._rendezvous is None:
+                self._rendezvous = Rendezvous.serve(node_address(), self._connect_timeout_s)
+            if self._segments is None and self._domain is not None:
+                self._segments = SharedSegments.create(self._bucket_bytes)
+            endpoint = self._rendezvous.endpoint
+            report["endpoint"] = [endpoint.host, endpoint.port]
+            report["segments"] = None if self._segments is None else self._segments.paths
+        return report
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Place trainer rank 0 first and the receivers after it; other trainer ranks stay outside.
+
+        The members keep their group if all of them report it with these very places, else a new one is named.
+        """
+        endpoint = metadata[0]["endpoint"]
+        if endpoint is None:
+            raise WeightStreamError("trainer rank 0 did not report where to meet: it is not the master of its engine")
+        members = [metadata[0], *metadata[actor_wg_world_size:]]
+        world_size = 1 + rollout_world_size
+        current = metadata[0]["group"]
+        kept = current is not None and all(
+            member["group"] == [current[0], rank, world_size] for rank, member in enumerate(members)
+        )
+        epoch = current[0] if kept else uuid.uuid4().hex
+        one_host = len({member["domain"] for member in members}) == 1
+        segments = metadata[0]["segments"] if one_host else None
+
+        def arguments(ranks: list[int]) -> dict[str, list[Any]]:
+            count = len(ranks)
+            common = {"world_size": world_size, "epoch": epoch, "endpoint": endpoint, "segments": segments}
+            return {"rank": ranks} | {name: [value] * count for name, value in common.items()}
+
+        outside = [OUTSIDE] * (actor_wg_world_size - 1)
+        return arguments([0, *outside]), arguments(list(range(1, world_size)))
+
+    def init_process_group(
+        self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: list[str] | None
+    ) -> None:
+        """Join group ``epoch``, or keep it if this is it.
+
+        Raises:
+            WeightStreamError: not all members came within ``connect_timeout_s``.
+        """
+        if rank == OUTSIDE:
+            self._outside_epoch = epoch
+            return
+        if self.topology_epoch() == epoch:
+            return
+        shared = self._segments
+        self.reset()
+        if not self._is_master:
+            self._rendezvous = Rendezvous.connect(Endpoint(*endpoint), self._connect_timeout_s)
+            shared = None if segments is None else SharedSegments(segments, self._bucket_bytes)
+        assert self._rendezvous is not None, "init_process_group before prepare on the master"
+        group = GlooGroup(epoch, self._rendezvous, rank, world_size, node_address(), self._connect_timeout_s)
+        if segments is None or shared is None:
+            self._transport = GlooTransport(group, self._bucket_bytes)
+            return
+        # Every member has the segments open when all of them have connected.
+        self._transport = SharedMemoryTransport(group, shared.buckets)
+
+    def topology_epoch(self) -> str | None:
+        """The name of the group this member is connected in; None if it must be built (again)."""
+        return self._outside_epoch if self._transport is None else self._transport.group.group_id
+
+    def is_ready(self) -> bool:
+        """Whether this member could take part in a sync without `init_process_group`."""
+        return self.topology_epoch() is not None
+
+    def finalize(self) -> None:
+        """Group and buffers are kept for the next sync."""
+
+    def reset(self) -> None:
+        """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
+        transport, self._transport = self._transport, None
+        self._outside_epoch = None
+        self._segments = None
+        if transport is None:
+            return
+        # A call may still be in progress on the thread and use the buckets, up to its deadline: leave both to it.
+        self._executor.submit(transport.group.close)
+        self._executor.shutdown(wait=False)
+        self._executor = _new_executor()
+
+    # Sending
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Send all of ``weights`` as version ``global_steps``; on other trainer ranks only go through them.
+
+        ``weights`` is iterated on the engine's thread: gathering a sharded parameter is a collective, and blocks.
+
+        Returns:
+            ``weight_sync/{bytes,tensors,seconds,gb_per_s}``; empty on trainer ranks other than 0.
+
+        Raises:
+            WeightStreamError: a receiver is gone or the deadline has passed.
+        """
+        transport = self._transport
+        if transport is None:
+            if self._outside_epoch is None:
+                raise WeightStreamError("no group to send in: call prepare and init_process_group first")
+            await self._on_thread(_on_current_device(lambda: _exhaust(weights)))
+            return {}
+        with _dropping_group(self):
+            return await self._on_thread(_on_current_device(lambda: self._send(transport, weights, global_steps)))
+
+    def _send(
+        self, transport: Transport, weights: Iterable[tuple[str, torch.Tensor]], version: int | None
+    ) -> dict[str, float]:
+        started = time.monotonic()
+        deadline = Deadline(self._timeout_s)
+        writer = BucketWriter(transport.buckets, version)
+        iterator = iter(weights)
+        frames = writer.frames(iterator)
+        label = f"sending version {version} to {transport.group.world_size - 1} receivers"
+        try:
+            while True:
+                try:
+                    frame = next(frames, None)
+                except Exception as error:
+                    _tell_receivers(transport, writer.abort(f"{type(error).__name__}: {error}"), deadline, label)
+                    raise
+                if frame is None:
+                    break
+                transport.send(frame, deadline, label)
+            transport.confirm(deadline, label)
+        except WeightStreamError:
+            transport.group.close()
+            # Each weight may be gathered by a collective of all trainer ranks, and the others are still at it.
+            _exhaust(iterator)
+            raise
+        return self._record(writer.totals, time.monotonic() - started)
+
+    # Receiving
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield name and tensor of each weight, in the sender's order; see the module's contract on their lifetime.
+
+        Raises:
+            WeightStreamError: the stream is not version ``global_steps`` (if given), not complete, or not sound.
+        """
+        transport = self._transport
+        if transport is None:
+            raise WeightStreamError("no group to receive in: call prepare and init_process_group first")
+        started = time.monotonic()
+        deadline = Deadline(self._timeout_s)
+        reader = BucketReader(global_steps, self._bucket_bytes, self._assembly)
+        with _dropping_group(self), ExitStack() as cleanup:
+            turn = 0
+            arrival = self._on_thread(lambda: transport.receive(0, reader, deadline))
+            cleanup.callback(lambda: arrival.cancel())
+            while True:
+                header, body = await arrival
+                if header.kind == DATA:
+                    turn += 1
+                    # While the consumer works on this frame, the next one arrives.
+                    arrival = self._on_thread(lambda turn=turn: transport.receive(turn, reader, deadline))
+                for named_tensor in reader.tensors(header, body):
+                    yield named_tensor
+                if header.kind == END:
+                    break
+            await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
+        self._assembly = reader.assembly
+        self._record(reader.totals, time.monotonic() - started)
+
+    # Shared
+
+    def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _record(self, totals: Totals, seconds: float) -> dict[str, float]:
+        self.last_sync = {
+            "weight_sync/bytes": totals.nbytes,
+            "weight_sync/tensors": totals.tensors,
+            "weight_sync/seconds": seconds,
+            "weight_sync/gb_per_s": totals.nbytes / 1e9 / max(seconds, 1e-9),
+        }
+        return dict(self.last_sync)
+
+
+class _dropping_group:
+    """Leaves the engine's group on any failure, cancellation and early end included: such a group is out of step."""
+
+    def __init__(self, engine: GlooCheckpointEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if kind is not None:
+            logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", kind.__name__, error)
+            self._engine.reset()
+
+
+def _new_executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
+
+
+def _on_current_device(call: Callable[[], T]) -> Callable[[], T]:
+    """Make ``call`` use, on another thread, the accelerator that is current on this one: it is a thread's own."""
+    if not torch.accelerator.is_available():
+        return call
+    device = torch.accelerator.current_device_index()
+
+    def run() -> T:
+        torch.accelerator.set_device_index(device)
+        return call()
+
+    return run
+
+
+def _exhaust(weights: Iterable[Any]) -> None:
+    for _ in weights:
+        continue
+
+
+def _tell_receivers(transport: Transport, frame: Frame, deadline: Deadline, label: str) -> None:
+    """Send the frame that says why no more comes. The cause is raised in any case, so a failure here is only logged."""
+    try:
+        transport.send(frame, deadline, label)
+        transport.group.finish(label)
+    except WeightStreamError as error:
+        logger.warning("the receivers could not be told: %s", error)

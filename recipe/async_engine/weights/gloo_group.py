@@ -1,0 +1,200 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A gloo group between the sender of weights and its receivers, in which every wait has a deadline.
+
+The rendezvous store listens on the sender's own cluster address, on a port that the system chose, and outlives groups:
+a new group is a new prefix in it. gloo connects from and to the node's cluster address too, never all interfaces.
+
+A group that failed is of no further use. Dropping it closes its connections, which makes the peers' pending calls fail
+at once; then both sides can meet in a fresh group.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from recipe.async_engine.weights.buckets import WeightStreamError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Deadline:
+    """A point in time by which a whole weight sync must be done. The clock is monotonic."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def remaining(self, waiting_for: str) -> timedelta:
+        """Time left.
+
+        Raises:
+            WeightStreamError: none is.
+        """
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
+        # gloo counts whole milliseconds and takes 0 for "no timeout".
+        return timedelta(seconds=max(left, 0.001))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the rendezvous store listens."""
+
+    host: str
+    port: int
+
+
+def node_address() -> str:
+    """This node's address in the cluster; loopback where Ray is not running."""
+    import ray
+
+    return ray.util.get_node_ip_address().strip("[]") if ray.is_initialized() else LOOPBACK
+
+
+class Rendezvous:
+    """The store of the sender, or a receiver's connection to it."""
+
+    def __init__(self, store: dist.TCPStore, endpoint: Endpoint) -> None:
+        self.store = store
+        self.endpoint = endpoint
+
+    @classmethod
+    def serve(cls, host: str, timeout_s: float) -> Rendezvous:
+        """Open a store that listens on ``host`` only."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        return cls(store, Endpoint(host, port))
+
+    @classmethod
+    def connect(cls, endpoint: Endpoint, timeout_s: float) -> Rendezvous:
+        """Connect to the sender's store.
+
+        Raises:
+            WeightStreamError: nothing answers there.
+        """
+        try:
+            store = dist.TCPStore(
+                endpoint.host,
+                endpoint.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except RuntimeError as error:
+            raise WeightStreamError(
+                f"no answer from the sender of weights at {endpoint.host}:{endpoint.port} within "
+                f"connect_timeout_s={timeout_s:g}: {error}"
+            ) from error
+        return cls(store, endpoint)
+
+
+class GlooGroup:
+    """The sender (rank 0) and its receivers, connected.
+
+    Args:
+        group_id: unique among the groups that ever met in this store.
+        rendezvous: where the members meet.
+        rank, world_size: this member's place.
+        address: the local address to listen on.
+        timeout_s: how long to wait for the other members.
+
+    Raises:
+        WeightStreamError: not all members came in time.
+    """
+
+    def __init__(
+        self, group_id: str, rendezvous: Rendezvous, rank: int, world_size: int, address: str, timeout_s: float
+    ) -> None:
+        self.group_id = group_id
+        self.rank = rank
+        self.world_size = world_size
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._threads = 2
+        self._outstanding: deque[dist.Work] = deque()
+        try:
+            store = dist.PrefixStore(f"weights/{group_id}", rendezvous.store)
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise WeightStreamError(
+                f"rank {rank} of {world_size} could not connect to the other members of the weight-sync group within "
+                f"connect_timeout_s={timeout_s:g}: {error}"
+            ) from error
+
+    def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
+        """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`.
+
+        Raises:
+            WeightStreamError: the deadline has passed, or the group was closed.
+        """
+        if self._group is None:
+            raise WeightStreamError(f"{what} was broken off")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = deadline.remaining(what)
+        self._outstanding.append(self._group.broadcast([tensor], options))
+
+    def synchronize(self, deadline: Deadline, what: str) -> None:
+        """Return when every member has called this as often as this one.
+
+        Raises:
+            WeightStreamError: a member is gone or the deadline has passed.
+        """
+        if self._group is None:
+            raise WeightStreamError(f"{what} was broken off")
+        options = dist.AllreduceOptions()
+        options.timeout = deadline.remaining(what)
+        self._outstanding.append(self._group.allreduce([torch.zeros(1, dtype=torch.int64)], options))
+        self.finish(what)
+
+    def finish(self, what: str, leaving: int = 0) -> None:
+        """Wait, oldest first, until at most ``leaving`` broadcasts are outstanding. Each keeps its own deadline.
+
+        Raises:
+            WeightStreamError: a member is gone or the deadline has passed.
+        """
+        while len(self._outstanding) > leaving:
+            try:
+                # Not bound to a name: a work in the frames of a traceback would keep the connections open.
+                self._outstanding.popleft().wait()
+            except RuntimeError as error:
+                reason = f"{what} failed, since a member is gone or the deadline has passed: {error}"
+                raise WeightStreamError(reason) from None
+
+    def close(self) -> None:
+        """Close the connections, so that peers which still wait fail. Blocks while a broadcast is in progress."""
+        self._outstanding.clear()
+        self._group = None

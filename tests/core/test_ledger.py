@@ -1,0 +1,368 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The sample ledger: states, identity, exactly-once across restarts, compact records."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from recipe.async_engine.core.errors import (
+    AdmissionRefused,
+    DuplicatePrompt,
+    IllegalTransition,
+    LeaseError,
+    LedgerError,
+    LedgerIdentityError,
+    SettingError,
+    SnapshotError,
+    UnknownGroup,
+)
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompts import PromptRef, PromptSet
+
+TWO_AHEAD = GateSettings(batch_groups=2, batches_per_version=1, max_staleness=2, pipeline_depth=2)
+
+
+def issue(ledger: SampleLedger, count: int, first: int | None = None) -> list[Group]:
+    begin = ledger.counts().issued if first is None else first
+    return [ledger.issue(PromptRef(index, 0, f"uid-{index}")) for index in range(begin, begin + count)]
+
+
+def ready(ledger: SampleLedger, groups: list[Group]) -> None:
+    for group in groups:
+        ledger.mark_ready(group.id, group.start)
+
+
+def train_version(ledger: SampleLedger) -> list[int]:
+    taken = [group.id for group in ledger.take()]
+    ledger.mark_trained()
+    ledger.publish()
+    return taken
+
+
+def saved(ledger: SampleLedger, settings: GateSettings = TWO_AHEAD, **bounds: int) -> SampleLedger:
+    return SampleLedger.restore(json.loads(json.dumps(ledger.snapshot())), settings, **bounds)
+
+
+def test_group_goes_from_issue_to_trained_and_is_counted_once() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 3)
+    assert [(group.id, group.state, group.start, group.attempts) for group in groups] == [
+        (0, GroupState.RUNNING, 0, 1),
+        (1, GroupState.RUNNING, 0, 1),
+        (2, GroupState.RUNNING, 0, 1),
+    ]
+    assert ledger.next_batch() is None
+    ready(ledger, groups[:2])
+    assert [group.id for group in ledger.next_batch() or []] == [0, 1]
+    assert [group.state for group in ledger.take()] == [GroupState.TAKEN, GroupState.TAKEN]
+    counts = ledger.counts()
+    assert (counts.running, counts.ready, counts.taken, counts.live) == (1, 0, 2, 3)
+    stats = ledger.mark_trained()
+    assert (stats.count, stats.sum, stats.max) == (2, 0, 0)
+    counts = ledger.counts()
+    assert (counts.issued, counts.trained, counts.filtered, counts.failed, counts.live) == (3, 2, 0, 0, 1)
+    assert ledger.trained_prompts() == [[0, 0, 2]]
+    assert ledger.publish() == 1
+
+
+def test_oldest_start_goes_first_then_issue_order() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    first = issue(ledger, 2)
+    late = issue(ledger, 2)
+    ready(ledger, first)
+    train_version(ledger)
+    ledger.mark_ready(late[0].id, 1)
+    fresh = issue(ledger, 1)
+    ready(ledger, fresh)
+    ledger.mark_ready(late[1].id, 0)
+    assert [group.id for group in ledger.next_batch() or []] == [late[1].id, late[0].id]
+
+
+def test_filtered_and_failed_groups_are_counted_by_reason_and_free_their_place() -> None:
+    ledger = SampleLedger(GateSettings(1, 1, 0, 0))
+    (group,) = issue(ledger, 1)
+    assert not ledger.can_issue()
+    filtered = ledger.filter(group.id, "constant_reward")
+    assert (filtered.state, filtered.reason) == (GroupState.FILTERED, "constant_reward")
+    (group,) = issue(ledger, 1)
+    ready(ledger, [group])
+    ledger.filter(group.id, "constant_reward")
+    (group,) = issue(ledger, 1)
+    assert ledger.fail(group.id, "reward_error").state is GroupState.FAILED
+    counts = ledger.counts()
+    assert counts.filtered_by_reason == {"constant_reward": 2}
+    assert counts.failed_by_reason == {"reward_error": 1}
+    assert (counts.issued, counts.filtered, counts.failed, counts.live) == (3, 2, 1, 0)
+    assert ledger.can_issue()
+
+
+def test_restart_begins_at_the_current_version_and_counts_attempts() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 4)
+    ready(ledger, groups[:2])
+    train_version(ledger)
+    again = ledger.restart(groups[2].id)
+    assert (again.start, again.attempts, again.state) == (1, 2, GroupState.RUNNING)
+    ledger.mark_ready(groups[3].id, 0)
+    lost = ledger.restart(groups[3].id)
+    assert (lost.start, lost.state) == (1, GroupState.RUNNING)
+    ledger.check_identity()
+
+
+@pytest.mark.parametrize("oldest", [-1, 2])
+def test_oldest_version_of_a_ready_group_lies_between_start_and_current_version(oldest: int) -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 3)
+    ready(ledger, groups[:2])
+    train_version(ledger)
+    with pytest.raises(IllegalTransition, match=r"group 2 .* expected 0\.\.1"):
+        ledger.mark_ready(groups[2].id, oldest)
+
+
+@pytest.mark.parametrize(
+    ("transition", "call"),
+    [
+        ("ready", lambda ledger, group_id: ledger.mark_ready(group_id, 0)),
+        ("restart", lambda ledger, group_id: ledger.restart(group_id)),
+        ("filter", lambda ledger, group_id: ledger.filter(group_id, "reason")),
+        ("fail", lambda ledger, group_id: ledger.fail(group_id, "reason")),
+    ],
+)
+def test_illegal_transition_names_group_state_and_transition(
+    transition: str, call: Callable[[SampleLedger, int], Group]
+) -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 2)
+    ready(ledger, groups)
+    ledger.take()
+    before = ledger.counts()
+    with pytest.raises(IllegalTransition, match=f"group 1 is taken.*'{transition}'"):
+        call(ledger, 1)
+    assert ledger.counts() == before
+    ledger.mark_trained()
+    with pytest.raises(IllegalTransition, match=f"group 1 is trained, filtered or failed.*'{transition}'"):
+        call(ledger, 1)
+    with pytest.raises(UnknownGroup, match=f"group 7 was never issued.*'{transition}'"):
+        call(ledger, 7)
+
+
+def test_group_is_marked_ready_once() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 1)
+    ready(ledger, groups)
+    with pytest.raises(IllegalTransition, match="group 0 is ready"):
+        ready(ledger, groups)
+
+
+def test_prompt_is_issued_once_per_epoch_whatever_became_of_it() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    (group,) = issue(ledger, 1)
+    with pytest.raises(DuplicatePrompt, match="prompt 0 of epoch 0"):
+        issue(ledger, 1, first=0)
+    ledger.fail(group.id, "reward_error")
+    with pytest.raises(DuplicatePrompt):
+        issue(ledger, 1, first=0)
+    assert ledger.issue(PromptRef(0, 1, "second epoch")).id == 1
+    with pytest.raises(ValueError, match="negative"):
+        ledger.issue(PromptRef(-1, 0, "no place"))
+
+
+def test_one_batch_is_leased_at_a_time() -> None:
+    ledger = SampleLedger(GateSettings(1, 2, 1, 1))
+    with pytest.raises(LeaseError, match="no batch may be taken"):
+        ledger.take()
+    with pytest.raises(LeaseError, match="no batch is leased"):
+        ledger.mark_trained()
+    ready(ledger, issue(ledger, 2))
+    ledger.take()
+    with pytest.raises(LeaseError, match=r"still holds groups \[0\]"):
+        ledger.take()
+    ledger.mark_trained()
+    ledger.take()
+    with pytest.raises(LeaseError, match="published while the trainer holds"):
+        ledger.publish()
+
+
+def test_nothing_is_issued_past_the_target_or_the_issue_limit() -> None:
+    ledger = SampleLedger(TWO_AHEAD, target_groups=4)
+    groups = issue(ledger, 4)
+    assert not ledger.can_issue()
+    with pytest.raises(AdmissionRefused, match="0 trained of 4"):
+        issue(ledger, 1)
+    ledger.filter(groups[0].id, "constant_reward")
+    assert ledger.can_issue()  # a filtered group has to be replaced, or the target is never reached
+    limited = SampleLedger(TWO_AHEAD, issue_limit=1)
+    issue(limited, 1)
+    assert not limited.can_issue()
+    with pytest.raises(SettingError, match="target_groups"):
+        SampleLedger(TWO_AHEAD, target_groups=3)
+    with pytest.raises(SettingError, match="issue_limit"):
+        SampleLedger(TWO_AHEAD, issue_limit=-1)
+
+
+def test_batch_is_possible_while_enough_prompts_are_left() -> None:
+    ledger = SampleLedger(TWO_AHEAD, target_groups=4, issue_limit=3)
+    assert ledger.batch_possible(prompts_left=2)
+    assert not ledger.batch_possible(prompts_left=1)
+    ready(ledger, issue(ledger, 2))
+    assert ledger.batch_possible(prompts_left=0)
+    ledger.take()
+    assert not ledger.batch_possible(prompts_left=10)  # one more may be issued, a batch needs two
+    assert [group.id for group in ledger.leased()] == [0, 1]
+
+
+def test_overdue_names_the_fewest_running_groups_that_block_the_next_batch() -> None:
+    ledger = SampleLedger(GateSettings(2, 1, 2, 2))
+    old = issue(ledger, 6)
+    ready(ledger, old[3:5])
+    assert [group.id for group in ledger.next_batch() or []] == [3, 4]
+    train_version(ledger)
+    fresh = issue(ledger, 2)
+    ready(ledger, fresh)
+    # Four groups of version 0 have two places in version 1 and two in version 2: two have to be in this batch.
+    assert ledger.next_batch() is None
+    assert [group.id for group in ledger.overdue()] == [0, 1]
+    for group in ledger.overdue():
+        ledger.filter(group.id, OVERDUE_REASON)
+    assert [group.id for group in ledger.next_batch() or []] == [6, 7]
+    assert ledger.overdue() == []
+    ledger.take()
+    assert ledger.overdue() == []
+
+
+def test_overdue_is_empty_without_b_ready_groups() -> None:
+    ledger = SampleLedger(GateSettings(2, 1, 0, 0))
+    ready(ledger, issue(ledger, 2)[:1])
+    assert ledger.next_batch() is None
+    assert ledger.overdue() == []
+
+
+def test_staleness_is_recorded_exactly() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 6))
+    seen = [train_version(ledger) for _ in range(3)]
+    assert seen == [[0, 1], [2, 3], [4, 5]]
+    assert ledger.staleness.histogram() == {0: 2, 1: 2, 2: 2}
+    assert (ledger.staleness.max, ledger.staleness.sum, ledger.staleness.mean) == (2, 6, 1.0)
+
+
+def test_snapshot_keeps_ready_groups_and_restarts_running_ones_at_the_current_version() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    groups = issue(ledger, 6)
+    ready(ledger, groups[:3])
+    train_version(ledger)
+    restored = saved(ledger)
+    assert restored.version == 1
+    assert [(g.id, g.start) for g in restored.in_state(GroupState.READY)] == [(2, 0)]
+    assert [(g.id, g.start) for g in restored.in_state(GroupState.RUNNING)] == [(3, 1), (4, 1), (5, 1)]
+    assert restored.find(3) == Group(3, PromptRef(3, 0, "uid-3"), 1, GroupState.RUNNING)
+    assert restored.counts() == ledger.counts()
+    assert restored.staleness.histogram() == ledger.staleness.histogram()
+    with pytest.raises(DuplicatePrompt):
+        issue(restored, 1, first=0)
+    assert issue(restored, 1)[0].id == 6
+
+
+def test_leased_batch_is_ready_again_after_a_restore_and_trained_once() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 4))
+    ledger.take()
+    restored = saved(ledger)
+    assert restored.leased() == []
+    assert restored.batches_left == 1
+    assert [train_version(restored) for _ in range(2)] == [[0, 1], [2, 3]]
+    assert restored.trained_prompts() == [[0, 0, 4]]
+
+
+def test_batch_trained_before_the_snapshot_is_not_trained_again() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 4))
+    ledger.take()
+    ledger.mark_trained()
+    restored = saved(ledger)
+    assert restored.batches_left == 0  # the version is trained; its publication is due
+    restored.publish()
+    assert train_version(restored) == [2, 3]
+    assert restored.trained_prompts() == [[0, 0, 4]]
+
+
+def test_snapshot_of_other_batches_or_a_tighter_bound_is_refused() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 6))
+    train_version(ledger)
+    with pytest.raises(SnapshotError, match="batch_groups = 4"):
+        saved(ledger, GateSettings(4, 1, 2, 2))
+    with pytest.raises(SnapshotError, match="batches_per_version = 2"):
+        saved(ledger, GateSettings(2, 2, 2, 2))
+    with pytest.raises(SnapshotError, match="max_staleness = 1"):
+        saved(ledger, GateSettings(2, 1, 1, 1))
+    with pytest.raises(SnapshotError, match="format"):
+        SampleLedger.restore({}, TWO_AHEAD)
+    assert saved(ledger, GateSettings(2, 1, 3, 0.5)).counts() == ledger.counts()
+
+
+def test_snapshot_does_not_grow_with_the_trained_groups() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    sizes = []
+    for _ in range(200):
+        ready(ledger, issue(ledger, 2))
+        train_version(ledger)
+        sizes.append(len(json.dumps(ledger.snapshot())))
+    assert ledger.counts().trained == 400
+    assert sizes[-1] - sizes[0] < 20  # only the digits of the counts
+
+
+def test_tampered_ledger_is_noticed() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 2))
+    snapshot = ledger.snapshot()
+    snapshot["trained"] += 1
+    with pytest.raises(LedgerIdentityError, match="issued = trained"):
+        SampleLedger.restore(snapshot, TWO_AHEAD)
+    assert issubclass(LedgerIdentityError, LedgerError)
+
+
+def test_prompt_set_equals_a_set_of_pairs() -> None:
+    rng = random.Random(0)
+    compact, plain = PromptSet(), set()
+    for _ in range(2000):
+        key = (rng.randrange(3), rng.randrange(200))
+        assert (key in compact) == (key in plain)
+        assert compact.add(key) == (key not in plain)
+        plain.add(key)
+        assert len(compact) == len(plain)
+    rows = compact.to_rows()
+    assert {(epoch, index) for epoch, first, end in rows for index in range(first, end)} == plain
+    for (epoch, _, end), (next_epoch, next_first, _) in pairwise(rows):
+        assert (epoch, end) < (next_epoch, next_first)  # sorted, disjoint, merged where they touch
+    assert PromptSet(rows).to_rows() == rows
+
+
+def test_prompt_set_of_a_whole_epoch_is_one_run() -> None:
+    compact = PromptSet()
+    order = list(range(500))
+    random.Random(1).shuffle(order)
+    for index in order:
+        compact.add((0, index))
+    assert compact.to_rows() == [[0, 0, 500]]
+    with pytest.raises(ValueError, match="sorted and disjoint"):
+        PromptSet([[0, 0, 5], [0, 4, 6]])

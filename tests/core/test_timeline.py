@@ -1,0 +1,161 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Where the time went: exclusive phases, rollout idleness and occupancy, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe.async_engine.core.errors import TimelineError
+from recipe.async_engine.core.timeline import IDLE_PHASE, Timeline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_shares_of_a_track_add_up_to_one_and_name_every_phase(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    clock.now += 1
+    with timeline.phase("trainer", "wait"):
+        clock.now += 2
+    with timeline.phase("trainer", "train"):
+        clock.now += 5
+    assert timeline.shares("trainer") == {IDLE_PHASE: 1 / 8, "wait": 2 / 8, "train": 5 / 8}
+    assert timeline.trainer_wait_share == 0.25
+    assert timeline.share("trainer", "save") == 0.0
+
+
+def test_inner_phase_suspends_the_outer_one(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with timeline.phase("trainer", "sync"):
+        clock.now += 1
+        with timeline.phase("trainer", "validate"):
+            clock.now += 3
+        clock.now += 2
+    assert timeline.seconds("trainer") == {"sync": 3.0, "validate": 3.0}
+
+
+def test_open_phase_counts_up_to_now(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with timeline.phase("trainer", "wait"):
+        clock.now += 4
+        assert timeline.trainer_wait_share == 1.0
+
+
+def test_phase_that_raises_is_left(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with pytest.raises(ValueError, match="step failed"), timeline.phase("trainer", "train"):
+        clock.now += 1
+        raise ValueError("step failed")
+    clock.now += 3
+    assert timeline.seconds("trainer") == {"train": 1.0, IDLE_PHASE: 3.0}
+
+
+def test_tracks_are_independent(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with timeline.phase("trainer", "train"), timeline.phase("publisher", "send"):
+        clock.now += 2
+    assert timeline.shares("trainer") == {"train": 1.0}
+    assert timeline.shares("publisher") == {"send": 1.0}
+
+
+def test_phases_left_out_of_order_are_refused(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    outer, inner = timeline.phase("trainer", "train"), timeline.phase("trainer", "sync")
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(TimelineError, match="'train' of 'trainer' ends while"):
+        outer.__exit__(None, None, None)
+
+
+def test_rollout_is_idle_only_while_nothing_generates(clock: Clock) -> None:
+    timeline = Timeline(clock, rollout_capacity=4)
+    clock.now += 1
+    timeline.rollout.set_running(4)
+    clock.now += 2
+    timeline.rollout.set_running(1)
+    clock.now += 4
+    timeline.rollout.set_running(0)
+    clock.now += 1
+    assert timeline.rollout_idle_share == 2 / 8
+    assert timeline.rollout_occupancy == (2 * 4 + 4 * 1) / (8 * 4)
+
+
+def test_idle_time_is_weighted_by_the_capacity_of_its_moment(clock: Clock) -> None:
+    timeline = Timeline(clock, rollout_capacity=4)
+    clock.now += 1
+    timeline.rollout.set_capacity(1)  # three of four replicas are lost
+    timeline.rollout.set_running(3)
+    clock.now += 4
+    assert timeline.rollout_idle_share == 4 / 8
+    assert timeline.rollout_occupancy == 4 / 8  # waiting trajectories beyond the capacity do not count
+    timeline.rollout.set_capacity(0)
+    clock.now += 100
+    assert timeline.rollout_idle_share == 4 / 8
+
+
+def test_restart_leaves_the_start_up_out(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with timeline.phase("trainer", "wait"):
+        clock.now += 50
+        timeline.restart()
+        clock.now += 1
+    timeline.rollout.set_running(1)
+    clock.now += 3
+    assert timeline.seconds("trainer") == {"wait": 1.0, IDLE_PHASE: 3.0}
+    assert timeline.rollout_idle_share == 0.25
+    assert timeline.elapsed == 4.0
+
+
+def test_nothing_counts_after_the_stop(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with timeline.phase("trainer", "train"):
+        clock.now += 2
+        timeline.stop()
+        clock.now += 9
+    timeline.stop()
+    assert timeline.shares("trainer") == {"train": 1.0}
+    assert timeline.elapsed == 2.0
+    assert timeline.rollout_idle_share == 1.0
+
+
+def test_no_time_gives_no_shares(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    assert timeline.shares("trainer") == {}
+    assert timeline.trainer_wait_share == 0.0
+    assert timeline.rollout_idle_share == 0.0
+    assert timeline.rollout_occupancy == 0.0
+
+
+def test_clock_that_runs_backwards_and_negative_counts_are_refused(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    with pytest.raises(TimelineError, match="-1 running"):
+        timeline.rollout.set_running(-1)
+    with pytest.raises(TimelineError, match="capacity -1"):
+        timeline.rollout.set_capacity(-1)
+    clock.now -= 1
+    with pytest.raises(TimelineError, match="backwards"):
+        timeline.rollout.set_running(1)
+    with pytest.raises(TimelineError, match="backwards"):
+        timeline.shares("trainer")

@@ -1,0 +1,171 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Per-token policy versions: run-length coding, ages, alignment with what an agent loop returns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_engine.core.errors import VersionRecordError
+from recipe.async_engine.core.versions import NOT_SAMPLED, TokenAge, VersionSegments, align
+
+VERSIONS = st.lists(st.integers(NOT_SAMPLED, 4), max_size=30)
+
+
+@given(VERSIONS, VERSIONS, st.integers(0, 40))
+def test_run_length_coding_agrees_with_plain_lists(left: list[int], right: list[int], length: int) -> None:
+    one, two = VersionSegments.from_tokens(left), VersionSegments.from_tokens(right)
+    assert one.expand() == left
+    assert len(one) == len(left)
+    assert one.extend(two).expand() == left + right
+    assert one.append(3, 2).expand() == [*left, 3, 3]
+    assert one.head(length).expand() == left[:length]
+    assert (one == two) == (left == right)
+    sampled = [version for version in left if version != NOT_SAMPLED]
+    assert one.sampled_tokens == len(sampled)
+    assert (one.oldest, one.newest) == (min(sampled, default=None), max(sampled, default=None))
+    assert one.distinct == len(set(sampled))
+    assert one.span == (max(sampled) - min(sampled) if sampled else 0)
+
+
+def test_equal_neighbours_are_merged_and_empty_runs_left_out() -> None:
+    assert VersionSegments(((1, 2), (1, 3), (4, 0), (1, 1), (2, 1))).runs == ((1, 6), (2, 1))
+
+
+def test_expand_pads_with_unsampled_tokens_and_refuses_to_cut() -> None:
+    assert VersionSegments(((3, 2),)).expand(4) == [3, 3, NOT_SAMPLED, NOT_SAMPLED]
+    with pytest.raises(VersionRecordError, match="2 tokens do not fit into length 1"):
+        VersionSegments(((3, 2),)).expand(1)
+
+
+@pytest.mark.parametrize("runs", [((-2, 1),), ((0, -1),)])
+def test_malformed_segments_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(VersionRecordError, match="segment"):
+        VersionSegments(runs)
+
+
+def test_ages_are_weighted_by_tokens_and_leave_out_unsampled_ones() -> None:
+    segments = VersionSegments(((2, 1), (NOT_SAMPLED, 10), (4, 3)))
+    assert segments.age(5) == TokenAge(tokens=4, total=3 + 3, oldest=3, newest=1)
+    assert segments.age(5).mean == 1.5
+    together = TokenAge.over([segments.age(5), VersionSegments(((5, 4),)).age(5), TokenAge()])
+    assert together == TokenAge(tokens=8, total=6, oldest=3, newest=0)
+    assert TokenAge.over([]).mean == 0.0
+    with pytest.raises(VersionRecordError, match="version 4 cannot be trained at version 3"):
+        segments.age(3)
+
+
+def test_response_that_is_all_of_the_pieces_has_their_versions() -> None:
+    found = align([(1, [10, 11]), (2, [12])], [10, 11, 12], [1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, 2], True)
+
+
+def test_tool_tokens_between_turns_are_marked_as_unsampled() -> None:
+    found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 99, 99, 12, 13], [1, 1, 0, 0, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, NOT_SAMPLED, NOT_SAMPLED, 2, 2], True)
+
+
+def test_cut_response_has_the_versions_of_what_is_left() -> None:
+    found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 12], [1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, 2], True)
+
+
+def test_discarded_turn_is_left_out() -> None:
+    found = align([(1, [10, 11]), (2, [20, 21]), (3, [30])], [10, 11, 30], [1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, 3], True)
+
+
+def test_turns_cut_at_their_ends_are_aligned() -> None:
+    found = align([(1, [10, 11, 2]), (2, [12, 13, 2])], [10, 11, 99, 12, 13], [1, 1, 0, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, NOT_SAMPLED, 2, 2], True)
+
+
+def test_response_that_fits_two_readings_gets_the_oldest_version() -> None:
+    # [7, 8, 5] is a piece of version 1 or of version 2, after a piece of version 0 that was cut.
+    found = align([(0, [1, 2]), (1, [7, 8]), (2, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([0, 0, 0, 0], False)
+
+
+def test_two_readings_with_the_same_versions_are_exact() -> None:
+    found = align([(0, [1, 2]), (1, [7, 8]), (1, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([0, 1, 1, 3], True)
+
+
+def test_rewritten_response_gets_the_oldest_version_and_is_inexact() -> None:
+    found = align([(4, [10, 11]), (3, [12])], [10, 77, 12], [1, 1, 0])
+    assert (found.segments.expand(), found.exact) == ([3, 3, NOT_SAMPLED], False)
+
+
+def test_one_token_repeated_is_aligned_in_bounded_work() -> None:
+    pieces = [(version, [5] * 200) for version in range(100)]
+    found = align(pieces, [6, *[5] * 5000], [1] * 5001)
+    assert not found.exact
+    assert found.segments.runs == ((0, 5001),)
+
+
+def test_response_without_sampled_tokens_needs_no_record() -> None:
+    found = align([], [1, 2], [0, 0])
+    assert (found.segments.runs, found.exact) == (((NOT_SAMPLED, 2),), True)
+    assert align([(1, [5])], [], []).segments.runs == ()
+
+
+def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
+    with pytest.raises(VersionRecordError, match="1 tokens are marked as sampled"):
+        align([], [1], [1])
+    with pytest.raises(VersionRecordError, match="mask of 2"):
+        align([(0, [1])], [1], [1, 1])
+    with pytest.raises(VersionRecordError, match="under versions"):
+        align([(NOT_SAMPLED, [1])], [1], [1])
+
+
+def test_coincidence_at_a_cut_is_not_taken_for_exact() -> None:
+    # The cut token 2 of the first turn is also the first token of the next: it may be of version 1 or 2.
+    found = align([(1, [10, 2]), (2, [2, 30]), (3, [40])], [10, 2, 40], [1, 1, 1])
+    assert (found.segments.expand(), found.exact) == ([1, 1, 1], False)
+
+
+def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
+    """Random loops that discard and cut turns, over vocabularies so small that wrong readings are frequent."""
+    rng = random.Random(0)
+    exact = inexact = 0
+    for _ in range(4000):
+        vocabulary = rng.choice((2, 3, 50))
+        version, pieces, kept, truth, mask = rng.randint(0, 2), [], [], [], []
+        for _ in range(rng.randint(1, 5)):
+            tokens = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 6))]
+            pieces.append((version, tokens))
+            if pieces[1:] and rng.random() < 0.2:
+                tokens = []
+            elif rng.random() < 0.3:
+                tokens = tokens[: rng.randint(1, len(tokens))]
+            kept += [*tokens, 1000]
+            truth += [version] * len(tokens) + [NOT_SAMPLED]
+            mask += [1] * len(tokens) + [0]
+            version += rng.randint(0, 2)
+        found = align(pieces, kept, mask)
+        labels = found.segments.expand()
+        assert [label == NOT_SAMPLED for label in labels] == [not sampled for sampled in mask]
+        assert all(label <= true for label, true in zip(labels, truth, strict=True))
+        joined = [token for _, tokens in pieces for token in tokens]
+        sampled = [token for token, sampled in zip(kept, mask, strict=True) if sampled]
+        if found.exact and joined[: len(sampled)] != sampled:
+            exact += 1
+            assert labels == truth
+        inexact += not found.exact
+    assert exact > 500
+    assert inexact > 200

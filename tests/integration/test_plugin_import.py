@@ -1,0 +1,143 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""`import verl` with this package installed: nothing changes unless asked, and what was asked for fails loudly.
+
+Most checks need a fresh interpreter, because verl decides at its first import. They share one process per environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine import plugin
+
+CHECKOUT = Path(__file__).parents[2]
+IMPORT_S = 240
+
+REPORT = """
+import json, sys, time
+import torch, verl
+started = time.perf_counter()
+import recipe.async_engine.plugin
+seconds = time.perf_counter() - started
+import importlib.metadata
+import verl.utils.distributed
+from verl.plugin.platform import PlatformRegistry
+print(json.dumps({
+    "platforms": PlatformRegistry.registered_names(),
+    "group_function": verl.utils.distributed.initialize_global_process_group_ray.__module__
+        if not hasattr(verl.utils.distributed.initialize_global_process_group_ray, "__wrapped__") else "wrapped",
+    "finders": [type(finder).__name__ for finder in sys.meta_path],
+    "recipe_modules": sorted(name for name in sys.modules if name.startswith("recipe.")),
+    "heavy": sorted({"vllm", "verl.workers.engine", "verl.checkpoint_engine"} & set(sys.modules)),
+    "hccl_blocked": sys.modules.get("verl.checkpoint_engine.hccl_checkpoint_engine", "no") is None,
+    "seconds": seconds,
+}))
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_S,
+        check=False,
+    )
+
+
+def report(**environment: str) -> dict[str, Any]:
+    finished = run_python(REPORT, **environment)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_unasked_plugin_changes_nothing_and_costs_next_to_nothing() -> None:
+    found = report()
+    assert "cpu" not in found["platforms"]
+    assert found["group_function"] == "verl.utils.distributed"
+    assert "VLLMDistributionFinder" not in found["finders"]
+    assert not found["hccl_blocked"]
+    assert found["recipe_modules"] == [
+        "recipe.async_engine",
+        "recipe.async_engine.core",
+        "recipe.async_engine.core.errors",
+        "recipe.async_engine.plugin",
+    ]
+    assert found["seconds"] < 0.02
+
+
+def test_asked_for_the_cpu_it_is_installed_once_and_imports_nothing_heavy() -> None:
+    found = report(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=f"{plugin.MODULE_NAME},{plugin.MODULE_NAME}")
+    assert "cpu" in found["platforms"]
+    assert found["group_function"] == "wrapped"
+    assert found["finders"].count("VLLMDistributionFinder") == 1
+    assert found["hccl_blocked"]
+    assert found["heavy"] == []
+
+
+def test_failing_feature_ends_the_process_and_says_why() -> None:
+    # A verl release that the CPU platform was not written for, seen through the real import path.
+    code = (
+        "import recipe.async_engine.platform.versions as versions\n"
+        "versions.VERL_SUPPORTED = ('0.0.1',)\n"
+        "import verl\n"
+        "print('verl went on')\n"
+    )
+    finished = run_python(code, VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=plugin.MODULE_NAME)
+    assert finished.returncode == 1
+    assert "verl went on" not in finished.stdout
+    assert "VERL_PLATFORM=cpu asks for recipe.async_engine.platform.cpu" in finished.stderr
+    assert "Traceback" in finished.stderr and "verl 0.0.1" in finished.stderr
+
+
+def test_external_module_counts_as_loaded() -> None:
+    environ = {"VERL_USE_EXTERNAL_MODULES": f"other, {plugin.MODULE_NAME}", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    assert plugin.loading_routes(environ) == ["VERL_USE_EXTERNAL_MODULES"]
+    plugin.check_loaded(environ)
+
+
+def test_run_without_the_plugin_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_entry_point_installed", lambda: False)
+    with pytest.raises(plugin.PluginNotLoadedError, match=r"pip install -e .*VERL_USE_EXTERNAL_MODULES="):
+        plugin.check_loaded({})
+
+
+@pytest.mark.parametrize(("policy", "loaded"), [("auto", True), ("a,recipe", True), ("none", False), ("a,b", False)])
+def test_policy_for_external_plugins_is_understood_as_verl_does(
+    monkeypatch: pytest.MonkeyPatch, policy: str, loaded: bool
+) -> None:
+    monkeypatch.setattr(plugin, "_entry_point_installed", lambda: True)
+    environ = {"VERL_USE_EXTERNAL_PLUGINS": policy}
+    if loaded:
+        plugin.check_loaded(environ)
+    else:
+        with pytest.raises(plugin.PluginNotLoadedError, match="VERL_USE_EXTERNAL_PLUGINS"):
+            plugin.check_loaded(environ)
+    assert bool(plugin.loading_routes(environ)) is loaded
+
+
+def test_unasked_environment_installs_nothing() -> None:
+    assert plugin.install_requested({}) == []
+    assert plugin.install_requested({"VERL_PLATFORM": "nvidia"}) == []
