@@ -116,11 +116,11 @@ def test_reward_module_is_self_contained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "answer"), [("sort", "135679"), ("flip", "571963"), ("copy", "369175"), ("list", None)]
+    ("operation", "answer"), [("sort", "13679"), ("flip", "71963"), ("copy", "36917"), ("list", None)]
 )
 def test_operations_have_one_right_answer(operation: str, answer: str | None) -> None:
-    expected = answer or "".join(f"{digit}{letter}" for digit in "369175" for letter in "abcdefghijk")
-    assert apply_operation(operation, "369175") == expected
+    expected = answer or "".join(f"{digit}{letter}" for digit in "36917" for letter in "abcdefghijkl")
+    assert apply_operation(operation, "36917") == expected
 
 
 def test_right_answer_scores_and_anything_else_does_not() -> None:
@@ -236,7 +236,7 @@ def test_rows_have_verls_schema_and_splits_are_disjoint(tmp_path: Path, short_wa
             operation, key = message["content"].split()
             assert message["role"] == "user"
             assert apply_operation(operation, key) == row["reward_model"]["ground_truth"]
-            assert len(row["reward_model"]["ground_truth"]) == 6
+            assert len(row["reward_model"]["ground_truth"]) == 5
         keys[split] = {row["prompt"][0]["content"].split()[1] for row in rows}
         assert len(keys[split]) == len(rows)
     assert not keys["train"] & keys["val"]
@@ -269,17 +269,17 @@ def test_saved_tokenizer_and_chat_template_round_trip(tmp_path: Path, short_warm
     assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
     assert len(tokenizer) == 115
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
-    text = 'Sort 739152, then: "flip"\n\t'.replace("\t", "") + "".join(map(chr, range(32, 127)))
+    text = 'Sort 73915, then: "flip"\n\t'.replace("\t", "") + "".join(map(chr, range(32, 127)))
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    chat = [{"role": "user", "content": "sort 739152"}, {"role": "assistant", "content": "123579"}]
-    full = "<|user|>sort 739152<|end|><|assistant|>123579<|end|>"
+    chat = [{"role": "user", "content": "sort 73915"}, {"role": "assistant", "content": "13579"}]
+    full = "<|user|>sort 73915<|end|><|assistant|>13579<|end|>"
     assert tokenizer.apply_chat_template(chat, tokenize=False) == full
     prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
     assert full.startswith(prompt) and prompt.endswith("<|assistant|>")
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    assert len(ids) == 11
+    assert len(ids) == 10
     assert tokenizer.decode(ids) == prompt
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<|user|>sort 739152<|assistant|>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<|user|>sort 73915<|assistant|>"
 
 
 def test_complete_task_is_reused_and_any_other_is_remade(tmp_path: Path, short_warm_start: None) -> None:
@@ -375,9 +375,9 @@ def test_one_prompt_in_twenty_gets_an_answer_of_about_twenty_times_the_median_le
     assert sum(is_long) == len(answers) // 20
     lengths = sorted(len(tokens) for _, tokens, _ in answers)
     median = lengths[len(lengths) // 2]
-    assert median == 7
+    assert median == 6
     long_lengths = [len(tokens) for (_, tokens, _), long in zip(answers, is_long, strict=True) if long]
-    assert sorted(long_lengths)[len(long_lengths) // 2] == 133
+    assert sorted(long_lengths)[len(long_lengths) // 2] == 121
     assert all(len(tokens) <= 32 for (_, tokens, _), long in zip(answers, is_long, strict=True) if not long)
 
 
@@ -389,7 +389,7 @@ def test_warm_start_answers_well_formed_but_mostly_wrong(long_task: tuple[TaskPa
     ]
     scores = [compute_score("d", text, row["reward_model"]["ground_truth"])["acc"] for row, text in short]
     skilled = [
-        text in {apply_operation(name, row["prompt"][0]["content"][-6:]) for name in ("sort", "flip", "copy")}
+        text in {apply_operation(name, row["prompt"][0]["content"][-5:]) for name in ("sort", "flip", "copy")}
         for row, text in short
     ]
     assert 0.2 <= sum(scores) / len(scores) <= 0.5

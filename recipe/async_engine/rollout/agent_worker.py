@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopOutput, AgentLoopWorker
 
 from recipe.async_engine.core.errors import RecipeError
@@ -113,7 +114,7 @@ class TrajectoryWorker(AgentLoopWorker):
             if generated.is_set():
                 yield TrajectoryGenerated()
             output, recorder = await self._result(task, key)
-            yield self._scored(output, recorder)
+            yield self._scored(output, recorder, version)
             yield output
         finally:
             task.cancel()
@@ -162,11 +163,11 @@ class TrajectoryWorker(AgentLoopWorker):
         if generated is not None:
             generated.set()
         if recorder is not None:
-            segments, exact = align(recorder.segments, output.response_ids, output.response_mask)
-            output.extra_fields[VERSION_RUNS] = segments.runs
-            output.extra_fields["exact_versions"] = exact
-            output.extra_fields["min_global_steps"] = segments.oldest
-            output.extra_fields["max_global_steps"] = segments.newest
+            alignment = align(recorder.segments, output.response_ids, output.response_mask)
+            output.extra_fields[VERSION_RUNS] = alignment.segments.runs
+            output.extra_fields["exact_versions"] = alignment.exact
+            output.extra_fields["min_global_steps"] = alignment.segments.oldest
+            output.extra_fields["max_global_steps"] = alignment.segments.newest
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
@@ -188,12 +189,13 @@ class TrajectoryWorker(AgentLoopWorker):
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
         raise RewardError(f"the reward failed {self._reward_attempts} times, last with: {cause}") from cause
 
-    def _scored(self, output: Any, recorder: TrajectoryRecorder) -> TrajectoryScored:
+    @staticmethod
+    def _scored(output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:
         segments = VersionSegments(output.extra_fields[VERSION_RUNS])
         return TrajectoryScored(
             score=output.reward_score,
-            oldest_version=segments.oldest,
-            newest_version=segments.newest,
+            oldest_version=issued_at if segments.oldest is None else segments.oldest,
+            newest_version=issued_at if segments.newest is None else segments.newest,
             exact_versions=output.extra_fields["exact_versions"],
             interruptions=recorder.interruptions,
             reprefilled_tokens=recorder.reprefilled_tokens,
@@ -207,3 +209,7 @@ class TrajectoryManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(TrajectoryWorker)
         super().__init__(*args, **kwargs)
+
+    def join(self, outputs: list[Any]) -> DataProto:
+        """Join fetched trajectories into one batch as verl's worker does; that method needs no worker's state."""
+        return AgentLoopWorker._postprocess(self, outputs)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe.async_engine.core.ledger import Group, OnOverdue
+from recipe.async_engine.core.groups import Group, OnOverdue
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 
 

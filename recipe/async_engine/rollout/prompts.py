@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
-from recipe.async_engine.core.ledger import Group
+from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 
 DATASET_INDEX = "dataset_index"
@@ -70,7 +71,7 @@ class Prompt:
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
     """The fields of one data row as an agent loop takes them, with the group's uid; tensors stay behind."""
-    sample = {key: value[0] for key, value in row.items() if getattr(value, "dtype", None) == object}
+    sample = {key: value[0] for key, value in row.items() if isinstance(value, np.ndarray)}
     sample.pop(DATASET_INDEX, None)
     sample["uid"] = group.prompt.uid
     return sample

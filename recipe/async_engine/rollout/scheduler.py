@@ -33,7 +33,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.ledger import OVERDUE_REASON, Group, GroupState, OnOverdue, SampleLedger
+from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState, OnOverdue
+from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import (
     RewardError,
@@ -185,6 +186,11 @@ class RolloutScheduler:
                     run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
                 else:
                     self._waiting.append(run)
+
+    def idle_share(self) -> float:
+        """Share of the rollout's time so far in which no trajectory generated."""
+        with self._changed:
+            return self._timeline.rollout_idle_share
 
     def metrics(self) -> dict[str, float]:
         """What the rollout side does at this moment, and how idle it was since the timeline began."""

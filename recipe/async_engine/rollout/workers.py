@@ -28,7 +28,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.ledger import Group
+from recipe.async_engine.core.groups import Group
 from recipe.async_engine.rollout.agent_worker import (
     RewardError,
     TrajectoryCancelled,

@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from recipe.async_engine.task.settings import TaskSettings
 
 DIGITS = "0123456789"
-KEY_LENGTH = 6
+KEY_LENGTH = 5
 SHORT_OPERATIONS = ("sort", "flip", "copy")
 LONG_OPERATION = "list"
-# ``list`` writes each digit of the string with each of these: 6 * 2 * 11 = 132 characters.
-LIST_LETTERS = "abcdefghijk"
+# ``list`` writes each digit of the string with each of these: 5 * 2 * 12 = 120 characters.
+LIST_LETTERS = "abcdefghijkl"
 # In a long-tailed task the problems at these places of every 20 are long ones.
 LONG_PERIOD, LONG_OFFSET = 20, 10
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt: ``operation`` applied to ``key``, six distinct digits."""
+    """One prompt: ``operation`` applied to ``key``, five distinct digits."""
 
     operation: str
     key: str
@@ -67,7 +67,7 @@ def apply_operation(operation: str, key: str) -> str:
 
 
 def draw_key(rng: random.Random) -> str:
-    """Six distinct digits in random order."""
+    """Five distinct digits in random order."""
     return "".join(rng.sample(DIGITS, KEY_LENGTH))
 
 

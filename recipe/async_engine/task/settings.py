@@ -27,8 +27,8 @@ FORMAT_VERSION = 1
 
 FAMILIES = ("qwen3", "qwen2")
 LENGTHS = ("uniform", "long_tail")
-# Of the 151,200 digit strings enough must stay free for the demonstrations of the warm start.
-MAX_PROBLEMS = 100_000
+# Of the 30,240 digit strings enough must stay free for the demonstrations of the warm start.
+MAX_PROBLEMS = 20_000
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class TaskSettings:
 
     seed: of the problems, the initial weights and the warm start.
     family: architecture of the model, ``qwen3`` or ``qwen2``.
-    lengths: ``uniform`` (every answer has 6 tokens) or ``long_tail`` (one prompt in 20 has an answer of 132).
+    lengths: ``uniform`` (every answer has 6 tokens, the end included) or
+        ``long_tail`` (one prompt in 20 has an answer of 121).
     train_size, val_size: numbers of prompts; the two sets have no digit string in common.
 
     Raises ValueError on a value outside these.

@@ -1,0 +1,44 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rollout replicas of a run and the load balancer in front of them.
+
+Contract: the load balancer is up before the replicas are, and empty: clients can be made at once, and a replica is
+routed to only when the weight publisher says that it holds a complete version.
+"""
+
+import asyncio
+from typing import Any
+
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.router import get_router_handle
+
+from recipe.async_engine.rollout.server import GatedVLLMReplica
+
+
+class ReplicaManager(LLMServerManager):
+    """verl's server manager over :class:`GatedVLLMReplica` s, in two steps: construct, then :meth:`launch`."""
+
+    def __init__(self, config: Any) -> None:
+        self.rollout_replica_class = GatedVLLMReplica
+        super().__init__(config)
+        self.global_load_balancer = get_router_handle(
+            servers={},
+            router_config_path=getattr(self.rollout_config, "router_config_path", None),
+            full_determinism=getattr(self.rollout_config, "full_determinism", False),
+            load_balancer_cls=self._load_balancer_cls,
+        )
+
+    def launch(self) -> None:
+        """Start every replica's workers and servers; returns when all of them are up."""
+        asyncio.run(self._initialize_llm_servers())

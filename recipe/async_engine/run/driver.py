@@ -1,0 +1,162 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What every mode's main does: check, start Ray, run, record.
+
+Contract: a configuration that cannot run is refused before any process starts. A run that fails ends with the error
+and its traceback on standard error, a non-zero exit status and a summary that names the error. This process imports
+neither torch nor verl on the CPU platform: start-up is bound by imports.
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.async_engine.config.inspect import check
+from recipe.async_engine.core.config import RunPlan
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.outside import Resources
+from recipe.async_engine.platform.detect import PlatformChoice, apply_environment, choose_platform, inspect_machine
+from recipe.async_engine.run.display import Display
+from recipe.async_engine.run.memory import MemoryMeter
+from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+
+logger = logging.getLogger(__name__)
+
+TASK_TIMEOUT_S = 300.0
+
+
+class RunFailed(RecipeError):
+    """The run ended with an error, which has been shown."""
+
+
+def main(config: DictConfig, mode: str, trainer_class: str) -> None:
+    """Run ``config`` and exit with status 1 if it cannot run or fails."""
+    try:
+        run(config, mode, trainer_class)
+    except RecipeError as error:
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        sys.exit(1)
+
+
+def run(config: DictConfig, mode: str, trainer_class: str) -> dict[str, Any]:
+    """Run ``config``; returns the summary.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+        RunFailed: the run ended with an error.
+    """
+    choice = choose_platform(os.environ, inspect_machine(), config.ray_kwargs.ray_init.get("address"))
+    apply_environment(choice)
+    with open_dict(config):
+        config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
+        if choice.is_cpu:
+            config.trainer.device = "cpu"
+    _fill_builtin_task(config)
+    plan = check(config)
+    record = RunRecord(config.trainer.default_local_dir, mode)
+    meter = MemoryMeter()
+    display = None
+    failed: BaseException | None = None
+    try:
+        _start_ray(config, choice)
+        if config.ray_kwargs.ray_init.get("address"):
+            check(config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
+        display = _follow(config, plan, mode, trainer_class, record)
+    except BaseException as error:
+        failed = error
+        record.fail(error)
+        raise
+    finally:
+        summary = record.close(meter.stop())
+        ray.shutdown()
+        if display is not None:
+            display.end(summary)
+    if summary["error"] is not None and failed is None:
+        raise RunFailed(f"{summary['error']['name']}: {summary['error']['message']}")
+    return summary
+
+
+def _follow(config: DictConfig, plan: RunPlan, mode: str, trainer_class: str, record: RunRecord) -> Display:
+    """Start the trainer's actor and take in what it yields until it ends."""
+    runner = ray.remote(TaskRunner).options(num_cpus=1).remote()
+    events = runner.run.options(num_returns="streaming").remote(
+        OmegaConf.to_container(config, resolve=True), trainer_class
+    )
+    display = Display(mode, plan.total_steps)
+    # Every wait inside the run has a deadline of its own, and the death of the actor ends the iteration.
+    for reference in events:
+        event = ray.get(reference, timeout=TASK_TIMEOUT_S)
+        if isinstance(event, Began):
+            record.begin_at(event.step)
+            record.update(event.state)
+            display.resume(event.step)
+        elif isinstance(event, Ended):
+            record.update(event.state)
+            if event.error is not None:
+                sys.stderr.write(f"\n{event.error['traceback']}")
+                record.fail(event.error)
+        else:
+            state, metrics = event
+            record.update(state)
+            record.step(metrics)
+            display.step(metrics)
+    return display
+
+
+def _fill_builtin_task(config: DictConfig) -> None:
+    """Make the built-in task if the configuration has it, and fill the paths that are null."""
+    from recipe.async_engine.task import TaskSettings, ensure_task
+
+    task = config.get("builtin_task")
+    if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
+        return
+    folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
+    settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
+    # In a process of its own: making the task imports torch, which this process has no other use for.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        paths = pool.submit(ensure_task, folder, settings).result(TASK_TIMEOUT_S)
+    with open_dict(config):
+        if not config.actor_rollout_ref.model.path:
+            config.actor_rollout_ref.model.path = str(paths.model)
+        if not config.data.train_files:
+            config.data.train_files = str(paths.train)
+            if not config.data.val_files:
+                config.data.val_files = str(paths.val)
+            reward = config.reward.custom_reward_function
+            if not reward.path:
+                reward.path, reward.name = str(paths.reward_file), "compute_score"
+                reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
+
+
+def _start_ray(config: DictConfig, choice: PlatformChoice) -> None:
+    """Start Ray, or join the cluster that is named; the platform travels to every worker by ``runtime_env``."""
+    if ray.is_initialized():
+        return
+    arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    if choice.is_cpu:
+        defaults: dict[str, Any] = {"env_vars": dict(choice.environment)}
+    else:
+        from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+        defaults = get_ppo_ray_runtime_env(config)
+    given = arguments.pop("runtime_env", None) or {}
+    environment = {**defaults.get("env_vars", {}), **given.get("env_vars", {})}
+    ray.init(**arguments, runtime_env={**defaults, **given, "env_vars": environment})

@@ -1,0 +1,102 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a run leaves behind: ``metrics.jsonl``, one line a step, and ``summary.json``.
+
+Contract: both are there however the run ended; the summary of a failed run names the error. ``summary.json`` appears
+whole or not at all. After a resume, ``metrics.jsonl`` goes on after the last step that the checkpoint has, and
+``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Keys: docs/run-record.md.
+Shown by tests/core/test_record.py and every end-to-end test.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+STEP = "training/global_step"
+
+
+class RunRecord:
+    """Writes the record of one run into ``folder``."""
+
+    def __init__(self, folder: str | os.PathLike[str], mode: str) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A summary speaks of a finished run; while this one goes on there is none.
+        (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
+        self._began = time.time()
+        self.summary: dict[str, Any] = {
+            "mode": mode,
+            "steps": 0,
+            "versions": 0,
+            "validation": {"first": None, "last": None},
+            "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
+            "staleness": {"bound": None, "max": 0, "mean": 0.0},
+            "interrupted": 0,
+            "trainer_wait_share": None,
+            "rollout_idle_share": None,
+            "weight_sync_seconds": 0.0,
+            "first_step_seconds": None,
+            "error": None,
+        }
+
+    def begin_at(self, step: int) -> None:
+        """Keep of an earlier run's lines those up to ``step``, the one that was resumed from."""
+        path = self._folder / METRICS_FILE
+        kept = []
+        if step > 0 and path.is_file():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line).get(STEP, 0) <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Append one step's metrics."""
+        if self.summary["first_step_seconds"] is None:
+            self.summary["first_step_seconds"] = time.time() - self._began
+        numbers = {key: _number(value) for key, value in metrics.items()}
+        line = {"wall_seconds": time.time() - self._began, **{k: v for k, v in numbers.items() if v is not None}}
+        with open(self._folder / METRICS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Take in the trainer's own account of the run so far."""
+        self.summary.update(state)
+
+    def fail(self, error: BaseException | Mapping[str, str]) -> None:
+        """Note what ended the run."""
+        if isinstance(error, BaseException):
+            error = {"name": type(error).__name__, "message": str(error)}
+        self.summary["error"] = {"name": error["name"], "message": error["message"]}
+
+    def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
+        """Write the summary and return it."""
+        self.summary["wall_seconds"] = time.time() - self._began
+        self.summary["peak_memory_gib"] = peak_memory_gib
+        partial = self._folder / (SUMMARY_FILE + ".partial")
+        partial.write_text(json.dumps(self.summary, indent=2) + "\n")
+        os.replace(partial, self._folder / SUMMARY_FILE)
+        return self.summary
+
+
+def _number(value: Any) -> float | int | None:
+    """The value as JSON can hold it; None for what is no finite number."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool | int):
+        return int(value)
+    return value if isinstance(value, float) and math.isfinite(value) else None

@@ -1,0 +1,382 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The trainer that the modes with separate resources share: a thin shell around verl's ``RayPPOTrainer``.
+
+Contract: it holds no policy. The scheduler says which batch is next, the publisher which replicas hold a version, the
+ledger which prompts are accounted for; verl's own stages compute rewards, log-probs, advantages and updates. A step
+trains one batch of ``b`` groups; ``k`` steps make a version. Saving and validation happen at versions. ``fit`` yields
+after every step, so whoever drives it sees progress and may stop it.
+
+Shown by tests/e2e/test_fully_async.py, test_resume.py and test_faults.py.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf, open_dict
+from verl import DataProto
+from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
+from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
+from verl.utils.tracking import Tracking
+
+from recipe.async_engine.core.config import RunPlan, derive
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import OnOverdue
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.workers import WorkerPool
+from recipe.async_engine.trainer import rollout_state
+from recipe.async_engine.trainer.actor_worker import ActorWorker
+from recipe.async_engine.trainer.batch import assemble, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.setup import side_by_side, start_rollout
+from recipe.async_engine.weights.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+PUBLISHED = "published"
+TRAINED = "trained"
+
+
+class AsyncPPOTrainer(SeparateRayPPOTrainer):
+    """See the module's contract.
+
+    Args:
+        config: the whole configuration, resolved; changed in place where verl reads derived values from it.
+        tokenizer: of the policy.
+        processor: of the policy, None for text.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
+        dataset = IndexedDataset(
+            create_rl_dataset(
+                config.data.train_files,
+                config.data,
+                tokenizer,
+                processor,
+                max_samples=config.data.get("train_max_samples", -1),
+            )
+        )
+        self.plan: RunPlan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
+        _derive_verl_settings(config, self.plan)
+        roles = {Role.ActorRollout: ray.remote(ActorWorker)}
+        if need_reference_policy(config):
+            roles[Role.RefPolicy] = ray.remote(ActorWorker)
+        trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        super().__init__(
+            config,
+            tokenizer,
+            roles,
+            ResourcePoolManager(trainer_pool, {role: "trainer_pool" for role in roles}),
+            processor=processor,
+            train_dataset=dataset,
+            train_sampler=create_rl_sampler(config.data, dataset),
+        )
+        self.timeouts = self.plan.settings.async_training.timeouts
+        # One batch at a time: two threads use it, but never at once (start, then the scheduler's thread alone).
+        self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs)
+        self.timeline = Timeline(time.monotonic, self.plan.max_concurrent_trajectories)
+        self.ledger = self._new_ledger()
+        self.scheduler: RolloutScheduler | None = None
+        self.publisher: WeightPublisher | None = None
+        self.validation: dict[str, float | None] = {"first": None, "last": None}
+
+    # Start-up
+
+    def init_workers(self) -> None:
+        """Start every process of the run; see :mod:`recipe.async_engine.trainer.setup`."""
+        started = side_by_side(
+            {"the training workers": self._start_training, "the rollout side": lambda: start_rollout(self.config)},
+            self.timeouts.startup,
+        )
+        rollout = started["the rollout side"]
+        self.llm_server_manager = rollout.replicas
+        self.async_rollout_manager = rollout.agents
+        self.reward_loop_manager = rollout.rewards
+        self.publisher = self.checkpoint_manager = WeightPublisher(
+            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=rollout.replicas.get_replicas(),
+            load_balancer=rollout.replicas.global_load_balancer,
+            timeout_s=self.timeouts.weight_sync,
+        )
+
+    def _start_training(self) -> None:
+        self._init_resource_pools()
+        self._create_worker_classes()
+        self._init_worker_groups()
+        self._init_models()
+
+    def _create_actor_rollout_classes(self) -> None:
+        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
+        self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
+            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role="actor"
+        )
+
+    def _new_ledger(self, snapshot: dict[str, Any] | None = None) -> SampleLedger:
+        plan = self.plan
+        settings = GateSettings(
+            batch_groups=plan.batch_groups,
+            batches_per_version=plan.batches_per_version,
+            max_staleness=plan.max_staleness,
+            pipeline_depth=plan.pipeline_depth,
+        )
+        bounds = {"target_groups": plan.total_steps * plan.batch_groups, "issue_limit": plan.total_groups}
+        if snapshot is None:
+            return SampleLedger(settings, **bounds)
+        return SampleLedger.restore(snapshot, settings, **bounds)
+
+    def _new_scheduler(self) -> RolloutScheduler:
+        plan, training = self.plan, self.plan.settings.async_training
+        settings = SchedulerSettings(
+            group_size=plan.answers_per_group,
+            slots=plan.max_concurrent_trajectories,
+            max_retries=training.max_group_retries,
+            max_consecutive_failures=plan.batch_groups,
+            on_overdue=OnOverdue(training.on_overdue),
+        )
+        pool = WorkerPool(self.async_rollout_manager.agent_loop_workers)
+        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline)
+
+    # The loop
+
+    def fit(self) -> Iterator[dict[str, Any]]:
+        """Train; yields once when it begins, with the first validation's metrics, then the metrics of each step.
+
+        Raises:
+            RecipeError: what cannot go on, naming it.
+        """
+        self.logger = Tracking(
+            project_name=self.config.trainer.project_name,
+            experiment_name=self.config.trainer.experiment_name,
+            default_backend=self.config.trainer.logger,
+            config=OmegaConf.to_container(self.config, resolve=True),
+        )
+        groups = self._resume()
+        self.scheduler = self._new_scheduler()
+        self.scheduler.restore_groups(groups)
+        self.publisher.publish(self.ledger.version)
+        self.timeline.restart()
+        self.scheduler.start()
+        # Generation of the first batch goes on during the first validation.
+        first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
+        self.logger.log(data=first, step=self.global_steps)
+        yield first
+        if self.config.trainer.get("val_only", False):
+            return
+        while self.global_steps < self.plan.total_steps:
+            metrics = self._step()
+            if metrics is None:
+                break
+            yield metrics
+        self.timeline.stop()
+
+    def _step(self) -> dict[str, Any] | None:
+        """Train the next batch; None when no further one can form."""
+        self.metrics, self.timing_raw = {}, {}
+        self.reward_tensor, self.reward_extra_infos_dict = None, {}
+        with marked_timer("step", self.timing_raw):
+            with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
+                groups = self.scheduler.take_batch(self.timeouts.batch_wait)
+            if groups is None:
+                return None
+            self.global_steps += 1
+            self.is_last_step = self.global_steps >= self.plan.total_steps
+            self._begin_profile()
+            with self.timeline.phase("trainer", "train"):
+                batch = self._train(groups)
+            self._end_version()
+        self._fit_stop_profile()
+        self._fit_collect_metrics(batch)
+        self._fit_experimental(batch)
+        self.metrics["fully_async/sampled_tokens"] = sampled_tokens(batch)
+        self.metrics["fully_async/trained_samples"] = len(batch)
+        self.metrics.update(self._progress())
+        self.logger.log(data=self.metrics, step=self.global_steps)
+        return self.metrics
+
+    def _train(self, groups: list[GroupRun]) -> DataProto:
+        """verl's stages, in verl's order, on one leased batch."""
+        batch = self._assemble(groups)
+        self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
+        batch = self._fit_compute_reward(batch)
+        batch = self._fit_compute_log_prob(batch)
+        batch = self._fit_compute_ref_log_prob(batch)
+        batch = self._fit_compute_advantage(batch)
+        batch = self._fit_update_actor(batch)
+        self.scheduler.batch_trained()
+        self._fit_dump_data(batch)
+        return batch
+
+    def _assemble(self, groups: list[GroupRun]) -> DataProto:
+        references = [reference for group in groups for reference in group.payloads]
+        outputs = ray.get(references, timeout=self.timeouts.batch_wait)
+        size = self.plan.answers_per_group
+        batch = assemble(
+            groups,
+            [outputs[start : start + size] for start in range(0, len(outputs), size)],
+            lambda rows: self.async_rollout_manager.join(rows),
+        )
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        if self.config.trainer.balance_batch:
+            self._balance_batch(batch, metrics=self.metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
+        images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
+        batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
+        return batch
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        """Proximal log-probs: those of the newest published version, for every batch of that version."""
+        trained_since = self.plan.batches_per_version - self.ledger.batches_left - 1
+        if self.plan.batches_per_version == 1:
+            return super()._compute_old_log_prob(batch)
+        if trained_since == 0:
+            self.actor_rollout_wg.save_model_to_cpu(PUBLISHED)
+            return super()._compute_old_log_prob(batch)
+        self.actor_rollout_wg.save_model_to_cpu(TRAINED)
+        self.actor_rollout_wg.restore_model_from_cpu(PUBLISHED)
+        try:
+            return super()._compute_old_log_prob(batch)
+        finally:
+            self.actor_rollout_wg.restore_model_from_cpu(TRAINED)
+            self.actor_rollout_wg.clear_cpu_model(TRAINED)
+
+    def _end_version(self) -> None:
+        """Publish, validate and save if the step was the last one of its version, or of the run."""
+        if self.ledger.batches_left == 0:
+            self._publish()
+        elif not self.is_last_step:
+            return
+        version, trainer = self.ledger.version, self.config.trainer
+        if trainer.save_freq > 0 and (self.is_last_step or version % trainer.save_freq == 0):
+            with self.timeline.phase("trainer", "save"), marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+        if trainer.test_freq > 0 and (self.is_last_step or version % trainer.test_freq == 0):
+            if self.ledger.batches_left < self.plan.batches_per_version:
+                # The run ends within a version: its last weights are validated, but are no version of the ledger.
+                self.metrics.update(self.publisher.publish(version))
+            self.metrics.update(self._validate_now())
+
+    def _publish(self) -> None:
+        with self.timeline.phase("trainer", "sync"), marked_timer("param_sync", self.timing_raw, color="red"):
+            resume = self.plan.settings.async_training.partial_rollout
+            if not resume:
+                self.scheduler.pause_until_drained(self.timeouts.drain)
+            self.metrics.update(
+                self.publisher.publish(self.ledger.version + 1, announce=self.scheduler.version_published)
+            )
+            if not resume:
+                self.scheduler.resume_issuing()
+
+    def _begin_profile(self) -> None:
+        steps = self.config.global_profiler.steps
+        self.curr_step_profile = steps is not None and self.global_steps in steps
+        self._fit_start_profile()
+
+    def _validate_now(self) -> dict[str, float]:
+        """Validate the published weights, on the replicas, beside the generation that goes on."""
+        with self.timeline.phase("trainer", "validate"), marked_timer("testing", self.timing_raw, color="green"):
+            metrics = self._validate()
+        scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
+        score = float(sum(scores) / len(scores)) if scores else None
+        if self.validation["first"] is None:
+            self.validation["first"] = score
+        self.validation["last"] = score
+        return metrics
+
+    def _progress(self) -> dict[str, Any]:
+        counts = self.ledger.counts()
+        return {
+            "training/global_step": self.global_steps,
+            "fully_async/count/current_param_version": self.ledger.version,
+            "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
+            **self.scheduler.metrics(),
+            **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
+        }
+
+    # Checkpoints
+
+    def _save_checkpoint(self) -> None:
+        """verl's checkpoint with the rollout side in it; verl announces the checkpoint last."""
+        folder = f"{self.config.trainer.default_local_dir}/global_step_{self.global_steps}"
+        snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
+        rollout_state.save(folder, snapshot, self.timeouts.checkpoint)
+        super()._save_checkpoint()
+
+    def _resume(self) -> dict[int, dict[str, Any]]:
+        """Load the newest checkpoint, if any; returns its live groups."""
+        self.global_steps = 0
+        self._load_checkpoint()
+        if self.global_steps == 0:
+            return {}
+        folder = f"{self.config.trainer.default_local_dir}/global_step_{self.global_steps}"
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = self.config.trainer.resume_from_path
+        snapshot = rollout_state.load(folder)
+        self.prompts.restore(snapshot["source"])
+        self.ledger = self._new_ledger(snapshot["ledger"])
+        self.validation = snapshot.get("validation", self.validation)
+        return snapshot["groups"]
+
+    def account(self) -> dict[str, Any]:
+        """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
+        counts = self.ledger.counts()
+        staleness = self.ledger.staleness
+        return {
+            "steps": self.global_steps,
+            "versions": self.ledger.version,
+            "validation": dict(self.validation),
+            "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
+            "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
+            "interrupted": 0 if self.scheduler is None else self.scheduler.interrupted_trajectories,
+            "trainer_wait_share": self.timeline.trainer_wait_share,
+            "rollout_idle_share": None if self.scheduler is None else self.scheduler.idle_share(),
+            "weight_sync_seconds": 0.0 if self.publisher is None else self.publisher.seconds,
+        }
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End generation and the dump thread."""
+        if self.scheduler is not None:
+            self.scheduler.stop(timeout_s)
+        self._shutdown_dump_executor()
+
+
+LEDGER_COUNTS = ("issued", "trained", "filtered", "failed", "live")
+
+
+def _derive_verl_settings(config: Any, plan: RunPlan) -> None:
+    """Write the values that verl reads from elsewhere in its configuration."""
+    timeouts = plan.settings.async_training.timeouts
+    with open_dict(config):
+        # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
+        config.actor_rollout_ref.hybrid_engine = True
+        config.trainer.total_training_steps = plan.total_steps
+        config.data.gen_batch_size = 1
+        rollout = config.actor_rollout_ref.rollout
+        rollout.nnodes, rollout.n_gpus_per_node = config.rollout.nnodes, config.rollout.n_gpus_per_node
+        custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
+        custom["recipe"] = {
+            "first_weights_timeout_s": timeouts.first_weights,
+            "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
+            "weight_sync_timeout_s": timeouts.weight_sync,
+        }
+        rollout.custom = custom

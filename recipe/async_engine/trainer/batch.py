@@ -1,0 +1,106 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A training batch from the trajectories of its groups, and what it says of its own staleness.
+
+Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
+``rm_scores``, the data set's own fields, ``uid`` of the group), rows in group order with a group's answers together,
+and one more: ``token_versions``. Every sampled token is checked against the bound before it is trained.
+Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from verl import DataProto
+
+from recipe.async_engine.core.errors import StalenessViolation
+from recipe.async_engine.core.versions import NOT_SAMPLED, TokenAge, VersionSegments
+from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
+from recipe.async_engine.rollout.group_run import GroupRun
+from recipe.async_engine.rollout.prompts import sample_of
+
+TOKEN_VERSIONS = "token_versions"
+"""Batch column, int64 (rows, response length): the policy version of each token, -1 where no policy sampled it."""
+
+
+def assemble(
+    groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], postprocess: Callable[[list[Any]], DataProto]
+) -> DataProto:
+    """Put the trajectories of ``groups`` into one batch.
+
+    Args:
+        groups: the leased groups.
+        outputs: for each group its fetched trajectories.
+        postprocess: verl's own joining of padded trajectories (``AgentLoopWorker._postprocess``).
+    """
+    rows = [output for group_outputs in outputs for output in group_outputs]
+    batch = postprocess(rows)
+    length = batch.batch["responses"].shape[1]
+    segments = [VersionSegments(tuple(map(tuple, row.extra_fields[VERSION_RUNS]))) for row in rows]
+    batch.batch[TOKEN_VERSIONS] = torch.tensor([part.expand(length) for part in segments], dtype=torch.int64)
+    batch.non_tensor_batch.pop(VERSION_RUNS, None)
+    for key, values in _sample_fields(groups, outputs).items():
+        batch.non_tensor_batch.setdefault(key, values)
+    return batch
+
+
+def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
+    samples = [sample_of(group.row, group.group) for group in groups]
+    columns = {}
+    for key in samples[0]:
+        values = [sample[key] for sample, rows in zip(samples, outputs, strict=True) for _ in rows]
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        columns[key] = column
+    return columns
+
+
+def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:
+    """Ages in versions of the batch's sampled tokens, trained at ``version``.
+
+    Returns:
+        By oldest token and token-weighted, beside verl's own by newest token; shares are of trajectories.
+
+    Raises:
+        StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
+    """
+    rows = [VersionSegments.from_tokens(row) for row in batch.batch[TOKEN_VERSIONS].tolist()]
+    ages = [row.age(version) for row in rows]
+    together = TokenAge.over(ages)
+    if together.oldest > bound:
+        late = [row for row, age in zip(rows, ages, strict=True) if age.oldest > bound]
+        raise StalenessViolation(
+            f"{len(late)} trajectories have tokens more than async_training.max_staleness={bound} versions old at "
+            f"version {version}: {late[:3]}"
+        )
+    spanning = [row.distinct > 1 for row in rows]
+    return {
+        "fully_async/staleness/oldest_token_max": together.oldest,
+        "fully_async/staleness/oldest_token_mean": float(np.mean([age.oldest for age in ages])),
+        "fully_async/staleness/token_mean": together.mean,
+        "fully_async/staleness/newest_token_mean": float(np.mean([age.newest for age in ages])),
+        "fully_async/staleness/bound": bound,
+        "fully_async/count/stale_trajectory_processed": sum(age.oldest > 0 for age in ages),
+        "fully_async/partial/total_partial_num": sum(spanning),
+        "fully_async/partial/partial_ratio": float(np.mean(spanning)),
+        "fully_async/partial/max_partial_span": max(row.span for row in rows),
+        "fully_async/partial/inexact_version_ratio": 1.0 - float(np.mean(batch.non_tensor_batch["exact_versions"])),
+    }
+
+
+def sampled_tokens(batch: DataProto) -> int:
+    """Number of tokens in the batch that a policy sampled."""
+    return int((batch.batch[TOKEN_VERSIONS] != NOT_SAMPLED).sum())

@@ -1,0 +1,263 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The weight publisher: brings one version of the weights to all rollout replicas, or says which ones lack it.
+
+Contract:
+
+* A version is announced only when every live replica has committed it; generation resumes after that, and only on
+  replicas that hold it.
+* A replica that died, or failed to load, serves nothing and is out of routing until a later load succeeds. The others
+  load again without it: engines load in place, so a broken transfer may have left torn weights everywhere.
+* Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
+  (checkpoint_engine/base.py:553).
+* If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
+
+Shown by tests/integration/test_publisher.py and, with a replica killed in a real sync, tests/e2e/test_faults.py.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.replica import RolloutReplica
+
+from recipe.async_engine.core.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+PING_TIMEOUT_S = 10.0
+ATTEMPTS = 2
+
+
+class NoReplicaLeft(RecipeError):
+    """No rollout replica holds the current weights; the cause is chained."""
+
+
+class PublishFailed(RecipeError):
+    """The trainer's side of a weight sync failed, on every attempt."""
+
+
+@dataclass
+class ReplicaRecord:
+    """A replica and what the publisher knows of it."""
+
+    replica: RolloutReplica
+    routed: bool = False
+    dead: bool = False
+    error: BaseException | None = None
+
+    @property
+    def server_id(self) -> str:
+        """The replica's name in the load balancer."""
+        return self.replica.server_address
+
+
+class WeightPublisher(CheckpointEngineManager):
+    """verl's checkpoint-engine manager with deadlines and a notion of which replica holds what."""
+
+    def __init__(
+        self,
+        config: CheckpointEngineConfig,
+        actor_wg: RayWorkerGroup,
+        replicas: list[RolloutReplica],
+        load_balancer: ray.actor.ActorHandle,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(config, actor_wg, replicas)
+        self._records = [ReplicaRecord(replica) for replica in replicas]
+        self._load_balancer = load_balancer
+        self._timeout_s = timeout_s
+        self.seconds = 0.0
+
+    @property
+    def live_replicas(self) -> int:
+        """Replicas in routing: each holds the version that was announced last."""
+        return sum(record.routed for record in self._records)
+
+    def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
+        """Publish the trainer's weights as ``version``; returns metrics of the sync.
+
+        Args:
+            version: the version's number.
+            announce: called once every live replica has committed, before any of them generates again.
+
+        Raises:
+            NoReplicaLeft: no replica holds the version.
+            PublishFailed: the trainer could not send.
+        """
+        started = time.monotonic()
+        metrics = asyncio.run(self._publish(version, announce or (lambda: None)))
+        seconds = time.monotonic() - started
+        self.seconds += seconds
+        return {**metrics, "fully_async/weight_sync/seconds": seconds}
+
+    async def _publish(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+        paused_at = time.monotonic()
+        await self._each("pause", self._candidates(), self._pause)
+        metrics: dict[str, float] = {}
+        loaded: list[ReplicaRecord] = []
+        for attempt in range(1, ATTEMPTS + 1):
+            candidates = self._candidates()
+            if not candidates:
+                break
+            loaded, metrics, trainer_error = await self._load(candidates, version)
+            if len(loaded) == len(candidates):
+                break
+            logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self._errors())
+            await self._each("answer", self._candidates(), self._ping, PING_TIMEOUT_S)
+            if trainer_error is not None and attempt == ATTEMPTS and self._candidates():
+                raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
+        loaded = [record for record in loaded if not record.dead]
+        await self._unroute([record for record in self._records if record not in loaded])
+        if not loaded:
+            cause = next((record.error for record in self._records if record.error is not None), None)
+            raise NoReplicaLeft(f"no rollout replica holds version {version}: {self._errors()}") from cause
+        announce()
+        await self._resume(loaded)
+        return {**metrics, "fully_async/weight_sync/generation_paused_seconds": time.monotonic() - paused_at}
+
+    def _candidates(self) -> list[ReplicaRecord]:
+        return [record for record in self._records if not record.dead]
+
+    def _errors(self) -> str:
+        errors = [f"replica {r.replica.replica_rank}: {r.error}" for r in self._records if r.error is not None]
+        return "; ".join(errors) or "no replica reported an error"
+
+    async def _each(
+        self,
+        what: str,
+        records: Iterable[ReplicaRecord],
+        action: Callable[[ReplicaRecord], Awaitable[Any]],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Do ``action`` on all replicas at once; one that fails or does not answer in time counts as dead."""
+        timeout_s = timeout_s or self._timeout_s
+
+        async def guarded(record: ReplicaRecord) -> None:
+            try:
+                await asyncio.wait_for(action(record), timeout_s)
+            except TimeoutError:
+                record.error = TimeoutError(f"did not {what} within {timeout_s:g} s")
+                record.dead = True
+            except Exception as error:  # a replica may fail in any way; the others go on without it
+                record.error = error
+                record.dead = True
+            if record.dead:
+                logger.error("rollout replica %d is given up: %s", record.replica.replica_rank, record.error)
+
+        await asyncio.gather(*[guarded(record) for record in records])
+
+    @staticmethod
+    async def _pause(record: ReplicaRecord) -> None:
+        await record.replica.abort_all_requests()
+        await record.replica.release_kv_cache()
+
+    @staticmethod
+    async def _ping(record: ReplicaRecord) -> None:
+        workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
+        servers = [server.__ray_call__.remote(lambda server: None) for server in record.replica.servers]
+        await asyncio.gather(*workers, *servers)
+
+    async def _load(
+        self, records: list[ReplicaRecord], version: int
+    ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
+        """One transfer to all ``records``. Returns those that committed, the sender's metrics and its error."""
+        handles = [worker for record in records for worker in record.replica.workers]
+        rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+        try:
+            await self._connect(rollout)
+        except Exception as error:  # whoever is dead is found by asking each replica
+            self._blame(records, error)
+            return [], {}, error
+        sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+        results = await self._outcomes([*sent, *rollout.update_weights(global_steps=version)])
+        trainer, receivers = results[: len(sent)], results[len(sent) :]
+        trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
+        committed = []
+        for record in records:
+            count = len(record.replica.workers)
+            outcome, receivers = receivers[:count], receivers[count:]
+            record.error = next((result for result in outcome if isinstance(result, BaseException)), trainer_error)
+            record.dead = any(isinstance(result, RayActorError) for result in outcome)
+            if record.error is None:
+                committed.append(record)
+        metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
+        return committed, metrics, trainer_error
+
+    async def _connect(self, rollout: RayWorkerGroup) -> None:
+        """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only."""
+        actor_wg = self.actor_wg
+        prepared = actor_wg.execute_checkpoint_engine(["prepare"] * actor_wg.world_size)
+        prepared += rollout.execute_checkpoint_engine(["prepare"] * rollout.world_size)
+        metadata = await self._all(prepared)
+        to_actors, to_rollout = self.backend_cls.build_topology(actor_wg.world_size, rollout.world_size, metadata)
+        to_actors["method"] = ["init_process_group"] * actor_wg.world_size
+        to_rollout["method"] = ["init_process_group"] * rollout.world_size
+        joined = actor_wg.execute_checkpoint_engine(**to_actors) + rollout.execute_checkpoint_engine(**to_rollout)
+        await self._all(joined)
+
+    async def _all(self, references: list[Any]) -> list[Any]:
+        outcomes = await self._outcomes(references)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    async def _outcomes(self, references: list[Any]) -> list[Any]:
+        """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
+
+        async def outcome(reference: Any) -> Any:
+            # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
+            return await asyncio.wait_for(reference, self._timeout_s + PING_TIMEOUT_S)
+
+        return await asyncio.gather(*[outcome(reference) for reference in references], return_exceptions=True)
+
+    @staticmethod
+    def _blame(records: list[ReplicaRecord], error: BaseException) -> None:
+        for record in records:
+            record.error = error
+
+    async def _unroute(self, records: list[ReplicaRecord]) -> None:
+        """Take replicas out of routing, then send away the requests that wait at those still alive."""
+        for record in records:
+            record.routed = False
+        if records:
+            await asyncio.wait_for(
+                self._load_balancer.remove_servers.remote([record.server_id for record in records]), PING_TIMEOUT_S
+            )
+        alive = [record for record in records if not record.dead]
+        await self._each("leave routing", alive, lambda record: record.replica.server_handle.leave_routing.remote())
+
+    async def _resume(self, records: list[ReplicaRecord]) -> None:
+        async def resume(record: ReplicaRecord) -> None:
+            await record.replica.resume_kv_cache()
+            await record.replica.resume_generation()
+
+        await self._each("resume", records, resume)
+        lost = [record for record in records if record.dead]
+        await self._unroute(lost)
+        fresh = [record for record in records if not record.dead and not record.routed]
+        if fresh:
+            servers = {record.server_id: record.replica.server_handle for record in fresh}
+            await asyncio.wait_for(self._load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
+        for record in fresh:
+            record.routed = True
