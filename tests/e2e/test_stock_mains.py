@@ -19,35 +19,18 @@ the baseline of side-by-side runs. Each run is one subprocess with a Ray of its 
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import stock_overrides as stock
 
-from recipe.async_engine.task.builder import ensure_task
-from recipe.async_engine.task.settings import TaskPaths, TaskSettings
+from recipe.async_engine.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 RUN_S = 600
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    return ensure_task(tmp_path_factory.mktemp("stock") / "task", TaskSettings(train_size=64, val_size=16))
-
-
-@pytest.fixture
-def ray_dir() -> Iterator[Path]:
-    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[dict[str, float]]]:

@@ -59,7 +59,7 @@ ADVANTAGE_ESTIMATORS = (
 GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gpg", "reinforce_plus_plus"}
 REWARD_COLUMNS = ("reward_model",)
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
-LONG_TAIL_TOKENS = 133
+LONG_TAIL_TOKENS = 121
 
 
 @dataclass(frozen=True, slots=True)

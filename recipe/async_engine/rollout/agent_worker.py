@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopOutput, AgentLoopWorker
 
@@ -44,6 +45,11 @@ VERSION_RUNS = "version_runs"
 
 class RewardError(RecipeError):
     """The reward of a complete answer could not be computed."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What a remote call raised, without Ray's wrapping; its traceback stays with the wrapper."""
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 class TrajectoryCancelled(RecipeError):
@@ -187,7 +193,10 @@ class TrajectoryWorker(AgentLoopWorker):
             except Exception as error:  # a user's reward function may raise anything; the last one is reported
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
-        raise RewardError(f"the reward failed {self._reward_attempts} times, last with: {cause}") from cause
+        what = root_cause(cause)
+        raise RewardError(
+            f"the reward failed {self._reward_attempts} times, last with {type(what).__name__}: {what}"
+        ) from cause
 
     @staticmethod
     def _scored(output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:

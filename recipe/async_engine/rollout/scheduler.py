@@ -289,7 +289,7 @@ class RolloutScheduler:
         self._give_up(run, error)
 
     def _give_up(self, run: GroupRun, error: BaseException) -> None:
-        logger.error("prompt group %s failed for good: %s", run.group.prompt, error)
+        logger.error("prompt group %s failed for good", run.group.prompt, exc_info=error)
         self._change(lambda: self._end(run, lambda: self.ledger.fail(run.group.id, type(error).__name__)))
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._settings.max_consecutive_failures or not self._pool.alive:

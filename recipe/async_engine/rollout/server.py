@@ -141,16 +141,23 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._submitted_versions.pop(request_id, None)
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
-        try:
-            parked = await asyncio.wait_for(super()._park_until_admitted(request_id), self._pause_timeout_s)
-        except TimeoutError:
-            raise SubmissionTimeout(
-                f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight sync "
-                "should be over by then (async_training.timeouts.weight_sync)"
-            ) from None
-        if parked is None:
-            self._submitted_versions[request_id] = self.global_steps
-        return parked
+        while True:
+            try:
+                parked = await asyncio.wait_for(super()._park_until_admitted(request_id), self._pause_timeout_s)
+            except TimeoutError:
+                raise SubmissionTimeout(
+                    f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight "
+                    "sync should be over by then (async_training.timeouts.weight_sync)"
+                ) from None
+            if parked is not None:
+                return parked
+            if self._gate.is_open:
+                self._submitted_versions[request_id] = self.global_steps
+                return None
+            # A load began while the request was parked and has not been committed: a resume alone admits nothing.
+            self._admitting -= 1
+            if not await self._gate.wait_open(self._first_weights_timeout_s):
+                return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""

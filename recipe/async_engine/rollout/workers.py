@@ -15,7 +15,7 @@
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`; a worker that died is used no more. Events are awaited,
-payloads are not: the pool hands on their object references. Shown by tests/integration/test_scheduler.py.
+payloads are not: the pool hands on their object references. Shown by tests/integration/test_workers.py.
 """
 
 import logging
@@ -87,16 +87,15 @@ class TrajectoryCall:
                 scored = isinstance(event, TrajectoryScored)
                 yield event, None
             raise TrajectoryFailed(f"trajectory {self.key} ended without its payload")
-        except RecipeError:
-            raise
-        except RayActorError as error:
-            self.pool.died(self.worker_id, error)
-            raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
         except RayTaskError as error:
+            # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
             cause = error.cause
             if isinstance(cause, RewardError | TrajectoryCancelled):
                 raise type(cause)(str(cause)) from error
-            raise TrajectoryFailed(f"trajectory {self.key} raised {type(cause).__name__}: {error}") from error
+            raise TrajectoryFailed(f"trajectory {self.key} raised {type(cause).__name__}: {cause}") from error
+        except RayActorError as error:
+            self.pool.died(self.worker_id, error)
+            raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
         finally:
             self.pool.ended(self)
 

@@ -99,6 +99,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         self.scheduler: RolloutScheduler | None = None
         self.publisher: WeightPublisher | None = None
         self.validation: dict[str, float | None] = {"first": None, "last": None}
+        self._saved_at = self._validated_at = -1
 
     # Start-up
 
@@ -198,6 +199,8 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self.scheduler.take_batch(self.timeouts.batch_wait)
             if groups is None:
+                self.is_last_step = True
+                self._save_and_validate()
                 return None
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
@@ -261,20 +264,29 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             self.actor_rollout_wg.clear_cpu_model(TRAINED)
 
     def _end_version(self) -> None:
-        """Publish, validate and save if the step was the last one of its version, or of the run."""
+        """Publish, save and validate if the step was the last one of its version, or of the run."""
         if self.ledger.batches_left == 0:
             self._publish()
         elif not self.is_last_step:
             return
+        self._save_and_validate()
+
+    def _save_and_validate(self) -> None:
+        """What is due at this version, or at the end of the run, and has not been done at this step yet."""
         version, trainer = self.ledger.version, self.config.trainer
-        if trainer.save_freq > 0 and (self.is_last_step or version % trainer.save_freq == 0):
+        if self._is_due(trainer.save_freq, version) and self._saved_at != self.global_steps:
+            self._saved_at = self.global_steps
             with self.timeline.phase("trainer", "save"), marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
-        if trainer.test_freq > 0 and (self.is_last_step or version % trainer.test_freq == 0):
+        if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
+            self._validated_at = self.global_steps
             if self.ledger.batches_left < self.plan.batches_per_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
+
+    def _is_due(self, every: int, version: int) -> bool:
+        return every > 0 and (self.is_last_step or version % every == 0)
 
     def _publish(self) -> None:
         with self.timeline.phase("trainer", "sync"), marked_timer("param_sync", self.timing_raw, color="red"):
@@ -308,6 +320,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         return {
             "training/global_step": self.global_steps,
             "fully_async/count/current_param_version": self.ledger.version,
+            "fully_async/count/live_replicas": self.publisher.live_replicas,
             "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
             **self.scheduler.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},

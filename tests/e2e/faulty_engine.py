@@ -1,0 +1,54 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Checkpoint engine ``faulty_gloo``: ``recipe_gloo``, one of whose receivers dies in the middle of one sync.
+
+``FAULTY_SYNC_VERSION`` names the version, ``FAULTY_SYNC_MARK`` a file that the dying receiver creates, so that only one
+dies, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+
+
+@CheckpointEngineRegistry.register("faulty_gloo")
+class FaultyEngine(GlooCheckpointEngine):
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        async for count, item in _counted(super().receive_weights(global_steps)):
+            if count == 3 and global_steps == int(os.environ["FAULTY_SYNC_VERSION"]) and _first():
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+
+async def _counted(items: AsyncGenerator) -> AsyncGenerator:
+    count = 0
+    async for item in items:
+        yield count, item
+        count += 1
+
+
+def _first() -> bool:
+    try:
+        Path(os.environ["FAULTY_SYNC_MARK"]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

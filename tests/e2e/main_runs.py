@@ -1,0 +1,96 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Runs a main of this package as a user does: one subprocess with a Ray of its own, from a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.async_engine.task import TaskPaths
+
+FULLY_ASYNC = "recipe.fully_async.main"
+RUN_S = 480
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """How a run ended and what it left."""
+
+    returncode: int
+    output: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, key: str) -> list[float]:
+        return [step[key] for step in self.metrics]
+
+    def rollout_state(self) -> dict[str, Any]:
+        """The rollout side of the newest checkpoint."""
+        step = (self.folder / "latest_checkpointed_iteration.txt").read_text().strip()
+        return torch.load(self.folder / f"global_step_{step}" / "rollout_state.pt", weights_only=False)
+
+
+def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
+    """Overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
+    return [
+        "preset=tiny_cpu",
+        f"data.train_files={task.train}",
+        f"data.val_files={task.val}",
+        f"actor_rollout_ref.model.path={task.model}",
+        f"reward.custom_reward_function.path={task.reward_file}",
+        "reward.custom_reward_function.name=compute_score",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        f"trainer.default_local_dir={folder}",
+        f"hydra.run.dir={folder}/hydra",
+        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+    ]
+
+
+def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S) -> FinishedRun:
+    """Run ``main`` to its end; helpers in this folder can be named in ``overrides``."""
+    environment = dict(os.environ)
+    environment.pop("RAY_ADDRESS", None)
+    here = str(Path(__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = subprocess.run(
+        [sys.executable, "-m", main, *overrides],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    (folder / "output.txt").write_text(finished.stdout)
+    return FinishedRun(finished.returncode, finished.stdout, folder)

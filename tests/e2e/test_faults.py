@@ -1,0 +1,104 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What cannot go on ends with a clear message and a non-zero exit, and what was finished before is kept.
+
+Configurations that cannot run are refused before a process starts: tests/integration/test_config_compose.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from main_runs import FULLY_ASYNC, run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+RAISING_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    raise RuntimeError("the verifier has no license")
+"""
+
+
+@pytest.mark.e2e
+def test_reward_function_that_raises_ends_the_run_with_its_message(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(RAISING_REWARD)
+    overrides = [*small(task, tmp_path, ray_dir), f"reward.custom_reward_function.path={reward}"]
+    run = run_main(FULLY_ASYNC, [*overrides, "trainer.total_training_steps=4"], tmp_path)
+    assert run.returncode == 1
+    error = run.summary["error"]
+    assert error["name"] == "RolloutFailed"
+    assert "the verifier has no license" in error["message"]
+    assert run.output.rstrip().splitlines()[-1].startswith("RunFailed: RolloutFailed:")
+    ledger = run.summary["ledger"]
+    assert ledger["trained"] == 0
+    assert ledger["failed"] >= 4
+    assert ledger["issued"] == ledger["failed"] + ledger["live"]
+
+
+@pytest.mark.e2e
+def test_only_replica_dying_in_a_sync_ends_the_run_and_the_resumed_run_trains_every_prompt_once(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, groups = 8, 4
+    mark = tmp_path / "died"
+    monkeypatch.setenv("FAULTY_SYNC_VERSION", "4")
+    monkeypatch.setenv("FAULTY_SYNC_MARK", str(mark))
+    overrides = [
+        *small(task, tmp_path / "run", ray_dir),
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=faulty_gloo",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=faulty_engine",
+        "async_training.staleness_threshold=2",
+        "async_training.timeouts.weight_sync=15",
+        "trainer.save_freq=1",
+        f"trainer.total_training_steps={steps}",
+    ]
+    first = run_main(FULLY_ASYNC, overrides, tmp_path / "run")
+    assert first.returncode == 1
+    assert time.time() - mark.stat().st_mtime < 60
+    assert first.summary["error"]["name"] == "NoReplicaLeft"
+    assert "version 4" in first.summary["error"]["message"]
+    saved = first.rollout_state()
+    assert saved["ledger"]["version"] == 3
+    # The pipeline was full: the checkpoint has groups that were generated, or on the way, and not trained.
+    assert len(saved["groups"]) >= groups
+    states = {row[5] for row in saved["ledger"]["live"]}
+    assert states <= {"ready", "running"}
+
+    second = run_main(FULLY_ASYNC, overrides, tmp_path / "run")
+    assert second.returncode == 0, second.output[-8000:]
+    assert second.summary["steps"] == steps
+    assert second.summary["ledger"] == {
+        "issued": steps * groups,
+        "trained": steps * groups,
+        "filtered": 0,
+        "failed": 0,
+        "live": 0,
+    }
+    assert second.summary["staleness"]["max"] <= 2
+    assert second.column("training/global_step") == list(range(1, steps + 1))
+    final = second.rollout_state()["ledger"]
+    trained = {(epoch, index) for epoch, start, end in final["trained_prompts"] for index in range(start, end)}
+    assert len(trained) == steps * groups
+    assert final["trained_prompts"] == final["issued_prompts"]
+    # What was alive at the checkpoint was trained after it, each prompt once, and nothing of what came before again.
+    before = {(epoch, index) for epoch, start, end in saved["ledger"]["trained_prompts"] for index in range(start, end)}
+    alive = {(row[2], row[1]) for row in saved["ledger"]["live"]}
+    assert len(before) == saved["ledger"]["trained"]
+    assert not before & alive
+    assert before | alive <= trained

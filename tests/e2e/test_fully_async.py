@@ -1,0 +1,136 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The fully-asynchronous main with real Ray, real vLLM, verl's real FSDP2 engine and real weight syncs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+DECOUPLED = "algorithm.rollout_correction.bypass_mode=false"
+
+
+def check_books(run: FinishedRun, steps: int, bound: int, groups: int = 4) -> None:
+    """What holds at the end of every run that succeeds: nothing lost, dropped, trained twice or past the bound."""
+    assert run.returncode == 0, run.output[-8000:]
+    summary = run.summary
+    assert summary["error"] is None
+    assert summary["steps"] == steps
+    ledger = summary["ledger"]
+    assert ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["failed"] + ledger["live"]
+    assert ledger["trained"] == steps * groups
+    assert ledger["filtered"] == 0
+    assert ledger["live"] == 0
+    assert summary["staleness"]["bound"] == bound
+    assert summary["staleness"]["max"] <= bound
+    assert max(run.column("fully_async/staleness/oldest_token_max")) <= bound
+    assert max(run.column("fully_async/partial/inexact_version_ratio")) == 0
+    assert run.column("training/global_step") == list(range(1, steps + 1))
+    assert all(step["actor/grad_norm"] > 0 for step in run.metrics if step["critic/advantages/max"] > 0)
+
+
+@pytest.mark.e2e
+def test_bound_zero_is_on_policy_and_both_engines_agree_to_fp32(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    steps = 4
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        DECOUPLED,
+        "async_training.staleness_threshold=0",
+        f"trainer.total_training_steps={steps}",
+        "trainer.test_freq=2",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    check_books(run, steps, bound=0)
+    assert run.summary["interrupted"] == 0
+    assert run.column("fully_async/staleness/token_mean") == [0.0] * steps
+    # Every batch is sampled and trained by the same weights: any difference is the weight sync's or the engines'.
+    assert all(0 < difference < 1e-6 for difference in run.column("training/rollout_probs_diff_max"))
+    assert 0 <= run.summary["validation"]["last"] <= 1
+
+
+@pytest.mark.e2e
+def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several batches a version, a fractional depth, KL to a reference policy; no answer is interrupted."""
+    steps = 6
+    monkeypatch.setenv("FAILING_INDEX", "2")
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- name: user_loop\n  _target_: user_agent_loop.UserAgentLoop\n")
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        DECOUPLED,
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=user_loop",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "async_training.partial_rollout=false",
+        "async_training.staleness_threshold=0.5",
+        "async_training.trigger_parameter_sync_step=2",
+        "async_training.max_group_retries=1",
+        "data.shuffle=false",
+        f"trainer.total_training_steps={steps}",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    check_books(run, steps, bound=1)
+    assert run.summary["versions"] == steps // 2
+    # Tried twice, then counted and replaced; the run went on.
+    assert run.summary["ledger"]["failed"] == 1
+    assert run.summary["ledger"]["issued"] == steps * 4 + 1
+    assert run.summary["interrupted"] == 0
+    assert run.column("fully_async/partial/total_partial_num") == [0] * steps
+    assert all("actor/kl_loss" in step for step in run.metrics)
+    # The second batch of a version is behind the trainer's weights, but its proximal log-probs are the version's own.
+    fresh = [step for step in run.metrics if step["fully_async/staleness/oldest_token_max"] == 0]
+    assert fresh
+    assert all(step["training/rollout_probs_diff_max"] < 1e-6 for step in fresh)
+
+
+@pytest.mark.e2e
+def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_in_a_sync(
+    long_tail_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long answers are interrupted at every sync and trained with the versions that really sampled them."""
+    steps = 8
+    monkeypatch.setenv("FAULTY_SYNC_VERSION", "5")
+    monkeypatch.setenv("FAULTY_SYNC_MARK", str(tmp_path / "died"))
+    overrides = [
+        *small(long_tail_task, tmp_path, ray_dir),
+        "data.max_response_length=160",
+        "actor_rollout_ref.rollout.max_model_len=256",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=faulty_gloo",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=faulty_engine",
+        "async_training.staleness_threshold=3",
+        "async_training.timeouts.weight_sync=20",
+        "algorithm.rollout_correction.rollout_is=token",
+        DECOUPLED,
+        "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=4",
+        f"trainer.total_training_steps={steps}",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    assert (tmp_path / "died").exists()
+    check_books(run, steps, bound=3)
+    assert run.summary["staleness"]["max"] >= 1
+    assert run.summary["interrupted"] > 0
+    assert sum(run.column("fully_async/partial/total_partial_num")) > 0
+    assert max(run.column("fully_async/partial/max_partial_span")) >= 1
+    # Replicas that hold the announced version: two until one died in the sync that made version 5.
+    assert run.column("fully_async/count/live_replicas") == [2] * 4 + [1] * 4
+    assert all(step["rollout_corr/rollout_is_mean"] > 0 for step in run.metrics)

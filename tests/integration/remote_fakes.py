@@ -1,0 +1,116 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Stand-ins for Ray's actor handles, and for the rollout servers and data behind them.
+
+Everything above the seam is real: verl's client code and load balancer run as they are, on this process's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+
+
+class Method:
+    """A method of an actor handle: ``.remote`` begins the call and gives something to await."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future:
+        future = asyncio.get_running_loop().create_future()
+        try:
+            result = self._function(*args, **kwargs)
+        except Exception as error:  # an actor's error reaches whoever awaits the call
+            future.set_exception(error)
+            return future
+        if inspect.isawaitable(result):
+            return asyncio.ensure_future(result)
+        future.set_result(result)
+        return future
+
+
+class Handle:
+    """An actor handle on an object of this process."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self._target, name))
+
+
+def part(tokens: list[int], version: int | None, stop: str = "completed", submitted: int | None = None) -> TokenOutput:
+    """What a rollout server answers; the log-prob of token t is -t."""
+    extra = {"global_steps": version, "submitted_version": version if submitted is None else submitted}
+    return TokenOutput(
+        token_ids=tokens, log_probs=[-float(token) for token in tokens], stop_reason=stop, extra_fields=extra
+    )
+
+
+class ScriptedServer:
+    """Answers requests from a script: an answer, an exception, a function of the request, or "hang"."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.calls: list[dict[str, Any]] = []
+
+    async def generate(self, **request: Any) -> TokenOutput:
+        self.calls.append({**request, "prompt_ids": list(request["prompt_ids"])})
+        step = self.script.pop(0)
+        if step == "hang":
+            await asyncio.get_running_loop().create_future()
+        if isinstance(step, BaseException):
+            raise step
+        return step(**request) if callable(step) else step
+
+
+def balancer_of(*servers: ScriptedServer) -> GlobalRequestLoadBalancer:
+    """verl's own load balancer in front of ``server-0``, ``server-1``, ..."""
+    return GlobalRequestLoadBalancer({f"server-{n}": Handle(server) for n, server in enumerate(servers)})
+
+
+class Rows:
+    """A data set of ``size`` prompts."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"raw_prompt": [{"role": "user", "content": f"prompt {index}"}], "level": np.int64(index % 3)}
+
+
+def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:
+    """Prompts through verl's kind of data loader; shuffled if ``seed`` is given."""
+    import torch
+
+    dataset = IndexedDataset(Rows(size))
+    sampler = None
+    if seed is not None:
+        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
+    return PromptSource(StatefulDataLoader(dataset, batch_size=1, sampler=sampler, collate_fn=collate_fn), epochs)

@@ -1,0 +1,193 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The client keeps, continues, relabels and re-routes answers; servers and load balancer are faked below the actors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
+from remote_fakes import Handle, ScriptedServer, balancer_of, part
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from recipe.async_engine.rollout.client import GenerationError, NoRolloutServer, ResumingClient, VersionMismatch
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+
+PROMPT = [1, 2, 3]
+
+
+def make_client(balancer: GlobalRequestLoadBalancer, *, resume: bool = True, timeout_s: float = 20.0) -> ResumingClient:
+    config = OmegaConf.create(
+        {
+            "async_training": {"partial_rollout": resume, "timeouts": {"generation": timeout_s}},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
+        }
+    )
+    return ResumingClient(config, load_balancer_handle=Handle(balancer))
+
+
+def client_of(*servers: ScriptedServer, **settings: Any) -> ResumingClient:
+    return make_client(balancer_of(*servers), **settings)
+
+
+async def ask(client: ResumingClient, request_id: str = "request", **sampling: Any) -> Any:
+    return await client.generate(request_id, prompt_ids=list(PROMPT), sampling_params=sampling)
+
+
+@pytest.fixture
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forbidden(seconds: float, *args: Any) -> None:
+        raise AssertionError(f"slept {seconds} s")
+
+    monkeypatch.setattr(asyncio, "sleep", forbidden)
+
+
+async def test_aborted_answer_is_continued_at_once_with_its_tokens_and_the_rest_of_its_budget(no_sleep: None) -> None:
+    server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1, "abort"), part([13, 14], 2))
+    answer = await ask(client_of(server), max_tokens=6, temperature=1.0)
+    assert answer.token_ids == [10, 11, 12, 13, 14]
+    assert answer.log_probs == [-10.0, -11.0, -12.0, -13.0, -14.0]
+    assert answer.stop_reason == "completed"
+    assert [call["prompt_ids"] for call in server.calls] == [PROMPT, [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12]]
+    assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6, 4, 3]
+    assert {call["sampling_params"]["temperature"] for call in server.calls} == {1.0}
+    assert (answer.extra_fields["min_global_steps"], answer.extra_fields["max_global_steps"]) == (0, 2)
+
+
+async def test_answer_aborted_at_the_end_of_its_budget_is_complete_and_not_asked_for_again() -> None:
+    server = ScriptedServer(part([10, 11], 0, "aborted"))
+    answer = await ask(client_of(server), max_tokens=2)
+    assert (answer.token_ids, answer.stop_reason, len(server.calls)) == ([10, 11], "completed", 1)
+
+
+@pytest.mark.parametrize(("prompt_length", "budget"), [(3, 8), (4, 8), (9, 3), (12, 1), (20, 1)])
+async def test_budget_without_max_tokens_is_the_servers_own_default(prompt_length: int, budget: int) -> None:
+    server = ScriptedServer(part([10], 0))
+    await client_of(server).generate("request", prompt_ids=[1] * prompt_length, sampling_params={})
+    assert server.calls[0]["sampling_params"]["max_tokens"] == budget
+
+
+async def test_max_new_tokens_bounds_the_whole_answer_too() -> None:
+    server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
+    await ask(client_of(server), max_new_tokens=5)
+    assert [call["sampling_params"] for call in server.calls] == [{"max_tokens": 5}, {"max_tokens": 3}]
+
+
+async def test_cut_answer_is_an_error_where_resuming_is_off() -> None:
+    client = client_of(ScriptedServer(part([10, 11], 0, "aborted")), resume=False)
+    with pytest.raises(GenerationError, match=r"cut after 2 tokens.*async_training\.partial_rollout=False"):
+        await ask(client, max_tokens=6)
+
+
+async def test_refused_request_goes_on_where_resuming_is_off_since_nothing_was_cut() -> None:
+    server = ScriptedServer(part([], 0, "aborted"), part([10], 1))
+    answer = await ask(client_of(server, resume=False), max_tokens=6)
+    assert (answer.token_ids, answer.extra_fields["min_global_steps"]) == ([10], 1)
+
+
+async def test_refused_request_goes_to_another_server_when_the_refusing_one_has_left_routing() -> None:
+    refusing, other = ScriptedServer(), ScriptedServer(part([10], 4))
+    balancer = balancer_of(refusing)
+
+    def leave(**kwargs: Any) -> Any:
+        balancer.add_servers({"other": Handle(other)})
+        balancer.remove_servers(["server-0"])
+        return part([], 3, "aborted")
+
+    refusing.script.append(leave)
+    answer = await ask(make_client(balancer), max_tokens=6)
+    assert answer.token_ids == [10]
+    assert (len(refusing.calls), len(other.calls)) == (1, 1)
+
+
+async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_from_its_tokens() -> None:
+    dying, other = ScriptedServer(part([10, 11], 0, "aborted")), ScriptedServer(part([12, 13], 1))
+    balancer = balancer_of(dying)
+
+    def die(**kwargs: Any) -> Any:
+        balancer.add_servers({"other": Handle(other)})
+        raise ActorDiedError()
+
+    dying.script.append(die)
+    answer = await ask(make_client(balancer), max_tokens=6)
+    assert answer.token_ids == [10, 11, 12, 13]
+    assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11]
+    assert other.calls[0]["sampling_params"]["max_tokens"] == 4
+    assert balancer.get_all_servers() == ["other"]
+
+
+async def test_death_of_the_last_server_is_said_in_words() -> None:
+    with pytest.raises(NoRolloutServer, match="no rollout server is in routing"):
+        await ask(client_of(ScriptedServer(ActorDiedError())), max_tokens=6)
+
+
+async def test_deadline_error_names_its_setting_and_the_server_and_releases_its_place() -> None:
+    balancer = balancer_of(ScriptedServer("hang"))
+    with pytest.raises(GenerationError, match=r"server-0.*within 0\.05 s.*async_training\.timeouts\.generation"):
+        await ask(make_client(balancer, timeout_s=0.05), max_tokens=6)
+    assert balancer.get_total_inflight() == 0
+
+
+async def test_uninterrupted_answer_whose_weights_changed_is_refused() -> None:
+    with pytest.raises(VersionMismatch, match="from version 3 to 4"):
+        await ask(client_of(ScriptedServer(part([10], 4, submitted=3))), max_tokens=6)
+
+
+async def test_interrupted_answer_has_the_version_of_its_submission() -> None:
+    recorder = start_recording()
+    await ask(client_of(ScriptedServer(part([10], 4, "aborted", submitted=3), part([11], 4))), max_tokens=6)
+    assert recorder.segments == [(3, (10,)), (4, (11,))]
+
+
+async def test_answer_without_a_version_is_refused() -> None:
+    with pytest.raises(VersionMismatch, match="without a weight version"):
+        await ask(client_of(ScriptedServer(part([10], None))), max_tokens=6)
+
+
+async def test_callers_sampling_parameters_and_prompt_stay_as_they_are() -> None:
+    sampling, prompt = {"max_tokens": 5, "temperature": 0.5}, list(PROMPT)
+    server = ScriptedServer(part([10], 0, "aborted"), part([11], 0))
+    await client_of(server).generate("request", prompt_ids=prompt, sampling_params=sampling)
+    assert sampling == {"max_tokens": 5, "temperature": 0.5}
+    assert prompt == PROMPT
+
+
+async def test_turns_that_an_agent_loop_runs_in_tasks_of_its_own_are_recorded_in_order() -> None:
+    server = ScriptedServer(part([10], 0, "aborted"), part([11], 1), part([20], 1), part([30], 2))
+    client = client_of(server)
+
+    async def trajectory() -> TrajectoryRecorder:
+        recorder = start_recording()
+        for _ in range(3):
+            await asyncio.create_task(ask(client, max_tokens=6))
+        return recorder
+
+    recorder = await asyncio.create_task(trajectory())
+    assert recorder.segments == [(0, (10,)), (1, (11,)), (1, (20,)), (2, (30,))]
+    assert (recorder.interruptions, recorder.reprefilled_tokens) == (1, len(PROMPT) + 1)
+
+
+async def test_trajectories_side_by_side_record_apart() -> None:
+    clients = [client_of(ScriptedServer(part([token], version))) for version, token in enumerate([10, 20, 30])]
+
+    async def trajectory(client: ResumingClient) -> TrajectoryRecorder:
+        recorder = start_recording()
+        await ask(client, max_tokens=6)
+        return recorder
+
+    recorders = await asyncio.gather(*[asyncio.create_task(trajectory(client)) for client in clients])
+    assert [recorder.segments for recorder in recorders] == [[(0, (10,))], [(1, (20,))], [(2, (30,))]]

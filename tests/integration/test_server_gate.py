@@ -1,0 +1,295 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which weights a rollout server answers with. The server is verl's, without its engine, which is faked below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
+
+from recipe.async_engine.rollout.server import (
+    FirstWeightsTimeout,
+    GatedVLLMHttpServer,
+    SubmissionTimeout,
+    WeightsGate,
+)
+
+SOON = 5.0
+
+
+class Config(SimpleNamespace):
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+class Engine:
+    """vLLM's engine: a request yields its first token, then waits to be finished or aborted."""
+
+    def __init__(self) -> None:
+        self.output_processor = SimpleNamespace(request_states={})
+        self.submitted = asyncio.Event()
+
+    async def generate(self, *, request_id: str, **request: Any) -> AsyncIterator[Any]:
+        ended = asyncio.get_running_loop().create_future()
+        self.output_processor.request_states[request_id] = ended
+        self.submitted.set()
+        yield self._output([7], None)
+        reason = await ended
+        del self.output_processor.request_states[request_id]
+        yield self._output([7, 8], reason)
+
+    @staticmethod
+    def _output(tokens: list[int], reason: str | None) -> Any:
+        completion = SimpleNamespace(token_ids=tokens, logprobs=None, finish_reason=reason)
+        return SimpleNamespace(outputs=[completion], num_cached_tokens=0, prompt_logprobs=None)
+
+    def finish_all(self, reason: str = "stop") -> None:
+        for ended in self.output_processor.request_states.values():
+            ended.set_result(reason)
+        self.submitted.clear()
+
+    async def pause_generation(self, **settings: Any) -> None:
+        self.finish_all("abort")
+
+    async def resume_generation(self) -> None: ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    async def reset_prefix_cache(self, **settings: Any) -> None: ...
+
+
+@pytest.fixture
+def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda self, devices: None)
+
+    def make(load_format: str = "dummy", first_weights_s: float = SOON, pause_s: float = SOON) -> GatedVLLMHttpServer:
+        server = object.__new__(GatedVLLMHttpServer)
+        settings = {"first_weights_timeout_s": first_weights_s, "pause_timeout_s": pause_s}
+        server.config = Config(
+            load_format=load_format,
+            custom={"recipe": settings},
+            max_model_len=16,
+            response_length=8,
+            prompt_length=8,
+            full_determinism=False,
+            enable_rollout_routing_replay=False,
+            mtp=None,
+            free_cache_engine=True,
+        )
+        server.model_config = SimpleNamespace(processor=None)
+        server.engine = Engine()
+        server.lora_as_adapter = False
+        server.rollout_mode = RolloutMode.HYBRID
+        server.global_steps = None
+        server.node_rank = server.replica_rank = server._admitting = 0
+        server._submission_paused = server._rejecting = False
+        server._resume_event = asyncio.Event()
+        server._resume_event.set()
+        server._disaggregation_role, server._pd_decode_peers = None, []
+        server._post_init("")
+        return server
+
+    return make
+
+
+def request(server: GatedVLLMHttpServer, request_id: str = "r") -> asyncio.Task[TokenOutput]:
+    return asyncio.create_task(server.generate([1, 2], {}, request_id))
+
+
+async def load(server: GatedVLLMHttpServer, version: int) -> None:
+    await server.begin_load(version)
+    await server.set_global_steps(version)
+
+
+async def settle() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def submitted(server: GatedVLLMHttpServer) -> None:
+    await asyncio.wait_for(server.engine.submitted.wait(), SOON)
+
+
+async def test_gate_is_opened_by_a_commit_and_closed_by_the_next_load() -> None:
+    gate = WeightsGate(opened=False)
+    seen = [gate.is_open]
+    gate.begin_load(0)
+    seen.append(gate.is_open)
+    gate.commit()
+    seen.append(gate.is_open)
+    gate.begin_load(1)
+    seen.append(gate.is_open)
+    assert seen == [False, False, True, False]
+
+
+async def test_refusing_gate_sends_waiting_and_later_requests_away_until_the_next_load() -> None:
+    gate = WeightsGate(opened=False)
+    waiting = asyncio.create_task(gate.wait_open(SOON))
+    await settle()
+    gate.refuse()
+    assert await waiting is False
+    assert await gate.wait_open(SOON) is False
+    assert not gate.is_open
+    gate.begin_load(3)
+    gate.commit()
+    assert await gate.wait_open(SOON) is True
+
+
+async def test_refusal_holds_at_an_open_gate_too() -> None:
+    gate = WeightsGate(opened=True)
+    gate.refuse()
+    assert await gate.wait_open(SOON) is False
+
+
+@pytest.mark.parametrize(("loading", "cause"), [(False, "no weights were ever published"), (True, "version 5 never")])
+async def test_gate_says_what_it_waited_for(loading: bool, cause: str) -> None:
+    gate = WeightsGate(opened=False)
+    if loading:
+        gate.begin_load(5)
+    with pytest.raises(FirstWeightsTimeout, match=rf"0\.02 s.*{cause}.*async_training\.timeouts\.first_weights"):
+        await gate.wait_open(0.02)
+
+
+async def test_server_with_dummy_weights_holds_requests_until_version_0_is_committed(make_server: Any) -> None:
+    server = make_server()
+    waiting = request(server)
+    await server.begin_load(0)
+    await settle()
+    assert not server.engine.submitted.is_set()
+    assert await server.committed_version() is None
+    await server.set_global_steps(0)
+    await submitted(server)
+    server.engine.finish_all()
+    answer = await asyncio.wait_for(waiting, SOON)
+    assert answer.token_ids == [7, 8]
+    assert (answer.extra_fields["submitted_version"], answer.extra_fields["global_steps"]) == (0, 0)
+    assert await server.committed_version() == 0
+
+
+async def test_request_before_version_0_fails_in_time_and_says_why(make_server: Any) -> None:
+    server = make_server(first_weights_s=0.02)
+    with pytest.raises(FirstWeightsTimeout, match="no weights were ever published"):
+        await request(server)
+
+
+async def test_server_that_loads_a_real_checkpoint_answers_at_once(make_server: Any) -> None:
+    server = make_server(load_format="auto")
+    answering = request(server)
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(answering, SOON)).stop_reason == "completed"
+
+
+async def test_abort_resume_and_wake_up_open_nothing(make_server: Any) -> None:
+    server = make_server(first_weights_s=0.05)
+    waiting = request(server)
+    await server.abort_all_requests()
+    await server.resume_generation()
+    await server.wake_up(tags=["weights"])
+    await server.resume_kv_cache()
+    with pytest.raises(FirstWeightsTimeout):
+        await waiting
+    assert not server.engine.submitted.is_set()
+
+
+async def test_request_parked_at_a_pause_is_not_answered_with_torn_weights(make_server: Any) -> None:
+    server = make_server(first_weights_s=SOON)
+    await load(server, 0)
+    await server.abort_all_requests()
+    parked = request(server)
+    await settle()
+    await server.begin_load(1)
+    await server.resume_generation()
+    await settle()
+    assert not server.engine.submitted.is_set(), "version 1 is half loaded"
+    assert server._admitting == 0, "the next abort would wait for an admission that never lands"
+    await server.set_global_steps(1)
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(parked, SOON)).extra_fields["submitted_version"] == 1
+
+
+async def test_answer_keeps_the_version_of_its_submission_when_weights_change_under_it(make_server: Any) -> None:
+    server = make_server()
+    await load(server, 3)
+    answering = request(server)
+    await submitted(server)
+    await server.set_global_steps(4)
+    server.engine.finish_all()
+    extra = (await asyncio.wait_for(answering, SOON)).extra_fields
+    assert (extra["submitted_version"], extra["global_steps"]) == (3, 4)
+
+
+async def test_abort_gives_back_the_tokens_so_far_and_later_requests_wait_for_the_resume(make_server: Any) -> None:
+    server = make_server()
+    await load(server, 0)
+    first = request(server, "first")
+    await submitted(server)
+    await server.abort_all_requests()
+    aborted = await asyncio.wait_for(first, SOON)
+    assert (aborted.token_ids, aborted.stop_reason) == ([7, 8], "aborted")
+    second = request(server, "second")
+    await settle()
+    assert not server.engine.submitted.is_set()
+    await load(server, 1)
+    await server.resume_generation()
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(second, SOON)).extra_fields["submitted_version"] == 1
+
+
+async def test_request_at_a_server_that_stays_paused_fails_with_the_settings_name(make_server: Any) -> None:
+    server = make_server(pause_s=0.02)
+    await load(server, 0)
+    await server.abort_all_requests()
+    with pytest.raises(SubmissionTimeout, match=r"0\.02 s.*async_training\.timeouts\.weight_sync"):
+        await request(server)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+async def test_server_that_leaves_routing_sends_every_request_away(make_server: Any, torn: bool) -> None:
+    server = make_server()
+    await load(server, 0)
+    await server.abort_all_requests()
+    parked = request(server, "parked")
+    await settle()
+    if torn:
+        await server.begin_load(1)
+    waiting = request(server, "waiting")
+    await settle()
+    await server.leave_routing()
+    later = request(server, "later")
+    answers = await asyncio.wait_for(asyncio.gather(parked, waiting, later), SOON)
+    assert [(answer.token_ids, answer.stop_reason) for answer in answers] == [([], "aborted")] * 3
+    assert not server.engine.submitted.is_set()
+
+
+async def test_server_that_left_routing_answers_again_after_a_full_load(make_server: Any) -> None:
+    server = make_server()
+    await server.begin_load(0)
+    await server.leave_routing()
+    await server.abort_all_requests()
+    await load(server, 1)
+    await server.resume_generation()
+    answering = request(server)
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(answering, SOON)).extra_fields["submitted_version"] == 1
