@@ -13,7 +13,7 @@
 # limitations under the License.
 """What cannot go on ends with a clear message and a non-zero exit, and what was finished before is kept.
 
-Configurations that cannot run are refused before a process starts: tests/integration/test_config_compose.py.
+More on refused configurations: tests/core/test_config.py and tests/integration/test_config_*.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,30 @@ RAISING_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     raise RuntimeError("the verifier has no license")
 """
+
+
+REFUSED = {
+    "actor_rollout_ref.rollout.n=0": "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.model.path=/no/such/model": "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=300": "ppo_mini_batch_size",
+    "rollout.n_gpus_per_node=3": "rollout.n_gpus_per_node",
+    "async_training.pipeline_depth=5": "async_training.pipeline_depth",
+    "+async_training.max_stalenes=1": "async_training.max_stalenes",
+}
+
+
+@pytest.mark.e2e
+def test_everything_that_cannot_run_is_refused_at_once_before_any_process_starts(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    run = run_main(FULLY_ASYNC, [*small(task, tmp_path, ray_dir), *REFUSED], tmp_path, timeout_s=60)
+    assert run.returncode == 1
+    assert "ConfigError" in run.output
+    assert "Traceback" not in run.output
+    missing = [setting for setting in REFUSED.values() if setting not in run.output]
+    assert not missing, run.output
+    assert not list(ray_dir.iterdir())
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.e2e

@@ -24,7 +24,13 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.rollout.client import GenerationError, NoRolloutServer, ResumingClient, VersionMismatch
+from recipe.async_engine.rollout.client import (
+    EngineDied,
+    GenerationError,
+    NoRolloutServer,
+    ResumingClient,
+    VersionMismatch,
+)
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
@@ -114,13 +120,14 @@ async def test_refused_request_goes_to_another_server_when_the_refusing_one_has_
     assert (len(refusing.calls), len(other.calls)) == (1, 1)
 
 
-async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_from_its_tokens() -> None:
+@pytest.mark.parametrize("death", [ActorDiedError(), EngineDied("the engine of rollout replica 0 died")])
+async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_from_its_tokens(death: Exception) -> None:
     dying, other = ScriptedServer(part([10, 11], 0, "aborted")), ScriptedServer(part([12, 13], 1))
     balancer = balancer_of(dying)
 
     def die(**kwargs: Any) -> Any:
         balancer.add_servers({"other": Handle(other)})
-        raise ActorDiedError()
+        raise death
 
     dying.script.append(die)
     answer = await ask(make_client(balancer), max_tokens=6)

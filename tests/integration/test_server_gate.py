@@ -24,6 +24,7 @@ import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
+from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.rollout.server import (
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
@@ -45,8 +46,12 @@ class Engine:
     def __init__(self) -> None:
         self.output_processor = SimpleNamespace(request_states={})
         self.submitted = asyncio.Event()
+        self.errored = False
+        self.error: Exception | None = None
 
     async def generate(self, *, request_id: str, **request: Any) -> AsyncIterator[Any]:
+        if self.error is not None:
+            raise self.error
         ended = asyncio.get_running_loop().create_future()
         self.output_processor.request_states[request_id] = ended
         self.submitted.set()
@@ -93,9 +98,8 @@ def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
             mtp=None,
             free_cache_engine=True,
         )
-        server.model_config = SimpleNamespace(processor=None)
+        server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         server.engine = Engine()
-        server.lora_as_adapter = False
         server.rollout_mode = RolloutMode.HYBRID
         server.global_steps = None
         server.node_rank = server.replica_rank = server._admitting = 0
@@ -293,3 +297,15 @@ async def test_server_that_left_routing_answers_again_after_a_full_load(make_ser
     await submitted(server)
     server.engine.finish_all()
     assert (await asyncio.wait_for(answering, SOON)).extra_fields["submitted_version"] == 1
+
+
+@pytest.mark.parametrize(("engine_is_dead", "error"), [(True, EngineDied), (False, ValueError)])
+async def test_death_of_the_engine_is_told_from_a_failed_request(
+    make_server: Any, engine_is_dead: bool, error: type[Exception]
+) -> None:
+    server = make_server()
+    await load(server, 0)
+    server.engine.errored, server.engine.error = engine_is_dead, ValueError("bad request")
+    with pytest.raises(error, match="bad request"):
+        await request(server)
+    assert server._admitting == 0

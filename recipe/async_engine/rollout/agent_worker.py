@@ -23,6 +23,7 @@ Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.p
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class RewardError(RecipeError):
 def root_cause(error: BaseException) -> BaseException:
     """What a remote call raised, without Ray's wrapping; its traceback stays with the wrapper."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+class AgentLoopError(RecipeError):
+    """An agent loop raised; a note has its traceback, which Ray cuts short for streaming calls."""
 
 
 class TrajectoryCancelled(RecipeError):
@@ -134,6 +139,13 @@ class TrajectoryWorker(AgentLoopWorker):
             if task.cancelled():
                 raise TrajectoryCancelled(f"trajectory {key} was ended on request") from None
             raise
+        except RewardError:
+            raise
+        except Exception as error:  # a user's agent loop may raise anything
+            what = root_cause(error)
+            failed = AgentLoopError(f"{type(what).__name__}: {what}")
+            failed.add_note("".join(traceback.format_exception(error)).rstrip())
+            raise failed from error
 
     async def cancel(self, keys: list[str]) -> None:
         """End the named trajectories; each one's caller sees the cancellation as its error."""
@@ -194,9 +206,11 @@ class TrajectoryWorker(AgentLoopWorker):
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
         what = root_cause(cause)
-        raise RewardError(
+        failed = RewardError(
             f"the reward failed {self._reward_attempts} times, last with {type(what).__name__}: {what}"
-        ) from cause
+        )
+        failed.add_note("".join(traceback.format_exception(cause)).rstrip())
+        raise failed from cause
 
     @staticmethod
     def _scored(output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:

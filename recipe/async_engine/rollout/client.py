@@ -20,7 +20,7 @@ Contract:
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
   cut all the same, ``generate`` raises instead of returning it as complete.
 * Every request's version is the one at its submission; an answer that claims another one is an error.
-* A server that died is taken out of routing and the answer continues elsewhere from its tokens.
+* A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens.
 * Every request has a deadline (``async_training.timeouts.generation``).
 
 Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
@@ -56,6 +56,10 @@ class VersionMismatch(GenerationError):
 
 class NoRolloutServer(GenerationError):
     """No rollout server is in routing."""
+
+
+class EngineDied(GenerationError):
+    """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
 
 
 # The caller's list, which the task that ``wait_for`` starts fills in: a value set in that task would be lost with it.
@@ -155,7 +159,7 @@ class ResumingClient(LLMServerClient):
                 f"rollout server {route} did not answer within {self._timeout_s:g} s; raise "
                 "async_training.timeouts.generation if answers may take longer"
             ) from None
-        except RayActorError as error:
+        except (RayActorError, EngineDied) as error:
             logger.error("rollout server %s died under a request, which goes on elsewhere: %s", route, error)
             await self._load_balancer.remove_servers.remote(route)
             return None

@@ -11,14 +11,23 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the scheduler keeps of a live group, and the generation slot that a trajectory holds while it samples."""
+"""What the scheduler is told, keeps of a live group and raises, and the slot a trajectory holds while it samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group, OnOverdue
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
+
+
+class RolloutFailed(RecipeError):
+    """Generation cannot go on; the cause is chained."""
+
+
+class BatchTimeout(RecipeError):
+    """No batch became ready within ``async_training.timeouts.batch_wait``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,11 @@ class SchedulerSettings:
 
 @dataclass
 class GroupRun:
-    """A live group: its prompt and what its trajectories have brought so far."""
+    """A live group: its prompt and what its trajectories have brought so far.
+
+    keys: its calls under way. dropped: it was overdue. failed: one of its trajectories failed for good. No trajectory
+    of a group that was dropped or failed is tried again.
+    """
 
     group: Group
     row: dict[str, Any]
@@ -50,6 +63,7 @@ class GroupRun:
     payloads: list[Any]
     keys: set[str] = field(default_factory=set)
     dropped: bool = False
+    failed: bool = False
 
     @property
     def oldest_version(self) -> int:

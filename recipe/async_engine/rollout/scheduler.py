@@ -42,19 +42,11 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryGenerated,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings, Slot
+from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 
 logger = logging.getLogger(__name__)
-
-
-class RolloutFailed(RecipeError):
-    """Generation cannot go on; the cause is chained."""
-
-
-class BatchTimeout(RecipeError):
-    """No batch became ready within ``async_training.timeouts.batch_wait``."""
 
 
 class RolloutScheduler:
@@ -117,8 +109,7 @@ class RolloutScheduler:
                     break
                 if self._over():
                     return None
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     raise BatchTimeout(self._diagnosis(timeout_s))
                 self._changed.wait(remaining)
         self._poke()
@@ -274,12 +265,18 @@ class RolloutScheduler:
 
     async def _run_group(self, run: GroupRun) -> None:
         tasks = [asyncio.create_task(self._run_trajectory(run, n)) for n in range(self._settings.group_size)]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
         error = next((task.exception() for task in done if task.exception() is not None), None)
         if error is None:
             self._failures_in_a_row = 0
             self._change(lambda: self._ready(run))
             return
+        run.failed = True
         await self._pool.cancel(run.keys)
         if pending:
             await asyncio.wait(pending)
@@ -325,7 +322,7 @@ class RolloutScheduler:
                 except (TrajectoryCancelled, RewardError):
                     raise
                 except RecipeError as error:
-                    if attempt == self._settings.max_retries or run.dropped:
+                    if attempt == self._settings.max_retries or run.dropped or run.failed:
                         raise
                     avoid = call.worker_id
                     logger.warning("trajectory %s failed and is tried again: %s", call.key, error)

@@ -36,6 +36,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.weights.worker import RolloutWeightWorker
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         Raises:
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
             SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
+            EngineDied: the engine is gone, so this server will answer nothing any more.
         """
         if not await self._gate.wait_open(self._first_weights_timeout_s):
             return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -137,6 +139,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             )
             output.extra_fields["submitted_version"] = self._submitted_versions.get(request_id, self.global_steps)
             return output
+        except Exception as error:
+            if self.engine.errored:
+                raise EngineDied(f"the engine of rollout replica {self.replica_rank} died: {error}") from error
+            raise
         finally:
             self._submitted_versions.pop(request_id, None)
 

@@ -30,6 +30,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.rollout.agent_worker import (
+    AgentLoopError,
     RewardError,
     TrajectoryCancelled,
     TrajectoryGenerated,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryFailed(RecipeError):
-    """An agent loop raised, or its worker died; the message has the traceback of the place where it happened."""
+    """An agent loop raised, or its worker died; a note has the traceback of the place where it happened."""
 
 
 class NoWorkers(RecipeError):
@@ -90,9 +91,15 @@ class TrajectoryCall:
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
             cause = error.cause
+            failed: RecipeError
             if isinstance(cause, RewardError | TrajectoryCancelled):
-                raise type(cause)(str(cause)) from error
-            raise TrajectoryFailed(f"trajectory {self.key} raised {type(cause).__name__}: {cause}") from error
+                failed = type(cause)(str(cause))
+            else:
+                said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"
+                failed = TrajectoryFailed(f"trajectory {self.key} raised {said}")
+            for note in getattr(cause, "__notes__", ()):
+                failed.add_note(note)
+            raise failed from error
         except RayActorError as error:
             self.pool.died(self.worker_id, error)
             raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error

@@ -61,7 +61,7 @@ class RunRecord:
         path = self._folder / METRICS_FILE
         kept = []
         if step > 0 and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line).get(STEP, 0) <= step]
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
         path.write_text("".join(line + "\n" for line in kept))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -85,6 +85,7 @@ class RunRecord:
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
         """Write the summary and return it."""
+        (self._folder / METRICS_FILE).touch()
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
         partial = self._folder / (SUMMARY_FILE + ".partial")
@@ -93,9 +94,17 @@ class RunRecord:
         return self.summary
 
 
+def _step_of(line: str) -> float:
+    """The step of one line of metrics; infinite for a line that was cut off when its run was killed."""
+    try:
+        return json.loads(line).get(STEP, 0)
+    except json.JSONDecodeError:
+        return math.inf
+
+
 def _number(value: Any) -> float | int | None:
     """The value as JSON can hold it; None for what is no finite number."""
-    if hasattr(value, "item"):
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
     if isinstance(value, bool | int):
         return int(value)

@@ -41,6 +41,7 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,9 @@ class WeightPublisher(CheckpointEngineManager):
         await self._each("pause", self._candidates(), self._pause)
         metrics: dict[str, float] = {}
         loaded: list[ReplicaRecord] = []
+        refused: list[ReplicaRecord] = []
         for attempt in range(1, ATTEMPTS + 1):
-            candidates = self._candidates()
+            candidates = [record for record in self._candidates() if record not in refused]
             if not candidates:
                 break
             loaded, metrics, trainer_error = await self._load(candidates, version)
@@ -124,6 +126,10 @@ class WeightPublisher(CheckpointEngineManager):
                 break
             logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self._errors())
             await self._each("answer", self._candidates(), self._ping, PING_TIMEOUT_S)
+            # In a collective transfer one engine that takes no weights fails it for all: the others go on without it.
+            refused = [record for record in candidates if isinstance(record.error, WeightLoadError)]
+            if len(refused) == len(candidates):
+                refused = []
             if trainer_error is not None and attempt == ATTEMPTS and self._candidates():
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         loaded = [record for record in loaded if not record.dead]
@@ -133,6 +139,9 @@ class WeightPublisher(CheckpointEngineManager):
             raise NoReplicaLeft(f"no rollout replica holds version {version}: {self._errors()}") from cause
         announce()
         await self._resume(loaded)
+        if not self.live_replicas:
+            cause = next(record.error for record in loaded if record.error is not None)
+            raise NoReplicaLeft(f"no rollout replica resumed with version {version}: {self._errors()}") from cause
         return {**metrics, "fully_async/weight_sync/generation_paused_seconds": time.monotonic() - paused_at}
 
     def _candidates(self) -> list[ReplicaRecord]:

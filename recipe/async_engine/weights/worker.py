@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from typing import Any
 
 import torch
@@ -67,7 +67,10 @@ class Interrupt:
 
 
 class DeadlineSocket:
-    """A zmq REQ socket whose ``recv`` ends after ``timeout_s`` seconds or when ``interrupt`` is set."""
+    """A zmq REQ socket whose calls end after ``timeout_s`` seconds or when ``interrupt`` is set.
+
+    Both calls raise WeightLoadError: the engine reported an error, or did not answer in time.
+    """
 
     def __init__(self, socket: zmq.Socket, timeout_s: float, interrupt: Interrupt) -> None:
         self._socket = socket
@@ -75,26 +78,28 @@ class DeadlineSocket:
         self._interrupt = interrupt
         self.may_send = True
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
 
     def bind(self, address: str) -> None:
         self._socket.bind(address)
 
     def send_pyobj(self, obj: Any) -> None:
-        self._socket.send_pyobj(obj)
+        # Writable once the engine has connected.
+        self._wait(zmq.POLLOUT)
+        self._socket.send_pyobj(obj, zmq.NOBLOCK)
         self.may_send = False
 
     def recv(self) -> bytes:
-        """Raises:
-        WeightLoadError: the engine reported an error, or did not answer in time.
-        """
+        self._wait(zmq.POLLIN)
+        self.may_send = True
+        return self._socket.recv(zmq.NOBLOCK)
+
+    def _wait(self, event: int) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._socket, event)
         poller.register(self._interrupt.fileno(), zmq.POLLIN)
         events = dict(poller.poll(int(self._timeout_s * 1000)))
         if self._socket in events:
-            self.may_send = True
-            return self._socket.recv()
+            return
         if self._interrupt.reason is not None:
             raise WeightLoadError(f"the rollout engine ended the load: {self._interrupt.reason}")
         raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
@@ -156,7 +161,7 @@ class DeadlineServerAdapter(ServerAdapter):
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
             return
         if self._ensure_server_handle():
-            await asyncio.wait_for(self.server_handle.begin_load.remote(global_steps), self._timeout_s)
+            await self._in_time(self.server_handle.begin_load.remote(global_steps), "close")
         load = await self._execute_method(
             "update_weights_from_ipc",
             non_block=True,
@@ -174,16 +179,22 @@ class DeadlineServerAdapter(ServerAdapter):
         )
         try:
             await asyncio.to_thread(lambda: asyncio.run(sender.async_send_weights(weights)))
-            await asyncio.wait_for(watcher, self._timeout_s)
+            await self._in_time(watcher, "finish the load")
         finally:
             watcher.cancel()
             interrupt.close()
         if interrupt.reason is not None:
             raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {interrupt.reason}")
         if self._has_server:
-            await asyncio.wait_for(self.server_handle.clear_kv_cache.remote(), self._timeout_s)
+            await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
             if global_steps is not None:
-                await asyncio.wait_for(self.server_handle.set_global_steps.remote(global_steps), self._timeout_s)
+                await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
+
+    async def _in_time(self, answer: Awaitable[Any], what: str) -> None:
+        try:
+            await asyncio.wait_for(answer, self._timeout_s)
+        except TimeoutError:
+            raise WeightLoadError(f"the rollout server did not {what} within {self._timeout_s:g} s") from None
 
     @staticmethod
     async def _watch(load: Any, interrupt: Interrupt) -> None:

@@ -1,0 +1,105 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The progress bar and the summary at a run's end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from recipe.async_engine.run.display import Display
+from recipe.async_engine.run.record import STEP, RunRecord
+
+METRICS = {
+    STEP: 3,
+    "timing_s/step": 2.0,
+    "fully_async/trained_samples": 32,
+    "critic/score/mean": 0.625,
+    "fully_async/staleness/oldest_token_mean": 1.25,
+}
+
+
+def new_display(stream: io.StringIO) -> Display:
+    display = Display("fully_async", 10, stream)
+    # Unthrottled, so that every update is written.
+    display._bar.mininterval = 0
+    display._bar.ncols = 200
+    display._bar.dynamic_ncols = False
+    return display
+
+
+def test_bar_shows_step_reward_staleness_and_samples_per_second() -> None:
+    stream = io.StringIO()
+    display = new_display(stream)
+    display.step(METRICS)
+    display._bar.refresh()
+    shown = stream.getvalue().rsplit("\r", 1)[-1]
+    for part in ("fully_async", "3/10", "reward=0.625", "staleness=1.25", "samples/s=16"):
+        assert part in shown
+    assert "val=" not in shown
+
+
+def test_bar_shows_a_validation_score_where_there_is_one_and_leaves_out_what_is_missing() -> None:
+    stream = io.StringIO()
+    display = new_display(stream)
+    display.step({STEP: 1, "val-core/digits/reward/mean@1": 0.75})
+    display._bar.refresh()
+    shown = stream.getvalue().rsplit("\r", 1)[-1]
+    assert "val=0.75" in shown
+    assert "reward=" not in shown
+    assert "samples/s" not in shown
+
+
+def test_resumed_run_starts_its_bar_at_its_step() -> None:
+    display = new_display(io.StringIO())
+    display.resume(4)
+    assert (display._bar.n, display._bar.total) == (4, 10)
+    display.step({**METRICS, STEP: 5})
+    assert display._bar.n == 5
+
+
+def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    record = RunRecord(tmp_path, "fully_async")
+    record.update(
+        {
+            "steps": 10,
+            "versions": 5,
+            "validation": {"first": 0.25, "last": 0.9375},
+            "staleness": {"bound": 2, "max": 2, "mean": 0.5},
+            "interrupted": 7,
+            "trainer_wait_share": 0.25,
+            "rollout_idle_share": 0.1,
+            "weight_sync_seconds": 1.5,
+            "ledger": {"issued": 44, "trained": 40, "filtered": 1, "failed": 2, "live": 1},
+        }
+    )
+    new_display(stream).end(record.close(3.5))
+    text = stream.getvalue()
+    for part in (
+        "steps 10, versions 5",
+        "peak memory 3.500 GiB",
+        "validation score 0.250 -> 0.938",
+        "staleness max 2, mean 0.50, bound 2; 7 trajectories interrupted",
+        "trainer waited 25% of its time, rollout idle 10% of its time, weight sync 1.5 s",
+        "groups issued 44, trained 40, filtered 1, failed 2, live 1",
+    ):
+        assert part in text
+
+
+def test_end_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    new_display(stream).end(RunRecord(tmp_path, "fully_async").close(None))
+    assert "validation score not measured -> not measured" in stream.getvalue()
+    assert "trainer waited not measured" in stream.getvalue()

@@ -1,0 +1,170 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A pool of agent-loop workers whose trajectories end when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import Group, OnOverdue
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.agent_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
+from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
+
+SOON = 10.0
+
+
+class ScriptedCall:
+    """One attempt at a trajectory: it generates, then waits for its reward, both until told otherwise."""
+
+    def __init__(self, pool: ScriptedPool, group: Group, n: int, attempt: int, avoid: str | None) -> None:
+        self.key = f"{group.id}-{n}-{attempt}"
+        self.group, self.n, self.attempt, self.avoid = group, n, attempt, avoid
+        self.worker_id = next(name for name in ("worker-0", "worker-1") if name != avoid)
+        self.version = group.start
+        self.cancelled = False
+        self._pool = pool
+        self._generated: asyncio.Future = pool.loop.create_future()
+        self._rewarded: asyncio.Future = pool.loop.create_future()
+
+    async def events(self) -> AsyncIterator[tuple[Any, Any]]:
+        self._pool.note(self)
+        await self._generated
+        yield TrajectoryGenerated(), None
+        await self._rewarded
+        yield TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6), None
+        yield None, f"payload-{self.key}"
+
+    def generate(self, version: int | None = None) -> None:
+        """Its last token is sampled."""
+        self.version = self.version if version is None else version
+        self._set(self._generated, None)
+
+    def reward(self) -> None:
+        self._set(self._rewarded, None)
+
+    def finish(self, version: int | None = None) -> None:
+        self.generate(version)
+        self.reward()
+
+    def fail(self, error: BaseException) -> None:
+        """Whatever it waits for next ends with ``error``."""
+        self._set(self._generated, error)
+        self._set(self._rewarded, error)
+
+    def _set(self, future: asyncio.Future, error: BaseException | None) -> None:
+        self._pool.loop.call_soon_threadsafe(settle, future, error)
+
+
+def settle(future: asyncio.Future, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        future.exception()  # an error that nobody comes to wait for is no defect of the test
+
+
+class ScriptedPool:
+    """The scheduler's view of the workers; ``answer`` is called with every call that begins.
+
+    Without ``cancels_reach``, trajectories do not end when they are cancelled, as if they had ended otherwise before.
+    """
+
+    def __init__(self, answer: Callable[[ScriptedCall], None] | None = None) -> None:
+        self.alive = 2
+        self.cancels_reach = True
+        self.calls: list[ScriptedCall] = []
+        self.loop: Any = None
+        self._answer = answer
+        self._changed = threading.Condition()
+
+    def call(self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None) -> ScriptedCall:
+        self.loop = asyncio.get_running_loop()
+        return ScriptedCall(self, group, n, attempt, avoid)
+
+    async def cancel(self, keys: Iterable[str]) -> None:
+        named = set(keys)
+        for call in self.calls:
+            if call.key in named:
+                if self.cancels_reach:
+                    call.fail(TrajectoryCancelled(call.key))
+                with self._changed:
+                    call.cancelled = True
+                    self._changed.notify_all()
+
+    def note(self, call: ScriptedCall) -> None:
+        with self._changed:
+            self.calls.append(call)
+            self._changed.notify_all()
+        if self._answer is not None:
+            self._answer(call)
+
+    def began(self, count: int) -> list[ScriptedCall]:
+        """The calls so far, of which there are at least ``count``."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.calls) >= count, SOON), f"{len(self.calls)} calls began"
+            return list(self.calls)
+
+    def of(self, group_id: int, n: int = 0, attempt: int = 0) -> ScriptedCall:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._find(group_id, n, attempt), SOON)
+        assert found, f"no call {group_id}-{n}-{attempt} in {[call.key for call in self.calls]}"
+        return found
+
+    def saw_cancel(self, call: ScriptedCall) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: call.cancelled, SOON)
+
+    def _find(self, group_id: int, n: int, attempt: int) -> ScriptedCall | None:
+        return next((call for call in self.calls if call.key == f"{group_id}-{n}-{attempt}"), None)
+
+
+def new_ledger(b: int = 1, k: int = 1, bound: int = 1, depth: float = 1, target: int | None = None) -> SampleLedger:
+    return SampleLedger(GateSettings(b, k, bound, depth), target_groups=target)
+
+
+def new_scheduler(
+    ledger: SampleLedger,
+    source: PromptSource,
+    pool: ScriptedPool,
+    *,
+    slots: int = 16,
+    group_size: int = 1,
+    retries: int = 1,
+    failures: int = 2,
+    on_overdue: OnOverdue = OnOverdue.WAIT,
+) -> RolloutScheduler:
+    ticks = iter(range(10**9))
+    settings = SchedulerSettings(group_size, slots, retries, failures, on_overdue)
+    return RolloutScheduler(ledger, source, pool, settings, Timeline(lambda: float(next(ticks)), slots))
+
+
+def settled(scheduler: RolloutScheduler) -> None:
+    """Return when the scheduler has gone through everything that it was told before."""
+    for _ in range(5):
+        scheduler.snapshot(SOON)
+
+
+def wait_until(scheduler: RolloutScheduler, condition: Callable[[], bool]) -> None:
+    with scheduler._changed:
+        assert scheduler._changed.wait_for(condition, SOON), scheduler.ledger.counts()

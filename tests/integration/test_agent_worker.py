@@ -1,0 +1,288 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One trajectory at a time: user-defined loops, verl's post-processing, a real tokenizer and client; fake servers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from remote_fakes import Handle, ScriptedServer, balancer_of, part
+from verl.experimental.agent_loop import agent_loop as stock
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AgentLoopWorker,
+    _agent_loop_registry,
+)
+
+from recipe.async_engine.rollout.agent_worker import (
+    VERSION_RUNS,
+    AgentLoopError,
+    RewardError,
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+    TrajectoryWorker,
+)
+from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.task.tokenizer import build_tokenizer
+
+SOON = 10.0
+LOOPS = "recipe_test_agent_loops"
+TOOL_TOKEN = 99
+
+
+class Loop(AgentLoopBase):
+    """A user's loop; it knows nothing of versions."""
+
+    def __init__(self, server_manager: Any, **settings: Any) -> None:
+        self.client = server_manager
+
+    async def ask(self, sampling_params: dict[str, Any], prompt: list[int]) -> list[int]:
+        answer = await self.client.generate("conversation", prompt_ids=prompt, sampling_params=sampling_params)
+        return answer.token_ids
+
+    @staticmethod
+    def output(prompt: list[int], response: list[int], mask: list[int] | None = None) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=response,
+            response_mask=mask or [1] * len(response),
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+        )
+
+
+class PlainLoop(Loop):
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        return self.output([1, 2], await self.ask(sampling_params, [1, 2]))
+
+
+class TruncatingLoop(Loop):
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        return self.output([1, 2], (await self.ask(sampling_params, [1, 2]))[:3])
+
+
+class ToolLoop(Loop):
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        first = await asyncio.create_task(self.ask(sampling_params, [1, 2]))
+        second = await asyncio.create_task(self.ask(sampling_params, [1, 2, *first, TOOL_TOKEN]))
+        mask = [1] * len(first) + [0] + [1] * len(second)
+        return self.output([1, 2], [*first, TOOL_TOKEN, *second], mask)
+
+
+class RewritingLoop(Loop):
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        await self.ask(sampling_params, [1, 2])
+        return self.output([1, 2], [50, 51])
+
+
+class RaisingLoop(Loop):
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        raise KeyError("calculator")
+
+
+class Reward:
+    """A reward worker; ``script`` has scores, exceptions, or futures to wait for."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.calls = 0
+
+    async def compute_score(self, data: Any) -> dict[str, Any]:
+        self.calls += 1
+        step = self.script.pop(0)
+        if isinstance(step, asyncio.Future):
+            step = await step
+        if isinstance(step, BaseException):
+            raise step
+        return {"reward_score": step, "reward_extra_info": {}}
+
+
+@pytest.fixture
+def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType(LOOPS)
+    for loop in (PlainLoop, TruncatingLoop, ToolLoop, RewritingLoop, RaisingLoop):
+        setattr(module, loop.__name__, loop)
+        monkeypatch.setitem(_agent_loop_registry, loop.__name__, {"_target_": f"{LOOPS}.{loop.__name__}"})
+    monkeypatch.setitem(sys.modules, LOOPS, module)
+
+    def begin(self: AgentLoopWorker, config: Any, llm_client: Any, rewards: list[Any] | None) -> None:
+        self.config, self.llm_client, self.reward_loop_worker_handles = config, llm_client, rewards
+        self.teacher_client = self.dataset_cls = self.processor = None
+        self.rollout_config = SimpleNamespace(
+            prompt_length=4,
+            response_length=8,
+            temperature=0.7,
+            top_p=1.0,
+            top_k=-1,
+            calculate_log_probs=True,
+            agent=SimpleNamespace(default_agent_loop="PlainLoop"),
+        )
+        self.tokenizer = build_tokenizer()
+        self.hf_model_type, self.mm_processor_kwargs, self.tools = "qwen3", {}, []
+        self.distillation_enabled = False
+
+    # In place of loading a model's configuration from disk.
+    monkeypatch.setattr(AgentLoopWorker, "__init__", begin)
+
+    def make(server: ScriptedServer, reward: Reward | None, retries: int = 1, reward_s: float = SOON) -> Any:
+        config = OmegaConf.create(
+            {
+                "async_training": {
+                    "partial_rollout": True,
+                    "max_group_retries": retries,
+                    "timeouts": {"generation": SOON, "reward": reward_s},
+                },
+                "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
+                "data": {},
+            }
+        )
+        client = ResumingClient(config, load_balancer_handle=Handle(balancer_of(server)))
+        return TrajectoryWorker(config, client, None if reward is None else [Handle(reward)])
+
+    return make
+
+
+async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str = "0-0-0") -> list[Any]:
+    sample = {"raw_prompt": [{"role": "user", "content": "hi"}], "uid": "0-4"}
+    if loop is not None:
+        sample["agent_name"] = loop
+
+    async def collect() -> list[Any]:
+        return [item async for item in worker.run_trajectory(key, sample, 4, 0, 7)]
+
+    return await asyncio.wait_for(collect(), SOON)
+
+
+async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> None:
+    score = asyncio.get_running_loop().create_future()
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(score))
+    events = worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7)
+    assert await asyncio.wait_for(anext(events), SOON) == TrajectoryGenerated()
+    assert not score.done()
+    score.set_result(0.25)
+    scored = await asyncio.wait_for(anext(events), SOON)
+    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2)
+    payload = await asyncio.wait_for(anext(events), SOON)
+    assert payload.reward_score == 0.25
+    assert payload.response_ids[0, :2].tolist() == [10, 11]
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+    assert worker._running == {}
+
+
+async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker: Any) -> None:
+    server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
+    _, scored, payload = await run(make_worker(server, Reward(1.0)))
+    assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
+    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3)
+    assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
+
+
+async def test_turns_and_tool_tokens_of_a_users_loop_are_told_apart(make_worker: Any) -> None:
+    server = ScriptedServer(part([10, 11], 7), part([20], 9))
+    _, scored, payload = await run(make_worker(server, Reward(1.0)), "ToolLoop")
+    assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (-1, 1), (9, 1))
+    assert (scored.oldest_version, scored.newest_version, scored.response_tokens) == (7, 9, 4)
+
+
+async def test_answer_that_its_loop_cuts_keeps_the_versions_of_what_is_left(make_worker: Any) -> None:
+    server = ScriptedServer(part([10, 11], 7, "aborted"), part([12, 13, 14], 8))
+    _, scored, payload = await run(make_worker(server, Reward(1.0)), "TruncatingLoop")
+    assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
+    assert (scored.exact_versions, scored.response_tokens) == (True, 3)
+
+
+async def test_answer_that_its_loop_rewrote_counts_as_sampled_by_the_oldest_version(make_worker: Any) -> None:
+    server = ScriptedServer(part([10, 11], 5, "aborted"), part([12], 8))
+    _, scored, payload = await run(make_worker(server, Reward(1.0)), "RewritingLoop")
+    assert tuple(payload.extra_fields[VERSION_RUNS]) == ((5, 2),)
+    assert scored.exact_versions is False
+
+
+async def test_empty_answer_counts_as_of_the_version_at_issue(make_worker: Any) -> None:
+    _, scored, payload = await run(make_worker(ScriptedServer(part([], 7)), Reward(0.0)))
+    assert (scored.oldest_version, scored.newest_version, scored.response_tokens) == (7, 7, 0)
+    assert payload.response_mask.sum() == 0
+
+
+async def test_default_loop_is_the_configured_one_and_sampling_is_the_rollouts(make_worker: Any) -> None:
+    server = ScriptedServer(part([10], 7))
+    await run(make_worker(server, Reward(1.0)), loop=None)
+    sampling = server.calls[0]["sampling_params"]
+    assert (sampling["temperature"], sampling["logprobs"]) == (0.7, True)
+
+
+async def test_score_is_left_to_the_trainer_where_no_reward_worker_exists(make_worker: Any) -> None:
+    _, scored, payload = await run(make_worker(ScriptedServer(part([10], 7)), None))
+    assert scored.score is None
+    assert payload.reward_score is None
+
+
+async def test_failing_reward_is_asked_again_for_the_same_answer(make_worker: Any) -> None:
+    server, reward = ScriptedServer(part([10, 11], 7)), Reward(OSError("sandbox is busy"), 0.5)
+    generated, scored, _ = await run(make_worker(server, reward))
+    assert (generated, scored.score) == (TrajectoryGenerated(), 0.5)
+    assert (len(server.calls), reward.calls) == (1, 2)
+
+
+async def test_reward_that_fails_every_time_is_a_reward_error_with_its_cause(make_worker: Any) -> None:
+    reward = Reward(OSError("sandbox is busy"), ValueError("no closing brace"))
+    worker = make_worker(ScriptedServer(part([10], 7)), reward)
+    with pytest.raises(RewardError, match="failed 2 times, last with ValueError: no closing brace") as caught:
+        await run(worker)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "raise step" in caught.value.__notes__[0]
+    assert worker._running == {}
+
+
+async def test_reward_that_never_comes_ends_at_its_deadline_which_is_named(make_worker: Any) -> None:
+    never = asyncio.get_running_loop().create_future()
+    worker = make_worker(ScriptedServer(part([10], 7)), Reward(never), retries=0, reward_s=0.05)
+    with pytest.raises(RewardError, match=r"no reward within 0\.05 s \(async_training\.timeouts\.reward\)"):
+        await run(worker)
+
+
+async def test_error_of_a_users_loop_comes_with_its_traceback(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(), Reward())
+    with pytest.raises(AgentLoopError) as caught:
+        await run(worker, "RaisingLoop")
+    assert str(caught.value) == "KeyError: 'calculator'"
+    assert "in run\n    raise KeyError" in caught.value.__notes__[0]
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: Any) -> None:
+    never = asyncio.get_running_loop().create_future()
+    worker = make_worker(ScriptedServer("hang", part([10], 7)), Reward(1.0, never))
+    doomed = asyncio.create_task(run(worker, key="doomed"))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(run(worker, key="other"))
+    await asyncio.wait({other}, timeout=SOON)
+    await worker.cancel(["doomed", "unknown"])
+    with pytest.raises(TrajectoryCancelled, match="doomed"):
+        await asyncio.wait_for(doomed, SOON)
+    assert len(other.result()) == 3
+    assert worker._running == {}
+
+
+def test_stock_registry_is_what_the_loops_are_found_in() -> None:
+    assert {"single_turn_agent", "tool_agent"} <= stock._agent_loop_registry.keys()

@@ -1,0 +1,119 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The columns of a training batch, and what it says of its staleness before it is trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from remote_fakes import make_source
+from verl import DataProto
+
+from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
+from recipe.async_engine.core.groups import Group
+from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
+from recipe.async_engine.rollout.group_run import GroupRun
+from recipe.async_engine.trainer.batch import TOKEN_VERSIONS, assemble, sampled_tokens, staleness_metrics
+
+LENGTH = 6
+
+
+def output(*runs: tuple[int, int], exact: bool = True) -> Any:
+    """A trajectory as far as its versions go."""
+    return SimpleNamespace(extra_fields={VERSION_RUNS: runs, "exact_versions": exact})
+
+
+def join(rows: list[Any]) -> DataProto:
+    """In place of verl's own joining: fixed responses, and the extra fields of the rows as columns."""
+    fields = {}
+    for key in (VERSION_RUNS, "exact_versions"):
+        fields[key] = np.empty(len(rows), dtype=object)
+        fields[key][:] = [row.extra_fields[key] for row in rows]
+    responses = torch.arange(len(rows)).repeat_interleave(LENGTH).reshape(len(rows), LENGTH)
+    return DataProto.from_dict(tensors={"responses": responses}, non_tensors=fields)
+
+
+def batch_of(*rows: Any, size: int = 1) -> DataProto:
+    source = make_source(10)
+    groups = []
+    for group_id in range(len(rows) // size):
+        prompt = source.take()
+        groups.append(GroupRun(Group(group_id, prompt.reference, 0), prompt.row, scored=[], payloads=[]))
+    outputs = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return assemble(groups, outputs, join)
+
+
+def test_rows_keep_the_order_of_groups_and_carry_their_groups_fields() -> None:
+    batch = batch_of(*[output((0, 2)) for _ in range(4)], size=2)
+    assert batch.batch["responses"][:, 0].tolist() == [0, 1, 2, 3]
+    assert batch.non_tensor_batch["uid"].tolist() == ["0-0", "0-0", "0-1", "0-1"]
+    assert [prompt[0]["content"] for prompt in batch.non_tensor_batch["raw_prompt"]] == [
+        "prompt 0",
+        "prompt 0",
+        "prompt 1",
+        "prompt 1",
+    ]
+    assert batch.non_tensor_batch["level"].tolist() == [0, 0, 1, 1]
+
+
+def test_every_token_has_its_version_and_padding_none() -> None:
+    batch = batch_of(output((1, 2), (-1, 1), (3, 2)), output((2, LENGTH)))
+    versions = batch.batch[TOKEN_VERSIONS]
+    assert versions.dtype == torch.int64
+    assert versions.tolist() == [[1, 1, -1, 3, 3, -1], [2] * LENGTH]
+    assert VERSION_RUNS not in batch.non_tensor_batch
+    assert sampled_tokens(batch) == 4 + LENGTH
+
+
+def test_versions_that_passed_through_json_or_pickle_as_lists_are_taken_too() -> None:
+    batch = batch_of(SimpleNamespace(extra_fields={VERSION_RUNS: [[1, 2]], "exact_versions": True}))
+    assert batch.batch[TOKEN_VERSIONS][0].tolist() == [1, 1, -1, -1, -1, -1]
+
+
+def test_staleness_is_told_by_oldest_token_by_all_tokens_and_by_newest_token() -> None:
+    batch = batch_of(output((1, 2), (3, 2)), output((3, 2)), output((2, 2), (-1, 2)), output((2, 1), exact=False))
+    metrics = staleness_metrics(batch, version=3, bound=2)
+    assert metrics == {
+        "fully_async/staleness/oldest_token_max": 2,
+        "fully_async/staleness/oldest_token_mean": (2 + 0 + 1 + 1) / 4,
+        "fully_async/staleness/token_mean": (2 * 2 + 2 * 1 + 1 * 1) / 9,
+        "fully_async/staleness/newest_token_mean": (0 + 0 + 1 + 1) / 4,
+        "fully_async/staleness/bound": 2,
+        "fully_async/count/stale_trajectory_processed": 3,
+        "fully_async/partial/total_partial_num": 1,
+        "fully_async/partial/partial_ratio": 0.25,
+        "fully_async/partial/max_partial_span": 2,
+        "fully_async/partial/inexact_version_ratio": 0.25,
+    }
+
+
+def test_token_past_the_bound_is_refused_whatever_the_other_tokens_are() -> None:
+    batch = batch_of(output((3, 5)), output((1, 1), (3, 4)))
+    with pytest.raises(StalenessViolation, match=r"1 trajectories.*max_staleness=1 versions old at version 3"):
+        staleness_metrics(batch, version=3, bound=1)
+    assert staleness_metrics(batch, version=3, bound=2)["fully_async/staleness/oldest_token_max"] == 2
+
+
+def test_token_of_a_version_that_is_not_published_yet_is_refused() -> None:
+    with pytest.raises(VersionRecordError, match="version 4 cannot be trained at version 3"):
+        staleness_metrics(batch_of(output((4, 1))), version=3, bound=1)
+
+
+def test_batch_in_which_nothing_was_sampled_has_no_staleness() -> None:
+    metrics = staleness_metrics(batch_of(output((-1, 3)), output()), version=3, bound=0)
+    assert metrics["fully_async/staleness/token_mean"] == metrics["fully_async/staleness/oldest_token_max"] == 0

@@ -1,0 +1,116 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Every prompt of every epoch is given once, across restarts at any point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from remote_fakes import Rows, make_source
+
+from recipe.async_engine.core.groups import Group
+from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.rollout.prompts import DATASET_INDEX, IndexedDataset, PromptSource, sample_of
+
+SIZE, EPOCHS = 7, 3
+
+
+def take(source: PromptSource, count: int | None = None) -> list[tuple[int, int]]:
+    """(epoch, index) of the next ``count`` prompts, or of all that are left."""
+    taken = []
+    while count is None or len(taken) < count:
+        prompt = source.take()
+        if prompt is None:
+            break
+        taken.append((prompt.epoch, prompt.index))
+    return taken
+
+
+def test_rows_carry_their_index_and_other_attributes_are_the_data_sets() -> None:
+    rows = Rows(5)
+    rows.flavour = "vanilla"
+    dataset = IndexedDataset(rows)
+    assert [dataset[n][DATASET_INDEX] for n in range(len(dataset))] == [0, 1, 2, 3, 4]
+    assert dataset.flavour == "vanilla"
+    with pytest.raises(AttributeError):
+        _ = dataset.colour
+
+
+def test_prompts_come_epoch_by_epoch_with_their_rows() -> None:
+    source = make_source(3, epochs=2)
+    assert source.prompts_left == 6
+    first = source.take()
+    assert first.row["raw_prompt"][0] == [{"role": "user", "content": "prompt 0"}]
+    assert first.reference == PromptRef(index=0, epoch=0, uid="0-0")
+    assert take(source) == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert (source.exhausted, source.prompts_left, source.take()) == (True, 0, None)
+
+
+def test_prompts_left_counts_down_to_zero() -> None:
+    source = make_source(3, epochs=2, seed=1)
+    left = [source.prompts_left]
+    while source.take() is not None:
+        left.append(source.prompts_left)
+    assert left == [6, 5, 4, 3, 2, 1, 0]
+
+
+def test_shuffled_epochs_have_every_prompt_in_different_orders() -> None:
+    taken = take(make_source(20, epochs=2, seed=5))
+    first, second = taken[:20], taken[20:]
+    assert sorted(taken) == [(epoch, index) for epoch in range(2) for index in range(20)]
+    assert [index for _, index in first] != [index for _, index in second]
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("before", range(SIZE * EPOCHS + 1))
+def test_restored_source_gives_exactly_the_prompts_that_were_not_taken(seed: int | None, before: int) -> None:
+    first = make_source(SIZE, EPOCHS, seed)
+    taken = take(first, before)
+    state = first.state()
+    second = make_source(SIZE, EPOCHS, seed)
+    second.restore(state)
+    assert second.prompts_left == SIZE * EPOCHS - before
+    everything = [(epoch, index) for epoch in range(EPOCHS) for index in range(SIZE)]
+    assert sorted(taken + take(second)) == everything
+
+
+def test_restored_source_goes_on_in_the_order_of_the_interrupted_epoch() -> None:
+    whole = take(make_source(SIZE, EPOCHS, seed=3))
+    first = make_source(SIZE, EPOCHS, seed=3)
+    take(first, 3)
+    second = make_source(SIZE, EPOCHS, seed=3)
+    second.restore(first.state())
+    assert take(second, SIZE - 3) == whole[3:SIZE]
+
+
+def test_source_can_be_restored_several_times_in_a_row() -> None:
+    taken: list[tuple[int, int]] = []
+    state: dict[str, Any] | None = None
+    for _ in range(SIZE * EPOCHS):
+        source = make_source(SIZE, EPOCHS, seed=2)
+        if state is not None:
+            source.restore(state)
+        part = take(source, 2)
+        taken += part
+        state = source.state()
+    assert sorted(taken) == [(epoch, index) for epoch in range(EPOCHS) for index in range(SIZE)]
+
+
+def test_sample_has_the_rows_own_fields_and_the_groups_name() -> None:
+    prompt = make_source(3).take()
+    row = {**prompt.row, "a tensor": object()}
+    sample = sample_of(row, Group(9, prompt.reference, start=0))
+    assert sample == {"raw_prompt": [{"role": "user", "content": "prompt 0"}], "level": np.int64(0), "uid": "0-0"}

@@ -1,0 +1,286 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the publisher announces, retries and takes out of routing; replicas and worker groups are faked below it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from remote_fakes import Handle
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from recipe.async_engine.weights import publisher as module
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.worker import WeightLoadError
+
+
+class Replica:
+    """A replica of one worker and one server; ``loads`` is the script of its loads, empty for success."""
+
+    def __init__(self, rank: int, journal: list[Any], *loads: Any) -> None:
+        self.replica_rank = rank
+        self.server_address = f"server-{rank}"
+        self.journal = journal
+        self.loads = list(loads)
+        self.alive = True
+        self.resumes: list[Any] = []
+        self.workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping), update=self.update)]
+        self.servers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping))]
+        self.server_handle = Handle(self)
+
+    def note(self, what: str) -> None:
+        self.journal.append((what, self.replica_rank))
+
+    async def ping(self, function: Any) -> None:
+        if not self.alive:
+            raise ActorDiedError()
+
+    async def update(self, version: int) -> None:
+        step = self.loads.pop(0) if self.loads else None
+        if step == "die":
+            self.alive = False
+            raise ActorDiedError()
+        if step == "hang":
+            self.alive = False
+            await asyncio.get_running_loop().create_future()
+        if isinstance(step, BaseException):
+            raise step
+        self.note(f"commit {version}")
+
+    async def abort_all_requests(self) -> None:
+        if not self.alive:
+            raise ActorDiedError()
+        self.note("pause")
+
+    async def release_kv_cache(self) -> None: ...
+
+    async def resume_kv_cache(self) -> None: ...
+
+    async def resume_generation(self) -> None:
+        if self.resumes:
+            raise self.resumes.pop(0)
+        self.note("resume")
+
+    def leave_routing(self) -> None:
+        self.note("leave")
+
+
+class WorkerGroup:
+    """Runs each worker's part; the trainer's group has one sender."""
+
+    def __init__(self, worker_handles: list[Any], **settings: Any) -> None:
+        self.workers = worker_handles
+        self.world_size = len(worker_handles)
+
+    def execute_checkpoint_engine(self, method: list[str], **arguments: Any) -> list[Any]:
+        return [asyncio.sleep(0, result={}) for _ in method]
+
+    def update_weights(self, global_steps: int, mode: str | None = None) -> list[Any]:
+        return [worker.update(global_steps) for worker in self.workers]
+
+
+class Sender:
+    """Trainer rank 0. In a collective transfer it fails whenever a receiver does: ``fails`` says when."""
+
+    def __init__(self) -> None:
+        self.fails: list[BaseException | None] = []
+
+    async def update(self, version: int) -> dict[str, float]:
+        error = self.fails.pop(0) if self.fails else None
+        if error is not None:
+            raise error
+        return {"bytes": 100.0 + version}
+
+
+class Topology:
+    @staticmethod
+    def build_topology(trainers: int, receivers: int, metadata: list[Any]) -> tuple[dict, dict]:
+        return {}, {}
+
+
+class Fleet:
+    """A publisher with its replicas, balancer and trainer."""
+
+    def __init__(self, *scripts: tuple[Any, ...], timeout_s: float = 5.0) -> None:
+        self.journal: list[Any] = []
+        self.replicas = [Replica(rank, self.journal, *script) for rank, script in enumerate(scripts)]
+        self.balancer = GlobalRequestLoadBalancer({})
+        self.sender = Sender()
+        config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.async_engine.weights.gloo_engine")
+        self.publisher = WeightPublisher(
+            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s
+        )
+        self.publisher.backend_cls = Topology
+
+    def publish(self, version: int) -> dict[str, float]:
+        return self.publisher.publish(version, announce=lambda: self.journal.append(("announce", version)))
+
+    @property
+    def routed(self) -> list[str]:
+        return sorted(self.balancer.get_all_servers())
+
+    def when(self, what: str) -> list[int]:
+        return [place for place, (event, _) in enumerate(self.journal) if event == what]
+
+
+@pytest.fixture(autouse=True)
+def seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RayWorkerGroup", WorkerGroup)
+    monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
+
+
+def test_version_is_announced_after_every_commit_and_before_any_resume() -> None:
+    fleet = Fleet((), ())
+    metrics = fleet.publish(0)
+    assert max(fleet.when("pause")) < min(fleet.when("commit 0"))
+    assert max(fleet.when("commit 0")) < fleet.when("announce")[0] < min(fleet.when("resume"))
+    assert len(fleet.when("commit 0")) == len(fleet.when("resume")) == 2
+    assert fleet.routed == ["server-0", "server-1"]
+    assert fleet.publisher.live_replicas == 2
+    assert metrics["bytes"] == 100.0
+    assert metrics["fully_async/weight_sync/generation_paused_seconds"] <= metrics["fully_async/weight_sync/seconds"]
+    assert fleet.publisher.seconds == metrics["fully_async/weight_sync/seconds"]
+
+
+def test_replica_is_routed_to_only_after_its_first_commit_and_once() -> None:
+    fleet = Fleet((), ())
+    assert fleet.routed == []
+    fleet.publish(0)
+    fleet.balancer.acquire_server("request")
+    fleet.publish(1)
+    assert fleet.balancer.get_total_inflight() == 1, "a routed server is not entered anew"
+
+
+def test_dead_receiver_is_left_out_of_the_retry_and_of_routing() -> None:
+    fleet = Fleet((None, "die"), ())
+    fleet.publish(0)
+    fleet.sender.fails = [RuntimeError("peer is gone")]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    assert fleet.publisher.live_replicas == 1
+    assert fleet.when("leave") == [], "nobody is there to be told"
+    fleet.publish(2)
+    assert [rank for event, rank in fleet.journal if event == "commit 2"] == [1]
+
+
+def test_receiver_that_never_answers_counts_as_dead_within_the_deadline() -> None:
+    fleet = Fleet((None, "hang"), (), timeout_s=0.2)
+    fleet.publish(0)
+    metrics = fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    assert 0.2 < metrics["fully_async/weight_sync/seconds"] < 5
+
+
+def test_replica_that_fails_to_load_twice_is_quarantined_and_comes_back_with_its_next_load() -> None:
+    broken = RuntimeError("out of memory")
+    fleet = Fleet((None, broken, broken), ())
+    fleet.publish(0)
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    assert ("leave", 0) in fleet.journal
+    assert fleet.journal.index(("leave", 0)) < fleet.when("announce")[1]
+    fleet.publish(2)
+    assert fleet.routed == ["server-0", "server-1"]
+    assert fleet.publisher.live_replicas == 2
+
+
+def test_engine_that_refuses_its_weights_does_not_end_the_sync_of_the_others() -> None:
+    fleet = Fleet((None, WeightLoadError("bad shape"), WeightLoadError("bad shape")), ())
+    fleet.publish(0)
+    fleet.sender.fails = [RuntimeError("receiver 0 left the stream")]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    assert ("leave", 0) in fleet.journal
+    assert len(fleet.replicas[0].loads) == 1, "the retry is made without it"
+    fleet.replicas[0].loads = []
+    fleet.publish(2)
+    assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_load_that_fails_once_succeeds_on_the_retry() -> None:
+    fleet = Fleet((RuntimeError("odd"),), ())
+    fleet.publish(0)
+    assert fleet.routed == ["server-0", "server-1"]
+    assert ("leave", 0) not in fleet.journal
+
+
+def test_replica_that_died_before_the_sync_takes_no_part_in_it() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    fleet.replicas[0].alive = False
+    fleet.publish(1)
+    assert [rank for event, rank in fleet.journal if event == "commit 1"] == [1]
+    assert fleet.routed == ["server-1"]
+
+
+def test_run_ends_with_the_cause_when_no_replica_is_left() -> None:
+    fleet = Fleet(("die",), ("die",))
+    with pytest.raises(NoReplicaLeft, match="no rollout replica holds version 0: replica 0") as caught:
+        fleet.publish(0)
+    assert isinstance(caught.value.__cause__, ActorDiedError)
+    assert fleet.when("announce") == []
+    assert fleet.routed == []
+
+
+def test_run_ends_when_every_replica_fails_to_load() -> None:
+    broken = RuntimeError("out of memory")
+    fleet = Fleet((broken, broken))
+    with pytest.raises(NoReplicaLeft, match="out of memory"):
+        fleet.publish(0)
+    assert fleet.when("announce") == fleet.when("resume") == []
+
+
+def test_trainer_that_cannot_send_ends_the_run_by_name() -> None:
+    fleet = Fleet((), ())
+    fleet.sender.fails = [ActorDiedError(), ActorDiedError()]
+    with pytest.raises(PublishFailed, match="could not send version 0") as caught:
+        fleet.publish(0)
+    assert isinstance(caught.value.__cause__, ActorDiedError)
+    assert fleet.when("announce") == []
+
+
+def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet((), ())
+    connects = []
+
+    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> None:
+        connects.append(rollout.world_size)
+        if len(connects) == 1:
+            fleet.replicas[0].alive = False
+            raise RuntimeError("rendezvous failed")
+
+    monkeypatch.setattr(WeightPublisher, "_connect", connect)
+    fleet.publish(0)
+    assert connects == [2, 1]
+    assert fleet.routed == ["server-1"]
+
+
+def test_replica_that_cannot_resume_leaves_routing() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    fleet.replicas[0].resumes = [ActorDiedError()]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+
+
+def test_run_ends_when_no_replica_can_resume() -> None:
+    fleet = Fleet(())
+    fleet.replicas[0].resumes = [ActorDiedError()]
+    with pytest.raises(NoReplicaLeft):
+        fleet.publish(0)
+    assert fleet.routed == []

@@ -1,0 +1,391 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The scheduler over the real ledger and real prompts; the workers' trajectories end when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from remote_fakes import make_source
+from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
+
+from recipe.async_engine.core.groups import OVERDUE_REASON, OnOverdue
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.rollout.agent_worker import RewardError
+from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
+from recipe.async_engine.rollout.workers import TrajectoryFailed
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Start a scheduler and stop it after the test."""
+    running: list[RolloutScheduler] = []
+
+    def begin(scheduler: RolloutScheduler) -> RolloutScheduler:
+        running.append(scheduler)
+        scheduler.start()
+        return scheduler
+
+    yield begin
+    for scheduler in running:
+        scheduler.stop(SOON)
+
+
+def finish_at_once(call: ScriptedCall) -> None:
+    call.finish()
+
+
+def train(scheduler: RolloutScheduler) -> list[int] | None:
+    """Take, train and publish one batch; its group ids."""
+    batch = scheduler.take_batch(SOON)
+    if batch is None:
+        return None
+    scheduler.batch_trained()
+    if scheduler.ledger.batches_left == 0:
+        scheduler.version_published()
+    return [run.group.id for run in batch]
+
+
+def test_slot_is_free_when_the_last_token_is_sampled_while_the_reward_is_pending(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=4), make_source(8), pool, slots=2))
+    first, second = pool.began(2)
+    settled(scheduler)
+    assert len(pool.calls) == 2, "both slots are held"
+    first.generate()
+    second.generate()
+    assert [call.group.id for call in pool.began(4)] == [0, 1, 2, 3]
+    assert scheduler.ledger.counts().running == 4
+    assert scheduler.ledger.counts().ready == 0
+
+
+def test_group_starts_only_when_all_its_trajectories_have_a_slot(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=4), make_source(8), pool, slots=5, group_size=3))
+    assert [call.key for call in pool.began(3)] == ["0-0-0", "0-1-0", "0-2-0"]
+    pool.of(0, 0).generate()
+    pool.of(0, 1).generate()
+    settled(scheduler)
+    assert {call.group.id for call in pool.began(6)} == {0, 1}
+    assert len(pool.calls) == 6
+
+
+def test_batch_is_taken_oldest_first_with_the_payloads_in_trajectory_order(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(8), pool, group_size=2))
+    for group in (3, 2, 1, 0):
+        for n in (1, 0):
+            pool.of(group, n).finish()
+    wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 4)
+    batch = scheduler.take_batch(SOON)
+    assert [run.group.id for run in batch] == [0, 1]
+    assert [run.payloads for run in batch] == [
+        ["payload-0-0-0", "payload-0-1-0"],
+        ["payload-1-0-0", "payload-1-1-0"],
+    ]
+    assert [run.row["dataset_index"][0] for run in batch] == [0, 1]
+
+
+def test_group_starts_at_the_oldest_version_of_its_trajectories(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=1, bound=3, depth=3), make_source(9), pool, group_size=2))
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    assert train(scheduler) == [0]
+    pool.of(1, 0).finish(version=1)
+    pool.of(1, 1).finish(version=0)
+    wait_until(scheduler, lambda: scheduler.ledger.find(1).state == "ready")
+    assert scheduler.ledger.find(1).start == 0
+    pool.of(2, 0).finish(version=1)
+    pool.of(2, 1).finish(version=1)
+    wait_until(scheduler, lambda: scheduler.ledger.find(2).state == "ready")
+    assert scheduler.ledger.find(2).start == 1
+
+
+def test_failed_trajectory_is_tried_again_on_another_worker_and_its_siblings_are_kept(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(8), pool, group_size=3))
+    pool.of(0, 0).finish()
+    pool.of(0, 1).fail(TrajectoryFailed("no luck"))
+    retried = pool.of(0, 1, attempt=1)
+    assert retried.avoid == pool.of(0, 1).worker_id != retried.worker_id
+    retried.finish()
+    pool.of(0, 2).finish()
+    (run,) = scheduler.take_batch(SOON)
+    assert run.payloads == ["payload-0-0-0", "payload-0-1-1", "payload-0-2-0"]
+    assert len(pool.calls) == 4
+
+
+def test_group_that_fails_for_good_is_counted_and_replaced_and_its_siblings_are_ended(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(8), pool, group_size=2))
+    pool.of(0, 0).fail(TrajectoryFailed("first"))
+    pool.of(0, 0, attempt=1).fail(TrajectoryFailed("second"))
+    for n in (0, 1):
+        pool.of(1, n).finish()
+    (run,) = scheduler.take_batch(SOON)
+    assert run.group.id == 1
+    assert pool.of(0, 1).cancelled
+    counts = scheduler.ledger.counts()
+    assert (counts.failed, counts.failed_by_reason) == (1, {"TrajectoryFailed": 1})
+    scheduler.ledger.check_identity()
+
+
+def test_trajectory_of_a_group_that_failed_is_not_tried_again(start: Any) -> None:
+    pool = ScriptedPool()
+    pool.cancels_reach = False
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(1), pool, group_size=2, retries=3))
+    pool.of(0, 0).fail(RewardError("no reward"))
+    assert pool.saw_cancel(pool.of(0, 1))
+    pool.of(0, 1).fail(TrajectoryFailed("ended in its own way"))
+    wait_until(scheduler, lambda: scheduler.ledger.counts().failed == 1)
+    assert len(pool.calls) == 2
+
+
+def test_answer_whose_reward_failed_is_not_generated_again(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(2), pool, retries=5))
+    pool.of(0).generate()
+    pool.of(0).fail(RewardError("no reward"))
+    pool.of(1).finish()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
+    assert scheduler.ledger.counts().failed_by_reason == {"RewardError": 1}
+    assert [call.key for call in pool.calls] == ["0-0-0", "1-0-0"]
+
+
+def test_run_ends_with_the_causes_text_when_groups_fail_one_after_the_other(start: Any) -> None:
+    pool = ScriptedPool(lambda call: call.fail(TrajectoryFailed(f"disk of {call.key} is full")))
+    scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, failures=3))
+    with pytest.raises(RolloutFailed, match=r"groups failed in a row.*disk of \d-0-1 is full") as caught:
+        scheduler.take_batch(SOON)
+    assert isinstance(caught.value.__cause__, TrajectoryFailed)
+
+
+def test_run_ends_at_the_first_failed_group_when_no_worker_is_left(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, failures=100, retries=0))
+    pool.alive = 0
+    pool.of(0).fail(TrajectoryFailed("the last worker died"))
+    with pytest.raises(RolloutFailed, match="the last worker died"):
+        scheduler.take_batch(SOON)
+
+
+def test_success_in_between_forgives_earlier_failures(start: Any) -> None:
+    pool = ScriptedPool()
+    ledger = new_ledger(bound=0, depth=0)
+    scheduler = start(new_scheduler(ledger, make_source(20), pool, failures=2, retries=0))
+    for failing in (0, 2, 4):
+        pool.of(failing).fail(TrajectoryFailed("odd"))
+        pool.of(failing + 1).finish()
+        assert train(scheduler) == [failing + 1]
+    assert (ledger.counts().failed, ledger.counts().trained) == (3, 3)
+
+
+def test_defect_in_the_scheduler_ends_the_run(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_source(4)
+    monkeypatch.setattr(source, "take", lambda: 1 / 0)
+    scheduler = start(new_scheduler(new_ledger(), source, ScriptedPool()))
+    with pytest.raises(RolloutFailed, match="ZeroDivisionError"):
+        scheduler.take_batch(SOON)
+
+
+def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(20), pool, slots=2))
+    first, second = pool.began(2)
+    drained = threading.Event()
+    drain = threading.Thread(target=lambda: (scheduler.pause_until_drained(SOON), drained.set()))
+    drain.start()
+    wait_until(scheduler, lambda: not scheduler._issuing)
+    first.finish()
+    settled(scheduler)
+    assert not drained.is_set()
+    second.generate()
+    assert drained.wait(SOON), "a pending reward does not hold up a weight sync"
+    drain.join(SOON)
+    settled(scheduler)
+    assert len(pool.calls) == 2
+    scheduler.resume_issuing()
+    assert len(pool.began(4)) == 4
+
+
+def test_drain_that_takes_too_long_names_its_settings(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, slots=1))
+    pool.began(1)
+    with pytest.raises(BatchTimeout, match=r"1 trajectories still.*timeouts\.drain.*partial_rollout=True"):
+        scheduler.pause_until_drained(0.02)
+
+
+def test_overdue_group_is_dropped_and_counted_where_that_is_asked_for(start: Any) -> None:
+    pool = ScriptedPool()
+    ledger = new_ledger(b=1, bound=1, depth=1)
+    scheduler = start(new_scheduler(ledger, make_source(20), pool, on_overdue=OnOverdue.DROP))
+    pool.of(0)
+    pool.of(1).finish()
+    assert train(scheduler) == [1]
+    pool.of(2).finish()
+    assert train(scheduler) == [2]
+    assert pool.of(0).cancelled
+    assert ledger.counts().filtered_by_reason == {OVERDUE_REASON: 1}
+    ledger.check_identity()
+
+
+def test_overdue_group_is_waited_for_by_default(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=1, bound=1, depth=1), make_source(20), pool))
+    pool.of(0)
+    pool.of(1).finish()
+    assert train(scheduler) == [1]
+    pool.of(2).finish()
+    with pytest.raises(BatchTimeout):
+        scheduler.take_batch(0.05)
+    assert not pool.of(0).cancelled
+    pool.of(0).finish()
+    assert train(scheduler) == [0]
+
+
+def test_batch_timeout_says_what_runs_and_for_which_version(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(20), pool, slots=3))
+    pool.of(0).generate()
+    pool.began(4)
+    settled(scheduler)
+    said = r"timeouts\.batch_wait\) at version 0: 4 groups run \(3 traj.*0 are ready.*uid='0-0'.*workers alive: 2"
+    with pytest.raises(BatchTimeout, match=said):
+        scheduler.take_batch(0.02)
+
+
+@pytest.mark.parametrize(("prompts", "target", "trained"), [(5, None, [[0, 1], [2, 3]]), (20, 4, [[0, 1], [2, 3]])])
+def test_no_batch_is_left_at_the_end_of_the_data_and_at_the_target(
+    start: Any, prompts: int, target: int | None, trained: list[list[int]]
+) -> None:
+    scheduler = start(new_scheduler(new_ledger(b=2, target=target), make_source(prompts), ScriptedPool(finish_at_once)))
+    assert [train(scheduler) for _ in trained] == trained
+    assert scheduler.take_batch(SOON) is None
+
+
+def test_waiting_trainer_is_told_when_the_last_groups_fail(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(2), pool, retries=0, failures=9))
+    outcome: list[Any] = []
+    trainer = threading.Thread(target=lambda: outcome.append(scheduler.take_batch(SOON)))
+    trainer.start()
+    pool.of(0).finish()
+    pool.of(1).fail(TrajectoryFailed("odd"))
+    trainer.join(SOON)
+    assert outcome == [None]
+
+
+def test_snapshot_keeps_ready_groups_runs_running_ones_again_and_loses_no_prompt(start: Any) -> None:
+    pool = ScriptedPool()
+    ledger = new_ledger(b=2, bound=1, depth=1)
+    first = new_scheduler(ledger, make_source(10, epochs=2, seed=3), pool)
+    start(first)
+    for group in (0, 1, 3):
+        pool.of(group).finish()
+    wait_until(first, lambda: ledger.counts().ready == 3)
+    assert train(first) == [0, 1]
+    pool.began(6)
+    settled(first)
+    snapshot = first.snapshot(SOON)
+    first.stop(SOON)
+
+    resumed_pool = ScriptedPool()
+    source = make_source(10, epochs=2, seed=3)
+    source.restore(snapshot["source"])
+    resumed = SampleLedger.restore(snapshot["ledger"], ledger.settings)
+    second = new_scheduler(resumed, source, resumed_pool)
+    second.restore_groups(snapshot["groups"])
+    start(second)
+    assert [call.group.id for call in resumed_pool.began(3)] == [2, 4, 5], "restored groups go first"
+    assert resumed.find(3).state == "ready"
+    resumed_pool.of(2).finish()
+    batch = second.take_batch(SOON)
+    assert {run.group.id: run.payloads for run in batch} == {2: ["payload-2-0-0"], 3: ["payload-3-0-0"]}
+    second.batch_trained()
+    second.version_published()
+    resumed_pool._answer = finish_at_once
+    for call in list(resumed_pool.calls):
+        call.finish()
+    while train(second) is not None:
+        pass
+    assert resumed.trained_prompts() == [[0, 0, 10], [1, 0, 10]]
+    resumed.check_identity()
+
+
+def test_stop_ends_trajectories_in_flight_at_once(start: Any) -> None:
+    pool = ScriptedPool()
+    pool.cancels_reach = False
+    scheduler = start(new_scheduler(new_ledger(b=4), make_source(20), pool, group_size=2))
+    calls = pool.began(8)
+    began = time.monotonic()
+    scheduler.stop(SOON)
+    assert time.monotonic() - began < SOON / 2
+    assert not scheduler._thread.is_alive()
+    assert asyncio.all_tasks(scheduler._loop) == set()
+    assert all(call.cancelled for call in calls)
+
+
+def test_metrics_tell_what_runs_and_what_interruptions_cost(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(4), pool, slots=4))
+    pool.of(0).finish()
+    pool.of(1).generate()
+    wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1 and scheduler._generating == 2)
+    metrics = scheduler.metrics()
+    assert metrics["fully_async/rollouter/generating_trajectories"] == 2
+    assert (metrics["fully_async/rollouter/groups_running"], metrics["fully_async/rollouter/groups_ready"]) == (3, 1)
+    assert 0 < metrics["fully_async/rollouter/occupancy"] <= 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(start: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    b, k, bound = rng.randint(1, 3), rng.randint(1, 3), rng.randint(0, 3)
+    failing = rng.choice((0.0, 0.0, 0.1))
+
+    def answer(call: ScriptedCall) -> None:
+        generated, rewarded = rng.random() / 100, rng.random() / 100
+        if rng.random() < failing:
+            call._pool.loop.call_later(generated, call.fail, TrajectoryFailed("odd"))
+            return
+        version = rng.randint(call.group.start, ledger.version)
+        call._pool.loop.call_later(generated, call.generate, version)
+        call._pool.loop.call_later(generated + rewarded, call.reward)
+
+    ledger = new_ledger(b=b, k=k, bound=bound, depth=rng.random() * bound)
+    pool = ScriptedPool(answer)
+    size = rng.randint(1, 3)
+    source = make_source(10 * b, epochs=2, seed=seed)
+    scheduler = start(
+        new_scheduler(ledger, source, pool, slots=size * rng.randint(1, 8), group_size=size, failures=1000)
+    )
+    while train(scheduler) is not None:
+        pass
+    counts = ledger.counts()
+    ledger.check_identity()
+    assert counts.trained + counts.failed + counts.live == counts.issued
+    assert ledger.staleness.max <= bound
+    assert counts.live < b
+    if not failing:
+        assert ledger.trained_prompts() == [[0, 0, 10 * b], [1, 0, 10 * b]]
+    trained = [(epoch, index) for epoch, first, end in ledger.trained_prompts() for index in range(first, end)]
+    assert len(trained) == len(set(trained)) == counts.trained

@@ -1,0 +1,240 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Loads that complete, fail or time out: the real sender, and a peer with verl's receiver, through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from remote_fakes import Handle
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+from recipe.async_engine.weights.worker import (
+    DeadlineServerAdapter,
+    DeadlineSocket,
+    DeadlineWeightSender,
+    Interrupt,
+    WeightLoadError,
+)
+
+SOON = 20.0
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    # zmq limits the path of a socket to 107 bytes; pytest's own folders are too deep.
+    folder = tempfile.mkdtemp(prefix="zmq", dir="/tmp")
+    yield f"ipc://{folder}/s"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    big = {f"layer.{n}": torch.randn(400, 400, generator=random) for n in range(4)}
+    return {**big, "norm": torch.randn(7, generator=random).bfloat16(), "step": torch.tensor(3)}
+
+
+async def stream(fail_after: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    for place, item in enumerate(make_weights().items()):
+        if place == fail_after:
+            raise ConnectionError("the trainer is gone")
+        yield item
+
+
+class Server:
+    """The rollout server beside the worker; its engine takes weights with verl's receiver."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.journal: list[Any] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.refusal: Exception | None = None
+        self.engine_error: Exception | None = None
+        self.silent: set[str] = set()
+        self.released = threading.Event()
+
+    async def begin_load(self, version: int) -> None:
+        await self._answer("begin_load", version)
+
+    async def clear_kv_cache(self) -> None:
+        await self._answer("clear_kv_cache", None)
+
+    async def set_global_steps(self, version: int) -> None:
+        await self._answer("commit", version)
+
+    async def collective_rpc(self, method: str, **settings: Any) -> None:
+        assert method == "update_weights_from_ipc"
+        if self.refusal is not None:
+            raise self.refusal
+        if "engine" in self.silent:
+            await asyncio.to_thread(self.released.wait, SOON)
+            return
+        await asyncio.to_thread(self._receive)
+        self.journal.append(("loaded", None))
+
+    def _receive(self) -> None:
+        if self.engine_error is not None:
+            socket = zmq.Context.instance().socket(zmq.REP)
+            socket.connect(self.address)
+            socket.recv_pyobj()
+            socket.close(linger=0)
+            raise self.engine_error
+        receiver = BucketedWeightReceiver(self.address, torch.device("cpu"), use_shm=True)
+        receiver.receive_weights(self._take)
+
+    def _take(self, weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        self.weights.update({name: tensor.clone() for name, tensor in weights})
+
+    async def _answer(self, what: str, version: int | None) -> None:
+        if what in self.silent:
+            await asyncio.get_running_loop().create_future()
+        self.journal.append((what, version))
+
+
+def make_adapter(server: Server, timeout_s: float = SOON) -> DeadlineServerAdapter:
+    adapter = object.__new__(DeadlineServerAdapter)
+    adapter._timeout_s = timeout_s
+    adapter.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
+    adapter.zmq_handle = server.address
+    adapter.use_shm = True
+    adapter._has_server = True
+    adapter.server_handle = Handle(server)
+    return adapter
+
+
+def assert_complete(server: Server) -> None:
+    expected = make_weights()
+    assert server.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(server.weights[name], tensor), name
+        assert server.weights[name].dtype == tensor.dtype
+
+
+async def test_load_closes_the_server_first_and_commits_last(address: str) -> None:
+    server = Server(address)
+    await make_adapter(server).update_weights(stream(), global_steps=4)
+    assert server.journal == [("begin_load", 4), ("loaded", None), ("clear_kv_cache", None), ("commit", 4)]
+    assert_complete(server)
+
+
+async def test_event_loop_goes_on_during_a_load(address: str) -> None:
+    server = Server(address)
+    server.silent = {"engine"}
+    load = asyncio.create_task(make_adapter(server, timeout_s=0.5).update_weights(stream(), global_steps=4))
+    longest, last = 0.0, time.monotonic()
+    while not load.done():
+        await asyncio.wait({load}, timeout=0.01)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    server.released.set()
+    assert isinstance(load.exception(), WeightLoadError)
+    assert longest < 0.4
+
+
+async def test_engine_that_never_answers_fails_the_load_within_its_deadline(address: str) -> None:
+    server = Server(address)
+    server.silent = {"engine"}
+    began = time.monotonic()
+    with pytest.raises(WeightLoadError, match=r"took no weights for 0\.2 s"):
+        await make_adapter(server, timeout_s=0.2).update_weights(stream(), global_steps=4)
+    server.released.set()
+    assert time.monotonic() - began < SOON / 2
+    assert server.journal == [("begin_load", 4)], "nothing is committed"
+
+
+async def test_engine_that_refuses_the_call_ends_the_load_at_once(address: str) -> None:
+    server = Server(address)
+    server.refusal = ValueError("the engine is dead")
+    began = time.monotonic()
+    with pytest.raises(WeightLoadError, match="ended the load: the engine is dead"):
+        await make_adapter(server).update_weights(stream(), global_steps=4)
+    assert time.monotonic() - began < SOON / 2
+    assert server.journal == [("begin_load", 4)]
+
+
+async def test_engine_that_fails_while_it_is_sent_to_ends_the_load_at_once(address: str) -> None:
+    server = Server(address)
+    server.engine_error = ValueError("no parameter named layer.0")
+    began = time.monotonic()
+    with pytest.raises(WeightLoadError, match=r"ended the load: no parameter named layer\.0"):
+        await make_adapter(server).update_weights(stream(), global_steps=4)
+    assert time.monotonic() - began < SOON / 2
+    assert server.journal == [("begin_load", 4)]
+
+
+@pytest.mark.parametrize("silent", ["begin_load", "clear_kv_cache", "commit"])
+async def test_server_that_does_not_answer_fails_the_load_within_its_deadline(address: str, silent: str) -> None:
+    server = Server(address)
+    server.silent = {silent}
+    with pytest.raises(WeightLoadError, match=r"rollout server did not .* within 2 s"):
+        await make_adapter(server, timeout_s=2.0).update_weights(stream(), global_steps=4)
+    assert ("commit", 4) not in server.journal
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 4])
+async def test_broken_stream_is_closed_for_the_engine_which_takes_the_next_load(address: str, fail_after: int) -> None:
+    server = Server(address)
+    adapter = make_adapter(server)
+    with pytest.raises(ConnectionError, match="the trainer is gone"):
+        await adapter.update_weights(stream(fail_after), global_steps=4)
+    assert ("commit", 4) not in server.journal
+    server.weights.clear()
+    await asyncio.wait_for(adapter.update_weights(stream(), global_steps=5), SOON)
+    assert server.journal[-1] == ("commit", 5)
+    assert_complete(server)
+
+
+def test_interrupt_wakes_a_waiting_thread_at_once(address: str) -> None:
+    interrupt = Interrupt()
+    socket = DeadlineSocket(zmq.Context.instance().socket(zmq.REQ), SOON, interrupt)
+    socket.bind(address)
+    timer = threading.Timer(0.05, interrupt.set, [ValueError("engine gone")])
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(WeightLoadError, match="ended the load: engine gone"):
+        socket.recv()
+    assert time.monotonic() - began < SOON / 2
+    timer.join()
+    socket.close()
+    interrupt.close()
+
+
+def test_interrupt_keeps_its_first_reason_and_may_be_set_when_closed() -> None:
+    interrupt = Interrupt()
+    first = ValueError("first")
+    interrupt.set(first)
+    interrupt.set(ValueError("second"))
+    assert interrupt.reason is first
+    interrupt.close()
+    interrupt.set(ValueError("third"))
+    assert interrupt.reason is first
+
+
+def test_sender_alone_gives_up_on_a_peer_that_never_connects(address: str) -> None:
+    interrupt = Interrupt()
+    sender = DeadlineWeightSender(address, bucket_size_mb=1, use_shm=True, timeout_s=0.1, interrupt=interrupt)
+    with pytest.raises(WeightLoadError, match=r"took no weights for 0\.1 s"):
+        asyncio.run(sender.async_send_weights(stream()))
+    assert sender.socket is None
+    assert sender.shm is None
+    interrupt.close()

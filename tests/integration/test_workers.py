@@ -1,0 +1,198 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The pool of agent-loop workers over real Ray actors whose trajectories are a few lines each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from recipe.async_engine.core.groups import Group
+from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.rollout.agent_worker import (
+    RewardError,
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
+from recipe.async_engine.rollout.workers import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
+
+SOON = 60.0
+
+
+def actor_class() -> type:
+    # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
+    from recipe.async_engine.rollout import agent_worker as events
+
+    class Worker:
+        """Does what the sample's ``behaviour`` says."""
+
+        def __init__(self) -> None:
+            self.cancelled = asyncio.Event()
+
+        async def run_trajectory(
+            self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
+        ) -> AsyncGenerator[Any, None]:
+            behaviour = sample["behaviour"]
+            yield events.TrajectoryGenerated()
+            if behaviour == "raises":
+                failed = events.AgentLoopError("ValueError: no such tool")
+                failed.add_note("Traceback of the agent loop")
+                raise failed
+            if behaviour == "raises something else":
+                raise KeyError("a defect of the worker")
+            if behaviour == "reward fails":
+                raise events.RewardError("the sandbox is down")
+            if behaviour == "meets a dead actor":
+                raise ray.exceptions.ActorDiedError()
+            if behaviour == "dies":
+                os._exit(1)
+            if behaviour == "out of turn":
+                yield "surprise"
+            if behaviour == "waits":
+                await asyncio.wait_for(self.cancelled.wait(), 60)
+                raise events.TrajectoryCancelled(key)
+            yield events.TrajectoryScored(0.5, version, version, True, 0, 0, sample_index)
+            if behaviour != "no payload":
+                yield {"sample": sample, "n": rollout_n}
+
+        async def cancel(self, keys: list[str]) -> None:
+            self.cancelled.set()
+
+    return Worker
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: None) -> list[Any]:
+    remote = ray.remote(actor_class())
+    return [remote.remote() for _ in range(2)]
+
+
+@pytest.fixture
+def pool(actors: list[Any]) -> WorkerPool:
+    return WorkerPool(list(actors))
+
+
+def call_of(pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None) -> TrajectoryCall:
+    row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
+    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid)
+
+
+async def events_of(call: TrajectoryCall) -> list[tuple[Any, Any]]:
+    async def collect() -> list[tuple[Any, Any]]:
+        return [event async for event in call.events()]
+
+    return await asyncio.wait_for(collect(), SOON)
+
+
+async def test_events_come_in_order_and_the_payload_stays_a_reference(pool: WorkerPool) -> None:
+    generated, scored, payload = await events_of(call_of(pool, n=2))
+    assert generated == (TrajectoryGenerated(), None)
+    assert scored == (TrajectoryScored(0.5, 3, 3, True, 0, 0, 4), None)
+    assert payload[0] is None
+    assert isinstance(payload[1], ray.ObjectRef)
+    assert ray.get(payload[1], timeout=SOON) == {"sample": {"behaviour": "", "uid": "1-4"}, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "text"),
+    [
+        ("raises", TrajectoryFailed, r"7-0-0 raised ValueError: no such tool"),
+        ("raises something else", TrajectoryFailed, r"7-0-0 raised KeyError: 'a defect of the worker'"),
+        ("reward fails", RewardError, "the sandbox is down"),
+        ("meets a dead actor", TrajectoryFailed, "7-0-0 raised ActorDiedError"),
+        ("out of turn", TrajectoryFailed, "yielded str out of turn"),
+        ("no payload", TrajectoryFailed, "ended without its payload"),
+    ],
+)
+async def test_error_of_a_trajectory_arrives_as_the_recipes_own_and_costs_no_worker(
+    pool: WorkerPool, behaviour: str, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        await events_of(call_of(pool, behaviour))
+    assert type(caught.value) is error
+    assert pool.alive == 2
+
+
+async def test_traceback_of_an_agent_loop_reaches_whoever_reports_the_failure(pool: WorkerPool) -> None:
+    with pytest.raises(TrajectoryFailed) as caught:
+        await events_of(call_of(pool, "raises"))
+    assert str(caught.value) == "trajectory 7-0-0 raised ValueError: no such tool"
+    assert "Traceback of the agent loop" in "".join(traceback.format_exception(caught.value))
+
+
+async def test_cancelled_trajectory_says_so_to_its_own_awaiter(pool: WorkerPool) -> None:
+    call = call_of(pool, "waits")
+    seen = []
+
+    async def follow() -> None:
+        async for event, _ in call.events():
+            seen.append(event)
+            await pool.cancel([call.key, "another-0-0"])
+
+    with pytest.raises(TrajectoryCancelled) as caught:
+        await asyncio.wait_for(follow(), SOON)
+    assert type(caught.value) is TrajectoryCancelled
+    assert seen == [TrajectoryGenerated()]
+
+
+async def test_trajectories_spread_over_the_workers_and_a_retry_avoids_its_last_one(pool: WorkerPool) -> None:
+    calls = []
+    for n in range(4):
+        calls.append(call_of(pool, n=n))
+        pool.began(calls[-1])
+    assert sorted(call.worker_id for call in calls) == ["worker-0", "worker-0", "worker-1", "worker-1"]
+    pool.ended(calls[0])
+    pool.ended(calls[2])
+    assert call_of(pool).worker_id == "worker-0"
+    assert call_of(pool, avoid="worker-0").worker_id == "worker-1"
+
+
+async def test_ended_trajectory_leaves_nothing_behind(pool: WorkerPool) -> None:
+    await events_of(call_of(pool))
+    with pytest.raises(TrajectoryFailed):
+        await events_of(call_of(pool, "raises"))
+    assert pool._running.total() == 0
+    assert pool._worker_of_key == {}
+
+
+async def test_dead_worker_fails_its_trajectory_and_is_used_no_more(cluster: None) -> None:
+    pool = WorkerPool([ray.remote(actor_class()).remote()])
+    doomed = call_of(pool)
+    with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
+        await events_of(call_of(pool, "dies"))
+    assert pool.alive == 0
+    with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
+        await events_of(doomed)
+    with pytest.raises(NoWorkers):
+        call_of(pool)
