@@ -39,6 +39,30 @@ def long_tail_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
     return ensure_task(tmp_path_factory.mktemp("long_tail") / "task", settings)
 
 
+@pytest.fixture(scope="session")
+def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
+    """The same data and architecture with random weights, and a reward that any policy gets now and then.
+
+    For comparing two engines: probabilities are small, so that a difference of 1e-6 is far above fp32's rounding. The
+    warm-started model's are close to 1, where ten units in the last place are 1e-6.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("untrained")
+    shutil.copytree(task.model, folder / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task.model), dtype=torch.float32).save_pretrained(
+        folder / "model"
+    )
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    return TaskPaths(model=folder / "model", train=task.train, val=task.val, reward_file=reward)
+
+
 @pytest.fixture
 def ray_dir() -> Iterator[Path]:
     # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.

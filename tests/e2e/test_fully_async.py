@@ -45,10 +45,12 @@ def check_books(run: FinishedRun, steps: int, bound: int, groups: int = 4) -> No
 
 
 @pytest.mark.e2e
-def test_bound_zero_is_on_policy_and_both_engines_agree_to_fp32(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+def test_bound_zero_is_on_policy_and_both_engines_agree_to_fp32(
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
     steps = 4
     overrides = [
-        *small(task, tmp_path, ray_dir),
+        *small(untrained_task, tmp_path, ray_dir),
         DECOUPLED,
         "async_training.staleness_threshold=0",
         f"trainer.total_training_steps={steps}",
@@ -97,7 +99,7 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
     # The second batch of a version is behind the trainer's weights, but its proximal log-probs are the version's own.
     fresh = [step for step in run.metrics if step["fully_async/staleness/oldest_token_max"] == 0]
     assert fresh
-    assert all(step["training/rollout_probs_diff_max"] < 1e-6 for step in fresh)
+    assert all(step["training/rollout_probs_diff_max"] < 1e-5 for step in fresh)
 
 
 @pytest.mark.e2e

@@ -52,8 +52,10 @@ def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[
 
 
 @pytest.mark.e2e
-def test_stock_one_step_off_policy_main_trains_on_a_cpu(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    overrides = stock.cpu_overrides(task, tmp_path, ray_dir, devices=2) + stock.one_step_overrides(STEPS)
+def test_stock_one_step_off_policy_main_trains_on_a_cpu(
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    overrides = stock.cpu_overrides(untrained_task, tmp_path, ray_dir, devices=2) + stock.one_step_overrides(STEPS)
     _, steps = run_main(stock.ONE_STEP_MAIN, overrides, tmp_path)
     assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["actor/grad_norm"] > 0 for step in steps)

@@ -11,9 +11,16 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Makes the fleet of weight-sync members importable: test modules are imported by path, not through `sys.path`."""
+"""Makes the helpers of these tests importable, and takes the platform that a main would take on this machine.
 
+The modules are imported by path, not through `sys.path`. The platform comes first: verl reads it when it is imported.
+"""
+
+import os
 import sys
 from pathlib import Path
 
+from recipe.async_engine.platform.detect import apply_environment, choose_platform, inspect_machine
+
 sys.path.insert(0, str(Path(__file__).parent))
+apply_environment(choose_platform(os.environ, inspect_machine()))
