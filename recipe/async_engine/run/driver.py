@@ -22,9 +22,11 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -50,19 +52,20 @@ class RunFailed(RecipeError):
 def main(config: DictConfig, mode: str, trainer_class: str) -> None:
     """Run ``config`` and exit with status 1 if it cannot run or fails."""
     try:
-        run(config, mode, trainer_class)
+        run(config, mode, trainer_class, began=psutil.Process().create_time())
     except RecipeError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.exit(1)
 
 
-def run(config: DictConfig, mode: str, trainer_class: str) -> dict[str, Any]:
-    """Run ``config``; returns the summary.
+def run(config: DictConfig, mode: str, trainer_class: str, began: float | None = None) -> dict[str, Any]:
+    """Run ``config``; returns the summary. Times count from ``began`` (seconds since the epoch), by default from now.
 
     Raises:
         ConfigError: the configuration cannot run.
         RunFailed: the run ended with an error.
     """
+    began = time.time() if began is None else began
     choice = choose_platform(os.environ, inspect_machine(), config.ray_kwargs.ray_init.get("address"))
     apply_environment(choice)
     with open_dict(config):
@@ -71,7 +74,7 @@ def run(config: DictConfig, mode: str, trainer_class: str) -> dict[str, Any]:
             config.trainer.device = "cpu"
     _fill_builtin_task(config)
     plan = check(config)
-    record = RunRecord(config.trainer.default_local_dir, mode)
+    record = RunRecord(config.trainer.default_local_dir, mode, began)
     meter = MemoryMeter()
     display = None
     failed: BaseException | None = None

@@ -33,14 +33,14 @@ STEP = "training/global_step"
 
 
 class RunRecord:
-    """Writes the record of one run into ``folder``."""
+    """Writes the record of one run into ``folder``; its times count from ``began``, by default from now."""
 
-    def __init__(self, folder: str | os.PathLike[str], mode: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], mode: str, began: float | None = None) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         # A summary speaks of a finished run; while this one goes on there is none.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
-        self._began = time.time()
+        self._began = time.time() if began is None else began
         self.summary: dict[str, Any] = {
             "mode": mode,
             "steps": 0,
