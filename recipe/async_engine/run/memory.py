@@ -13,12 +13,12 @@
 # limitations under the License.
 """Peak memory of a run's processes on this machine.
 
-Counted is the proportional set size (Linux), which shares what several processes have mapped among them; elsewhere the
-resident set size, which counts it once for each. Sampled, so short peaks can be missed.
+Counted is what each process has for itself, and once the largest part that a process shares (libraries, Ray's object
+store): the whole is at least that. Sampled, so short peaks can be missed. Linux's exact proportional figure would stop
+each process for milliseconds at every sample.
 """
 
 import threading
-from pathlib import Path
 
 import psutil
 
@@ -44,18 +44,16 @@ class MemoryMeter:
     def _run(self) -> None:
         me = psutil.Process()
         while not self._stopped.wait(self._interval_s):
-            self._peak = max(self._peak, sum(map(_bytes, [me, *me.children(recursive=True)])))
+            parts = [_private_and_shared(process) for process in [me, *me.children(recursive=True)]]
+            total = sum(private for private, _ in parts) + max((shared for _, shared in parts), default=0)
+            self._peak = max(self._peak, total)
 
 
-def _bytes(process: psutil.Process) -> int:
-    """0 for a process that ended meanwhile."""
+def _private_and_shared(process: psutil.Process) -> tuple[int, int]:
+    """Bytes; (0, 0) for a process that ended meanwhile."""
     try:
-        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return process.memory_info().rss
+        memory = process.memory_info()
     except psutil.Error:
-        return 0
+        return 0, 0
+    shared = getattr(memory, "shared", 0)
+    return memory.rss - shared, shared
