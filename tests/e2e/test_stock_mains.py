@@ -64,9 +64,9 @@ def test_stock_one_step_off_policy_main_trains_on_a_cpu(
     assert len(parameter_bytes) == 1 and parameter_bytes.pop() > 100_000
     assert all(0 < step["weight_sync/seconds"] < 60 for step in steps)
     # The first batch is generated and trained by the same weights, so vLLM and FSDP2 must agree on its probabilities.
-    assert steps[0]["training/rollout_probs_diff_max"] < 1e-6
+    assert steps[0]["training/rollout_probs_diff_max"] < 1e-7
     # Every later batch is one step late: the weights that trained it are not those that generated it.
-    assert all(step["training/rollout_probs_diff_max"] > 1e-6 for step in steps[1:])
+    assert all(step["training/rollout_probs_diff_max"] > 1e-7 for step in steps[1:])
 
 
 @pytest.mark.e2e
