@@ -92,7 +92,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             train_sampler=create_rl_sampler(config.data, dataset),
         )
         self.timeouts = self.plan.settings.async_training.timeouts
-        # One batch at a time: two threads use it, but never at once (start, then the scheduler's thread alone).
+        # Only the scheduler's thread takes from it; a checkpoint is restored before that thread starts.
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs)
         self.timeline = Timeline(time.monotonic, self.plan.max_concurrent_trajectories)
         self.ledger = self._new_ledger()
