@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
 
 FULLY_ASYNC = "recipe.fully_async.main"
@@ -77,8 +78,8 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
 
 def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S) -> FinishedRun:
     """Run ``main`` to its end; helpers in this folder can be named in ``overrides``."""
-    environment = dict(os.environ)
-    environment.pop("RAY_ADDRESS", None)
+    # The main chooses its platform by itself, as it would in a user's shell.
+    environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
     here = str(Path(__file__).parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     folder.mkdir(parents=True, exist_ok=True)

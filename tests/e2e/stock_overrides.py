@@ -23,7 +23,7 @@ import json
 import os
 from pathlib import Path
 
-from recipe.async_engine import plugin
+from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
 from recipe.async_engine.task.settings import TaskPaths
 
@@ -36,8 +36,8 @@ def stock_environment(checkout: Path) -> dict[str, str]:
     """This process's environment, for a stock main on the CPU with the plugin loaded by one of its two ways."""
     environment = dict(os.environ) | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT
     environment.pop("RAY_ADDRESS", None)
-    if not plugin.loading_routes(environment):
-        environment["VERL_USE_EXTERNAL_MODULES"] = plugin.MODULE_NAME
+    if not features.loading_routes(environment):
+        environment["VERL_USE_EXTERNAL_MODULES"] = features.MODULE_NAME
     # Ray's workers take the path from here too; an installed package is found either way.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), environment.get("PYTHONPATH")]))
     return environment

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine import plugin
+from recipe.async_engine import features
 
 CHECKOUT = Path(__file__).parents[2]
 IMPORT_S = 240
@@ -83,18 +83,27 @@ def test_unasked_plugin_changes_nothing_and_costs_next_to_nothing() -> None:
         "recipe.async_engine",
         "recipe.async_engine.core",
         "recipe.async_engine.core.errors",
+        "recipe.async_engine.features",
         "recipe.async_engine.plugin",
     ]
     assert found["seconds"] < 0.02
 
 
 def test_asked_for_the_cpu_it_is_installed_once_and_imports_nothing_heavy() -> None:
-    found = report(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=f"{plugin.MODULE_NAME},{plugin.MODULE_NAME}")
+    found = report(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=f"{features.MODULE_NAME},{features.MODULE_NAME}")
     assert "cpu" in found["platforms"]
     assert found["group_function"] == "wrapped"
     assert found["finders"].count("VLLMDistributionFinder") == 1
     assert found["hccl_blocked"]
     assert found["heavy"] == []
+
+
+def test_a_platform_chosen_after_the_first_import_of_this_package_is_still_installed() -> None:
+    # As a main does it: its own modules first, then the choice, then verl.
+    code = "import os, recipe.async_engine.features\nos.environ['VERL_PLATFORM'] = 'cpu'\n" + REPORT
+    finished = run_python(code)
+    assert finished.returncode == 0, finished.stderr
+    assert "cpu" in json.loads(finished.stdout.splitlines()[-1])["platforms"]
 
 
 def test_failing_feature_ends_the_process_and_says_why() -> None:
@@ -105,7 +114,7 @@ def test_failing_feature_ends_the_process_and_says_why() -> None:
         "import verl\n"
         "print('verl went on')\n"
     )
-    finished = run_python(code, VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=plugin.MODULE_NAME)
+    finished = run_python(code, VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=features.MODULE_NAME)
     assert finished.returncode == 1
     assert "verl went on" not in finished.stdout
     assert "VERL_PLATFORM=cpu asks for recipe.async_engine.platform.cpu" in finished.stderr
@@ -113,31 +122,31 @@ def test_failing_feature_ends_the_process_and_says_why() -> None:
 
 
 def test_external_module_counts_as_loaded() -> None:
-    environ = {"VERL_USE_EXTERNAL_MODULES": f"other, {plugin.MODULE_NAME}", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    assert plugin.loading_routes(environ) == ["VERL_USE_EXTERNAL_MODULES"]
-    plugin.check_loaded(environ)
+    environ = {"VERL_USE_EXTERNAL_MODULES": f"other, {features.MODULE_NAME}", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    assert features.loading_routes(environ) == ["VERL_USE_EXTERNAL_MODULES"]
+    features.check_loaded(environ)
 
 
 def test_run_without_the_plugin_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_entry_point_installed", lambda: False)
-    with pytest.raises(plugin.PluginNotLoadedError, match=r"pip install -e .*VERL_USE_EXTERNAL_MODULES="):
-        plugin.check_loaded({})
+    monkeypatch.setattr(features, "_entry_point_installed", lambda: False)
+    with pytest.raises(features.PluginNotLoadedError, match=r"pip install -e .*VERL_USE_EXTERNAL_MODULES="):
+        features.check_loaded({})
 
 
 @pytest.mark.parametrize(("policy", "loaded"), [("auto", True), ("a,recipe", True), ("none", False), ("a,b", False)])
 def test_policy_for_external_plugins_is_understood_as_verl_does(
     monkeypatch: pytest.MonkeyPatch, policy: str, loaded: bool
 ) -> None:
-    monkeypatch.setattr(plugin, "_entry_point_installed", lambda: True)
+    monkeypatch.setattr(features, "_entry_point_installed", lambda: True)
     environ = {"VERL_USE_EXTERNAL_PLUGINS": policy}
     if loaded:
-        plugin.check_loaded(environ)
+        features.check_loaded(environ)
     else:
-        with pytest.raises(plugin.PluginNotLoadedError, match="VERL_USE_EXTERNAL_PLUGINS"):
-            plugin.check_loaded(environ)
-    assert bool(plugin.loading_routes(environ)) is loaded
+        with pytest.raises(features.PluginNotLoadedError, match="VERL_USE_EXTERNAL_PLUGINS"):
+            features.check_loaded(environ)
+    assert bool(features.loading_routes(environ)) is loaded
 
 
 def test_unasked_environment_installs_nothing() -> None:
-    assert plugin.install_requested({}) == []
-    assert plugin.install_requested({"VERL_PLATFORM": "nvidia"}) == []
+    assert features.install_requested({}) == []
+    assert features.install_requested({"VERL_PLATFORM": "nvidia"}) == []

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine import plugin
+from recipe.async_engine import features
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def seen() -> dict[str, Any]:
     environment = os.environ | {
         "PYTHONPATH": path,
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": plugin.MODULE_NAME,
+        "VERL_USE_EXTERNAL_MODULES": features.MODULE_NAME,
         "OMP_NUM_THREADS": "1",
     }
     finished = subprocess.run(

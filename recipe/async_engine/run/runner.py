@@ -82,7 +82,7 @@ class TaskRunner:
         from verl.utils.fs import copy_to_local
         from verl.utils.import_utils import load_class_from_fqn
 
-        from recipe.async_engine.plugin import check_loaded
+        from recipe.async_engine.features import check_loaded
 
         check_loaded()
         from verl.experimental.reward_loop import migrate_legacy_reward_impl

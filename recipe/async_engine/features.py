@@ -1,0 +1,136 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The overrides of verl that an environment variable asks for, and whether a worker would get them.
+
+`recipe.async_engine.plugin`, which verl loads, installs what is asked for. Contract:
+
+- Without one of the variables of `FEATURES` nothing is registered or patched, and nothing imported but the standard
+  library (tests/integration/test_plugin_import.py).
+- A feature that was asked for and cannot be installed ends the process, with the traceback. verl logs a failing plugin
+  at DEBUG and goes on (verl/__init__.py:71-74), and the run would then fail later, somewhere else.
+- Installing twice is harmless, since a module may be loaded by the entry point and by VERL_USE_EXTERNAL_MODULES.
+
+`check_loaded` is for the mains of this package: it refuses to start a run whose workers would not load the plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recipe.async_engine.core.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "verl.plugins"
+ENTRY_POINT_NAME = "recipe"
+MODULE_NAME = "recipe.async_engine.plugin"
+
+
+class PluginNotLoadedError(RecipeError):
+    """verl does not load this plugin in the present environment."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An override of verl that takes effect only in processes whose environment asks for it.
+
+    Attributes:
+        variable: the environment variable that asks for it.
+        value: what the variable must be (compared without case and blanks).
+        module: the module whose ``install()`` does it. It is imported only when asked for, and must be idempotent.
+    """
+
+    variable: str
+    value: str
+    module: str
+
+    def requested(self, environ: Mapping[str, str]) -> bool:
+        return environ.get(self.variable, "").strip().lower() == self.value
+
+
+FEATURES: tuple[Feature, ...] = (Feature("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),)
+
+
+def install_requested(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Install every requested feature and return the modules that were installed.
+
+    Raises:
+        SystemExit: a requested feature failed. verl swallows any ``Exception`` of a plugin, so this is the one way to
+            stop a run that would go on without what was asked for.
+    """
+    environ = os.environ if environ is None else environ
+    installed = []
+    for feature in FEATURES:
+        if not feature.requested(environ):
+            continue
+        try:
+            importlib.import_module(feature.module).install()
+        except Exception as error:
+            message = (
+                f"recipe: {feature.variable}={feature.value} asks for {feature.module}, which failed to load "
+                f"({type(error).__name__}: {error}). Unset {feature.variable} or repair the cause above."
+            )
+            logger.critical(message, exc_info=True)
+            raise SystemExit(message) from error
+        installed.append(feature.module)
+    return installed
+
+
+def loading_routes(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Name the ways by which ``import verl`` loads this module in a process with this environment."""
+    environ = os.environ if environ is None else environ
+    routes = []
+    external = [name.strip() for name in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
+    if MODULE_NAME in external:
+        routes.append("VERL_USE_EXTERNAL_MODULES")
+    policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    names = {name.strip() for name in policy.split(",")}
+    if policy != "none" and names & {"auto", ENTRY_POINT_NAME} and _entry_point_installed():
+        routes.append("entry point")
+    return routes
+
+
+def check_loaded(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse to go on when verl would not load this plugin in the workers of this run.
+
+    Args:
+        environ: the environment that the workers will have; this process's by default.
+
+    Raises:
+        PluginNotLoadedError: with the setting to change.
+    """
+    environ = os.environ if environ is None else environ
+    if loading_routes(environ):
+        return
+    policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+    if _entry_point_installed():
+        raise PluginNotLoadedError(
+            f"VERL_USE_EXTERNAL_PLUGINS={policy!r} keeps verl from loading the plugin {ENTRY_POINT_NAME!r}. "
+            f"Set it to 'auto' or add {ENTRY_POINT_NAME!r} to its comma-separated names."
+        )
+    raise PluginNotLoadedError(
+        f"The entry point {ENTRY_POINT_NAME!r} of group {ENTRY_POINT_GROUP!r} is not installed, so verl would not load "
+        "this package in its workers. Run `pip install -e .` in the checkout, or, without installing, put the checkout "
+        f"on PYTHONPATH and set VERL_USE_EXTERNAL_MODULES={MODULE_NAME}."
+    )
+
+
+def _entry_point_installed() -> bool:
+    from importlib.metadata import entry_points
+
+    return any(point.value == MODULE_NAME for point in entry_points(group=ENTRY_POINT_GROUP))
