@@ -125,7 +125,14 @@ class PlatformCPU(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        defaults = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        defaults = {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # vLLM turns the executor "uni" into "mp" otherwise, to set OpenMP's variables, which are set here. The
+            # asynchronous engine has a process of its own all the same.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
     def cudart(self) -> Any:

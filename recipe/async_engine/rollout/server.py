@@ -36,6 +36,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.prefork.run import use_for_spawned_processes
 from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.weights.worker import RolloutWeightWorker
 
@@ -114,6 +115,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
+        use_for_spawned_processes()
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))

@@ -34,7 +34,14 @@ from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.config import RunPlan
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.outside import Resources
-from recipe.async_engine.platform.detect import PlatformChoice, apply_environment, choose_platform, inspect_machine
+from recipe.async_engine.platform.detect import (
+    LOCAL_RAY_ADDRESS,
+    PlatformChoice,
+    apply_environment,
+    choose_platform,
+    inspect_machine,
+)
+from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
@@ -77,9 +84,12 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     record = RunRecord(config.trainer.default_local_dir, mode, began)
     meter = MemoryMeter()
     display = None
+    prefork = None
     failed: BaseException | None = None
     try:
-        _start_ray(config, choice)
+        if choice.is_cpu and config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS):
+            prefork = Prefork(choice.environment)
+        _start_ray(config, choice, prefork)
         if config.ray_kwargs.ray_init.get("address"):
             check(config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
         display = _follow(config, plan, mode, trainer_class, record)
@@ -90,6 +100,8 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     finally:
         summary = record.close(meter.stop())
         ray.shutdown()
+        if prefork is not None:
+            prefork.stop()
         if display is not None:
             display.end(summary)
     if summary["error"] is not None and failed is None:
@@ -149,7 +161,7 @@ def _fill_builtin_task(config: DictConfig) -> None:
                 reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
 
 
-def _start_ray(config: DictConfig, choice: PlatformChoice) -> None:
+def _start_ray(config: DictConfig, choice: PlatformChoice, prefork: Prefork | None) -> None:
     """Start Ray, or join the cluster that is named; the platform travels to every worker by ``runtime_env``."""
     if ray.is_initialized():
         return
@@ -160,6 +172,11 @@ def _start_ray(config: DictConfig, choice: PlatformChoice) -> None:
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
         defaults = get_ppo_ray_runtime_env(config)
-    given = arguments.pop("runtime_env", None) or {}
-    environment = {**defaults.get("env_vars", {}), **given.get("env_vars", {})}
-    ray.init(**arguments, runtime_env={**defaults, **given, "env_vars": environment})
+    # verl's configuration has a py_executable of null.
+    given = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
+    forks = {} if prefork is None else prefork.runtime_env
+    layers = (defaults, forks, given)
+    environment = {name: value for layer in layers for name, value in layer.get("env_vars", {}).items()}
+    ray.init(**arguments, runtime_env={**defaults, **forks, **given, "env_vars": environment})
+    if prefork is not None:
+        prefork.joined(ray.get_runtime_context().get_job_id())

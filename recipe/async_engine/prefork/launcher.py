@@ -1,0 +1,102 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A stand-in for the Python interpreter that forks from a process which has already imported the stack.
+
+Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. Imports next to nothing,
+since it is run once for every process of a run.
+
+Contract: hands its arguments, environment, working directory and open files to the server (see `server`) and exits when
+the forked process has ended, with its status. The two live and die together: the fork ends itself when its launcher is
+gone, and signals that ask the launcher to end are passed on. Without a server it becomes the plain interpreter.
+"""
+
+import os
+import signal
+import socket
+import struct
+import sys
+
+LENGTH = struct.Struct("!I")
+ANSWER_S = 300
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def open_files(without: int) -> list[int]:
+    """The open file descriptors of this process but ``without``."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the one that listed the folder
+            continue
+        if descriptor != without:
+            found.append(descriptor)
+    return sorted(found)
+
+
+def encode(files: list[int], arguments: list[str]) -> bytes:
+    """Lists of byte strings: descriptor numbers, working directory, arguments, environment; joined by counts."""
+    environment = [key + b"=" + value for key, value in os.environb.items()]
+    parts = [
+        [str(number).encode() for number in files],
+        [os.fsencode(os.getcwd())],
+        [os.fsencode(argument) for argument in arguments],
+        environment,
+    ]
+    body = b"".join(
+        LENGTH.pack(len(part)) + b"".join(LENGTH.pack(len(item)) + item for item in part) for part in parts
+    )
+    return LENGTH.pack(len(body)) + body
+
+
+def receive(connection: socket.socket) -> int | None:
+    """The next number that the server sends; None at its end."""
+    answer = b""
+    while len(answer) < LENGTH.size:
+        more = connection.recv(LENGTH.size - len(answer))
+        if not more:
+            return None
+        answer += more
+    return LENGTH.unpack(answer)[0]
+
+
+def main(path: str, arguments: list[str]) -> int:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(ANSWER_S)
+    try:
+        connection.connect(path)
+    except OSError:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    files = open_files(without=connection.fileno())
+    socket.send_fds(connection, [b"\0"], files)
+    connection.sendall(encode(files, arguments))
+    pid = receive(connection)
+    if pid is None:
+        log = os.path.join(os.path.dirname(path), "log")
+        with open(log) as lines:
+            sys.stderr.write(f"recipe: the process that workers are forked from has died. It said:\n{lines.read()}\n")
+        return 1
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _frame: os.kill(pid, number))
+    for descriptor in files:
+        if descriptor > 2:
+            os.close(descriptor)
+    connection.settimeout(None)
+    status = receive(connection)
+    return 1 if status is None else status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,279 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Imports the stack once and forks a process for each launcher that asks (see `launcher`).
+
+Usage: ``python -m recipe.async_engine.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket, so
+that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the process
+that started it.
+
+Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
+files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing
+from the environment that differs between the processes of a run, and have started no thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from contextlib import suppress
+
+from recipe.async_engine.prefork.launcher import LENGTH
+
+FILES_AT_MOST = 250
+SPARE_DESCRIPTOR = 1000
+REQUEST_S = 30
+FLAGS_WITH_VALUE = ("-X", "-W")
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        more = connection.recv(size - len(body))
+        if not more:
+            raise ConnectionError("the launcher left before its request was complete")
+        body += more
+    return bytes(body)
+
+
+def decode(body: bytes) -> list[list[bytes]]:
+    """Undo ``launcher.encode``, less its leading length."""
+    parts, position = [], 0
+    while position < len(body):
+        (count,) = LENGTH.unpack_from(body, position)
+        position += LENGTH.size
+        part = []
+        for _ in range(count):
+            (size,) = LENGTH.unpack_from(body, position)
+            position += LENGTH.size
+            part.append(body[position : position + size])
+            position += size
+        parts.append(part)
+    return parts
+
+
+class Request:
+    """What a launcher asks for; its files are open here under other numbers until :meth:`close`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(REQUEST_S)
+        _, self.files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
+        (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
+        numbers, folder, arguments, environment = decode(receive_exactly(connection, size))
+        self.numbers = [int(number) for number in numbers]
+        self.folder = folder[0]
+        self.arguments = [os.fsdecode(argument) for argument in arguments]
+        self.environment = dict(entry.split(b"=", 1) for entry in environment)
+
+    def close(self) -> None:
+        for descriptor in self.files:
+            os.close(descriptor)
+
+
+class Server:
+    """Accepts launchers on a socket, forks, and reports how the forks ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._launchers: dict[int, socket.socket] = {}
+
+    def serve(self, lifeline: int) -> None:
+        """Fork on request until ``lifeline`` is at its end. In a fork this never returns."""
+        woken, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            for source in (self._listener, woken, lifeline):
+                selector.register(source, selectors.EVENT_READ)
+            self._inherited = (selector, woken, wakes)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj == lifeline:
+                        return
+                    if key.fileobj is woken:
+                        woken.recv(64)
+                        self._reap()
+                    else:
+                        self._take(self._listener.accept()[0])
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            request = Request(connection)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"recipe: a launcher's request was not understood: {error}\n")
+            connection.close()
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, connection)
+        request.close()
+        self._launchers[pid] = connection
+        with suppress(OSError):  # the launcher is gone, and its fork will see that
+            connection.sendall(LENGTH.pack(pid))
+
+    def _reap(self) -> None:
+        while self._launchers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._launchers.pop(pid)
+            with suppress(OSError):
+                connection.sendall(LENGTH.pack(_exit_status(status)))
+            connection.close()
+
+    def _become(self, request: Request, connection: socket.socket) -> None:
+        """Turn this fork into the requested process and end it."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            lifeline = self._forget_the_server(connection)
+            lifeline = _place_files(request, keep=lifeline)
+            threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
+            os.environb.clear()
+            os.environb.update(request.environment)
+            os.chdir(request.folder)
+            _reseed()
+            _reread_environment()
+            run_as_interpreter(request.arguments)
+            status = 0
+        except SystemExit as exit_:
+            status = _status_of(exit_)
+        except BaseException:  # the interpreter's own last resort
+            traceback.print_exc()
+        finally:
+            _leave(status)
+
+    def _forget_the_server(self, connection: socket.socket) -> int:
+        for other in (self._listener, *self._launchers.values(), *self._inherited):
+            other.close()
+        self._launchers.clear()
+        connection.setblocking(True)
+        return connection.detach()
+
+
+def _place_files(request: Request, keep: int) -> int:
+    """Give the request's files the numbers that they have in the launcher."""
+    import fcntl
+
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in request.files]
+    kept = fcntl.fcntl(keep, fcntl.F_DUPFD_CLOEXEC, SPARE_DESCRIPTOR)
+    for descriptor in (*request.files, keep):
+        os.close(descriptor)
+    for source, number in zip(spare, request.numbers, strict=True):
+        os.dup2(source, number, inheritable=True)
+        os.close(source)
+    request.files = []
+    return kept
+
+
+def _end_with_launcher(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os._exit(1)
+
+
+def _reseed() -> None:
+    random.seed()
+    for name, reseed in (("numpy", lambda module: module.random.seed()), ("torch", lambda module: module.seed())):
+        if name in sys.modules:
+            reseed(sys.modules[name])
+
+
+def _reread_environment() -> None:
+    """Ray copies the environment when it is imported; but the job's id, which it does not read again, see `run`."""
+    if "ray" in sys.modules:
+        from ray._raylet import Config
+
+        # As ray does it when it changes a variable: ray/_private/authentication/authentication_token_setup.py.
+        Config.initialize("")
+
+
+def run_as_interpreter(arguments: list[str]) -> None:
+    """Run ``python ARGUMENTS`` in this process, for a script, ``-m`` or ``-c``; other options are taken as given."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        option = arguments[position]
+        if option[:2] in ("-c", "-m"):
+            value = option[2:] or arguments[position + 1]
+            rest = arguments[position + (1 if option[2:] else 2) :]
+            if option[:2] == "-m":
+                sys.argv = [value, *rest]
+                runpy.run_module(value, run_name="__main__", alter_sys=True)
+                return
+            sys.argv = ["-c", *rest]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(value, "<string>", "exec"), main.__dict__)
+            return
+        position += 2 if option in FLAGS_WITH_VALUE else 1
+    script = arguments[position]
+    sys.argv = arguments[position:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _exit_status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _status_of(exit_: SystemExit) -> int:
+    if exit_.code is None:
+        return 0
+    if isinstance(exit_.code, int):
+        return exit_.code & 0xFF
+    sys.stderr.write(f"{exit_.code}\n")
+    return 1
+
+
+def _leave(status: int) -> None:
+    """End as the interpreter ends: threads joined, exit handlers run, output flushed."""
+    import atexit
+
+    with suppress(Exception):
+        threading._shutdown()
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def main(listener: socket.socket, modules: list[str]) -> None:
+    """Import ``modules``, then serve until standard input ends."""
+    for name in modules:
+        importlib.import_module(name)
+    # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
+    gc.collect()
+    gc.freeze()
+    Server(listener).serve(lifeline=sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    # Some of the modules complain when they are torn down; nothing here needs that.
+    os._exit(0)
