@@ -104,6 +104,11 @@ class AsyncTraining:
         "How often a failed group is generated again, on another replica if there is one, before it counts as failed.",
         minimum=0,
     )
+    prefork_workers: bool = knob(
+        True,
+        "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
+        " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
+    )
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = knob(
         False,

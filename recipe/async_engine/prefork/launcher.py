@@ -13,8 +13,8 @@
 # limitations under the License.
 """A stand-in for the Python interpreter that forks from a process which has already imported the stack.
 
-Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. Imports next to nothing,
-since it is run once for every process of a run.
+Usage: ``python -S -E launcher.py SOCKET ARGUMENTS...``, where ARGUMENTS are those of ``python``. Imports next to
+nothing, since it is run once for every process of a run.
 
 Contract: hands its arguments, environment, working directory and open files to the server (see `server`) and exits when
 the forked process has ended, with its status. The two live and die together: the fork ends itself when its launcher is
@@ -55,21 +55,32 @@ def encode(files: list[int], arguments: list[str]) -> bytes:
         [os.fsencode(argument) for argument in arguments],
         environment,
     ]
-    body = b"".join(
-        LENGTH.pack(len(part)) + b"".join(LENGTH.pack(len(item)) + item for item in part) for part in parts
-    )
+    body = b"".join(LENGTH.pack(len(part)) + b"".join(LENGTH.pack(len(item)) + item for item in part) for part in parts)
     return LENGTH.pack(len(body)) + body
 
 
 def receive(connection: socket.socket) -> int | None:
-    """The next number that the server sends; None at its end."""
+    """The next number that the server sends; None if it has died."""
     answer = b""
     while len(answer) < LENGTH.size:
-        more = connection.recv(LENGTH.size - len(answer))
+        try:
+            more = connection.recv(LENGTH.size - len(answer))
+        except ConnectionError:
+            return None
         if not more:
             return None
         answer += more
     return LENGTH.unpack(answer)[0]
+
+
+def request(connection: socket.socket, files: list[int], arguments: list[str]) -> int | None:
+    """Ask for a fork; returns its process id, or None if the server has died."""
+    try:
+        socket.send_fds(connection, [b"\0"], files)
+        connection.sendall(encode(files, arguments))
+    except ConnectionError:
+        return None
+    return receive(connection)
 
 
 def main(path: str, arguments: list[str]) -> int:
@@ -80,9 +91,7 @@ def main(path: str, arguments: list[str]) -> int:
     except OSError:
         os.execv(sys.executable, [sys.executable, *arguments])
     files = open_files(without=connection.fileno())
-    socket.send_fds(connection, [b"\0"], files)
-    connection.sendall(encode(files, arguments))
-    pid = receive(connection)
+    pid = request(connection, files, arguments)
     if pid is None:
         log = os.path.join(os.path.dirname(path), "log")
         with open(log) as lines:

@@ -13,10 +13,10 @@
 # limitations under the License.
 """Starts the processes of a run on one machine in a moment, by forking them from one that has imported the stack.
 
-Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time a process, and a run on a laptop has ten of them. Ray's
-``py_executable`` and :func:`multiprocessing.set_executable` are given a stand-in for the interpreter (`launcher`), which
-asks a process of this run (`server`) for a fork. Only for platforms without an accelerator: their drivers do not survive
-a fork.
+Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time a process, and a run on a laptop has ten of them.
+Ray's ``py_executable`` and :func:`multiprocessing.set_executable` are given a stand-in for the interpreter
+(`launcher`), which asks a process of this run (`server`) for a fork. Only for platforms without an accelerator: their
+drivers do not survive a fork.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,11 +67,12 @@ MODULES = (
 class Prefork:
     """The server of one run and the stand-in interpreter that goes with it; a context manager."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         """Start the server; returns at once, and forks wait until its imports are done.
 
         Args:
             environment: added to this process's; what the modules read when they are imported.
+            modules: what to import.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -83,7 +84,7 @@ class Prefork:
             listener.bind(str(address))
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "recipe.async_engine.prefork.server", str(listener.fileno()), *MODULES],
+                [sys.executable, "-m", "recipe.async_engine.prefork.server", str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

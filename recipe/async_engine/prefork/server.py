@@ -13,9 +13,9 @@
 # limitations under the License.
 """Imports the stack once and forks a process for each launcher that asks (see `launcher`).
 
-Usage: ``python -m recipe.async_engine.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket, so
-that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the process
-that started it.
+Usage: ``python -m recipe.async_engine.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket,
+so that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the
+process that started it.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
 files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing

@@ -87,7 +87,8 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     prefork = None
     failed: BaseException | None = None
     try:
-        if choice.is_cpu and config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS):
+        own_ray = config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
+        if choice.is_cpu and own_ray and config.async_training.prefork_workers:
             prefork = Prefork(choice.environment)
         _start_ray(config, choice, prefork)
         if config.ray_kwargs.ray_init.get("address"):

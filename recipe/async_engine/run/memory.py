@@ -13,9 +13,9 @@
 # limitations under the License.
 """Peak memory of a run's processes on this machine.
 
-Counted is what each process has for itself, and once the largest part that a process shares (libraries, Ray's object
-store): the whole is at least that. Sampled, so short peaks can be missed. Linux's exact proportional figure would stop
-each process for milliseconds at every sample.
+Counted is each process's proportional share (Linux's PSS): what it has for itself, and of what it shares, with the
+process it was forked from above all, its part. Sampled, so short peaks can be missed. Reading it stops a process for
+milliseconds, so that is done only when an upper bound that costs nothing has risen.
 """
 
 import threading
@@ -23,6 +23,7 @@ import threading
 import psutil
 
 INTERVAL_S = 3.0
+NOTABLE_RISE = 1.02
 
 
 class MemoryMeter:
@@ -43,17 +44,27 @@ class MemoryMeter:
 
     def _run(self) -> None:
         me = psutil.Process()
+        highest_bound = 0.0
         while not self._stopped.wait(self._interval_s):
-            parts = [_private_and_shared(process) for process in [me, *me.children(recursive=True)]]
-            total = sum(private for private, _ in parts) + max((shared for _, shared in parts), default=0)
-            self._peak = max(self._peak, total)
+            family = [me, *me.children(recursive=True)]
+            bound = sum(_resident(process) for process in family)
+            if bound > NOTABLE_RISE * highest_bound:
+                highest_bound = bound
+                self._peak = max(self._peak, sum(_proportional(process) for process in family))
 
 
-def _private_and_shared(process: psutil.Process) -> tuple[int, int]:
-    """Bytes; (0, 0) for a process that ended meanwhile."""
+def _resident(process: psutil.Process) -> int:
+    """Bytes, shared ones in full; 0 for a process that ended meanwhile."""
     try:
-        memory = process.memory_info()
+        return process.memory_info().rss
     except psutil.Error:
-        return 0, 0
-    shared = getattr(memory, "shared", 0)
-    return memory.rss - shared, shared
+        return 0
+
+
+def _proportional(process: psutil.Process) -> int:
+    """Bytes; where the system does not tell, those that the process shares with none."""
+    try:
+        memory = process.memory_full_info()
+    except psutil.Error:
+        return 0
+    return getattr(memory, "pss", memory.uss)

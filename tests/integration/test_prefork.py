@@ -1,0 +1,185 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Forked stand-ins for the interpreter: they behave as `python` does, for the shell, multiprocessing and Ray."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, Prefork, use_for_spawned_processes
+
+# Nothing else here imports it, so a process that has it was forked from the server.
+MARK = "colorsys"
+SHOW_MARK = f"import sys; print({MARK!r} in sys.modules)"
+RUN_S = 60
+
+
+@pytest.fixture(scope="module")
+def prefork() -> Iterator[Prefork]:
+    with Prefork({"RECIPE_TEST": "server"}, modules=[MARK, "ray", "numpy"]) as running:
+        yield running
+
+
+def run(prefork: Prefork, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(prefork.executable), *arguments], capture_output=True, text=True, timeout=RUN_S, check=False, **options
+    )
+
+
+def test_code_modules_and_scripts_run_as_they_do_in_python(prefork: Prefork, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, os\nprint(__name__, sys.argv, sys.path[0], os.getcwd(), os.environ['RECIPE_TEST'])\n"
+    )
+    environment = {**os.environ, "RECIPE_TEST": "launcher"}
+    for arguments in (["-B", "-c", "import sys; print(sys.argv, __name__)", "x"], ["-u", str(script), "--flag", "y"]):
+        stock = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+        )
+        assert run(prefork, *arguments, cwd=tmp_path, env=environment).stdout == stock.stdout != ""
+    assert "{" in run(prefork, "-m", "json.tool", input='{"a": 1}').stdout
+    assert run(prefork, "-c", SHOW_MARK).stdout == "True\n"
+
+
+def test_the_end_of_a_fork_is_the_end_of_its_launcher(prefork: Prefork) -> None:
+    assert run(prefork, "-c", "raise SystemExit(3)").returncode == 3
+    assert run(prefork, "-c", "import os; os.kill(os.getpid(), 9)").returncode == 128 + signal.SIGKILL
+    failed = run(prefork, "-c", "raise ValueError('no such thing')")
+    assert failed.returncode == 1
+    assert "ValueError: no such thing" in failed.stderr
+    assert run(prefork, "-c", "import atexit; atexit.register(print, 'left')").stdout == "left\n"
+
+
+def test_a_fork_ends_with_its_launcher_and_gets_its_signals(prefork: Prefork, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "def leave(*_):\n"
+        "    raise SystemExit(7)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    for number, status in ((signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)):
+        launcher = subprocess.Popen([str(prefork.executable), "-c", code], stdout=subprocess.PIPE, text=True)
+        assert launcher.stdout is not None
+        fork = int(launcher.stdout.readline())
+        launcher.send_signal(number)
+        assert launcher.wait(RUN_S) == status
+        deadline = time.monotonic() + 10
+        while os.path.exists(f"/proc/{fork}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        launcher.stdout.close()
+
+
+def test_open_files_keep_their_numbers_and_random_numbers_differ(prefork: Prefork) -> None:
+    reading, writing = os.pipe()
+    code = f"import os, random, numpy; os.write({writing}, b'%f %f\\n' % (random.random(), numpy.random.rand()))"
+    for _ in range(2):
+        assert run(prefork, "-c", code, pass_fds=[writing]).returncode == 0
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        first, second = lines.read().splitlines()
+    assert not set(first.split()) & set(second.split())
+
+
+def test_without_a_server_it_is_the_plain_interpreter() -> None:
+    prefork = Prefork({}, modules=[MARK])
+    prefork._server.kill()
+    prefork._server.wait()
+    assert run(prefork, "-c", SHOW_MARK).stdout == "False\n"
+    prefork.stop()
+    assert not prefork.executable.exists()
+
+
+def test_a_server_that_cannot_import_says_so() -> None:
+    with Prefork({}, modules=["no_such_module"]) as prefork:
+        failed = run(prefork, "-c", SHOW_MARK)
+    # Too late to connect, and the interpreter is plain; in time, and the cause is told.
+    assert failed.stdout == "False\n" or (failed.returncode == 1 and "no_such_module" in failed.stderr)
+
+
+def test_spawned_processes_are_forks_where_the_run_asks_for_it(
+    prefork: Prefork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = multiprocessing.spawn.get_executable()
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, str(prefork.executable))
+    use_for_spawned_processes()
+    try:
+        code = f"import sys; sys.exit({MARK!r} not in sys.modules)"
+        process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+        process.start()
+        process.join(RUN_S)
+        assert process.exitcode == 0
+    finally:
+        multiprocessing.set_executable(before)
+
+
+RAY_JOB = f"""
+import sys, ray
+from recipe.async_engine.prefork.run import Prefork
+
+class Actor:
+    def look(self):
+        import os
+        return {MARK!r} in sys.modules, os.environ["RECIPE_OWN"]
+
+    def leave(self):
+        import os
+        os._exit(1)
+
+with Prefork({{}}, modules=[{MARK!r}, "ray"]) as prefork:
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=prefork.runtime_env, _temp_dir=sys.argv[1])
+    prefork.joined(ray.get_runtime_context().get_job_id())
+    actor_class = ray.remote(Actor).options(runtime_env={{"env_vars": {{"RECIPE_OWN": "of the actor"}}}})
+    actor = actor_class.remote()
+    print(ray.get(actor.look.remote(), timeout=60))
+    try:
+        ray.get(actor.leave.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        print("its death is seen")
+    print(ray.get(actor_class.remote().look.remote(), timeout=60))
+    ray.shutdown()
+"""
+
+
+def test_workers_of_ray_are_forks() -> None:
+    # Ray puts sockets below it, whose paths are limited to 107 bytes.
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    finished = subprocess.run(
+        [sys.executable, "-c", RAY_JOB, folder],
+        capture_output=True,
+        text=True,
+        timeout=3 * RUN_S,
+        check=False,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    assert finished.returncode == 0, finished.stderr
+    assert [line for line in finished.stdout.splitlines() if "(raylet)" not in line] == [
+        "(True, 'of the actor')",
+        "its death is seen",
+        "(True, 'of the actor')",
+    ]
