@@ -148,6 +148,8 @@ class Server:
         """Turn this fork into the requested process and end it."""
         status = 1
         try:
+            # Ray ends a dead worker's process group, which must not be the server's.
+            os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             lifeline = self._forget_the_server(connection)
