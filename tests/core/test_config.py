@@ -72,6 +72,15 @@ BASE: Mapping[str, Any] = {
         },
     },
 }
+WHOLE = {
+    "async_training.staleness_threshold": 1,
+    "async_training.trigger_parameter_sync_step": 1,
+    "async_training.require_batches": 1,
+    "async_training.whole_batches": True,
+    "async_training.partial_rollout": False,
+    "data.train_batch_size": 64,
+    "data.gen_batch_size": None,
+}
 CPU = {
     "trainer.device": "cpu",
     "actor_rollout_ref.actor.strategy": "fsdp2",
@@ -101,10 +110,20 @@ def refused(changes: Mapping[str, Any], **facts: Any) -> dict[str, Problem]:
 def test_a_runnable_configuration_has_no_problems() -> None:
     assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
     assert validate(configured(CPU)) == []
+    assert validate(configured(WHOLE), dataset_rows=500) == []
 
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_whole_batches_are_those_of_synchronous_training() -> None:
+    plan = derive(configured(WHOLE), dataset_rows=200)
+    # Three epochs of 200 prompts: three batches of 64 each, the last 8 prompts of an epoch are left out.
+    assert (plan.batch_groups, plan.max_staleness, plan.total_steps) == (64, 1, 9)
+    assert plan.total_groups == 576
+    one_mini_batch = derive(configured({**WHOLE, "data.train_batch_size": 0}), dataset_rows=200)
+    assert one_mini_batch.batch_groups == 16
 
 
 @pytest.mark.parametrize(
@@ -117,6 +136,22 @@ ROLLOUT = "actor_rollout_ref.rollout"
         ({f"{ACTOR}.ppo_mini_batch_size": 16.5}, f"{ACTOR}.ppo_mini_batch_size", "an integer >= 1"),
         ({"data.train_batch_size": 64}, "data.train_batch_size", "ppo_mini_batch_size"),
         ({"data.gen_batch_size": 4}, "data.gen_batch_size", "one by one"),
+        ({**WHOLE, "data.gen_batch_size": 4}, "data.gen_batch_size", "one by one"),
+        ({**WHOLE, "data.train_batch_size": 40}, "data.train_batch_size", "a multiple of 16"),
+        (
+            {**WHOLE, "async_training.require_batches": 2},
+            "async_training.require_batches",
+            "the batch of a step already",
+        ),
+        ({**WHOLE, "async_training.max_staleness": 2}, "async_training.max_staleness", "0 or 1 with whole batches"),
+        ({**WHOLE, "async_training.pipeline_depth": 0.5}, "async_training.pipeline_depth", "1, the bound"),
+        (
+            {**WHOLE, "async_training.trigger_parameter_sync_step": 2},
+            "async_training.trigger_parameter_sync_step",
+            "1 with whole batches",
+        ),
+        ({**WHOLE, "async_training.partial_rollout": True}, "async_training.partial_rollout", "one version"),
+        ({**WHOLE, "async_training.on_overdue": "drop"}, "async_training.on_overdue", "wait with whole batches"),
         ({"rollout.total_rollout_steps": 31}, "rollout.total_rollout_steps", "one batch of 32 prompts"),
         ({"rollout.total_rollout_steps": -1}, "rollout.total_rollout_steps", "an integer >= 1"),
         ({"trainer.total_training_steps": 0}, "trainer.total_training_steps", "or null"),

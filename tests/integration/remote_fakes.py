@@ -105,12 +105,17 @@ class Rows:
         return {"raw_prompt": [{"role": "user", "content": f"prompt {index}"}], "level": np.int64(index % 3)}
 
 
-def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:
-    """Prompts through verl's kind of data loader; shuffled if ``seed`` is given."""
+def make_loader(size: int, seed: int | None = None, **options: Any) -> StatefulDataLoader:
+    """verl's kind of data loader, one prompt at a time; shuffled if ``seed`` is given."""
     import torch
 
     dataset = IndexedDataset(Rows(size))
     sampler = None
     if seed is not None:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
-    return PromptSource(StatefulDataLoader(dataset, batch_size=1, sampler=sampler, collate_fn=collate_fn), epochs)
+    return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=collate_fn)
+
+
+def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:
+    """Prompts through :func:`make_loader`."""
+    return PromptSource(make_loader(size, seed), epochs)

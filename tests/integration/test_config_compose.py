@@ -35,6 +35,8 @@ from recipe.async_engine.core.validation import Resources, validate
 CHECKOUT = Path(__file__).resolve().parents[2]
 FSDP = "fully_async_ppo_trainer"
 MEGATRON = "fully_async_ppo_megatron_trainer"
+ONE_STEP_FSDP = "one_step_off_ppo_trainer"
+ONE_STEP_MEGATRON = "one_step_off_ppo_megatron_trainer"
 
 # The shape of a script for stock verl's fully-async main, as its users have them.
 STOCK_SCRIPT = [
@@ -88,6 +90,13 @@ STOCK_MEGATRON = [
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
     "actor_rollout_ref.ref.megatron.param_offload=True",
 ]
+# What a script for stock verl's one-step-off main has in the place of the fully-asynchronous settings.
+OTHERWISE = ("async_training.", "rollout.total_rollout_steps", "data.train_batch_size", "data.gen_batch_size")
+ONE_STEP = ["data.train_batch_size=64", "trainer.total_epochs=2"]
+
+
+def one_step(script: list[str]) -> list[str]:
+    return [setting for setting in script if not setting.startswith(OTHERWISE)] + ONE_STEP
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +110,8 @@ def anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def composed(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """A primary configuration of the mode with overrides, as its main composes it."""
-    with initialize_config_module("recipe.fully_async.config", version_base=None):
+    mode = "one_step_off" if name.startswith("one_step_off") else "fully_async"
+    with initialize_config_module(f"recipe.{mode}.config", version_base=None):
         return compose(name, overrides=list(overrides))
 
 
@@ -121,6 +131,24 @@ def test_a_script_for_stock_verl_composes_validates_and_has_a_plan(name: str, sc
     assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (64, 4, 16)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (4, 2, 1)
     assert plan.total_steps == 51200 // 64
+
+
+@pytest.mark.parametrize(
+    ("name", "script"), [(ONE_STEP_FSDP, one_step(STOCK_FSDP)), (ONE_STEP_MEGATRON, one_step(STOCK_MEGATRON))]
+)
+def test_a_script_for_stock_one_step_off_composes_validates_and_has_a_plan(name: str, script: list[str]) -> None:
+    config = plain(composed(name, script))
+    assert validate(config, dataset_rows=17000, available=Resources(accelerators=8)) == []
+    plan = derive(config, dataset_rows=17000)
+    assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (64, 1, 16)
+    assert (plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (4, 2, 1)
+    # Whole batches of each epoch, as verl's data loader makes them.
+    assert plan.total_steps == 2 * (17000 // 64)
+
+
+def test_one_step_off_without_a_bound_is_synchronous_training() -> None:
+    plan = derive(plain(composed(ONE_STEP_FSDP, ["preset=tiny_cpu", "async_training.staleness_threshold=0"])))
+    assert (plan.max_staleness, plan.pipeline_depth, plan.batch_groups) == (0, 0, 16)
 
 
 @pytest.mark.parametrize("name", [FSDP, MEGATRON])
@@ -153,9 +181,10 @@ def test_the_yaml_files_and_the_types_have_the_same_settings_and_defaults(overri
         assert training == AsyncTraining()
 
 
+@pytest.mark.parametrize("name", [FSDP, ONE_STEP_FSDP])
 @pytest.mark.parametrize("preset", ["tiny_cpu", "tiny_cpu_long_tail"])
-def test_the_presets_validate_and_have_a_plan(preset: str) -> None:
-    config = plain(composed(FSDP, [f"preset={preset}"]))
+def test_the_presets_validate_and_have_a_plan(name: str, preset: str) -> None:
+    config = plain(composed(name, [f"preset={preset}"]))
     logical = Resources(accelerators=config["ray_kwargs"]["ray_init"]["num_gpus"])
     assert validate(config, available=logical) == []
     plan = derive(config)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from remote_fakes import Rows, make_source
+from remote_fakes import Rows, make_loader, make_source
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
@@ -72,6 +72,25 @@ def test_shuffled_epochs_have_every_prompt_in_different_orders() -> None:
     first, second = taken[:20], taken[20:]
     assert sorted(taken) == [(epoch, index) for epoch in range(2) for index in range(20)]
     assert [index for _, index in first] != [index for _, index in second]
+
+
+@pytest.mark.parametrize("before", [0, 5, 6, 9])
+def test_an_incomplete_last_batch_is_left_out_and_the_next_epoch_is_in_the_order_of_verls_loader(before: int) -> None:
+    size, batch, epochs, seed = 8, 3, 3, 7
+    loader = make_loader(size, seed, batch_size=batch, drop_last=True)
+    expected = [
+        (epoch, int(index)) for epoch in range(epochs) for rows in loader for index in rows[DATASET_INDEX].tolist()
+    ]
+    whole = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)
+    assert whole.prompts_left == len(expected) == 18
+    assert take(whole) == expected
+    assert (whole.exhausted, whole.prompts_left) == (True, 0)
+    first = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)
+    taken = take(first, before)
+    second = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)
+    second.restore(first.state())
+    assert second.prompts_left == 18 - before
+    assert len(set(taken + take(second))) == 18
 
 
 @pytest.mark.parametrize("seed", [None, 11])

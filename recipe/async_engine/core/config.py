@@ -91,6 +91,11 @@ class AsyncTraining:
         "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
         minimum=1,
     )
+    whole_batches: bool = knob(
+        False,
+        "One-step-off: a prompt's batch is fixed when the prompt is issued, as in synchronous training, and batches are"
+        " trained in that order. false: a step trains the oldest prompts whose answers are ready.",
+    )
     partial_rollout: bool = knob(
         True,
         "At a weight sync: true interrupts running answers and continues them under the new version; false waits for"
@@ -272,7 +277,24 @@ def replica_size(config: Mapping[str, Any]) -> int:
     return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
 
 
-def step_limits(config: Mapping[str, Any], batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
+def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
+    """b, the prompt groups of a step; 0 where the settings do not say.
+
+    `data.train_batch_size` in the modes with whole batches, as in synchronous training; where that is 0, and in the
+    other modes, `ppo_mini_batch_size * require_batches`.
+    """
+    whole = int(lookup(config, "data.train_batch_size") or 0) if training.whole_batches else 0
+    return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
+
+
+def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
+    """Prompts used of each pass over the data: whole batches leave out the last, incomplete one, as verl does."""
+    return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
+
+
+def step_limits(
+    config: Mapping[str, Any], batch_groups: int, dataset_rows: int | None, training: AsyncTraining
+) -> dict[str, int]:
     """The limits on the number of steps that are set, by the setting each comes from."""
     limits = {}
     steps = lookup(config, "trainer.total_training_steps")
@@ -283,7 +305,9 @@ def step_limits(config: Mapping[str, Any], batch_groups: int, dataset_rows: int 
         limits["rollout.total_rollout_steps"] = int(groups) // batch_groups
     epochs = lookup(config, "trainer.total_epochs")
     if epochs is not None and dataset_rows is not None:
-        limits["trainer.total_epochs"] = int(epochs) * dataset_rows // batch_groups
+        limits["trainer.total_epochs"] = (
+            int(epochs) * epoch_prompts(dataset_rows, batch_groups, training) // batch_groups
+        )
     return limits
 
 
@@ -299,11 +323,11 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
     """
     settings, problems = read_settings(config)
     training = settings.async_training
-    batch_groups = int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
+    batch_groups = 0 if problems else batch_size(config, training)
     if not problems and batch_groups < 1:
         setting = "actor_rollout_ref.actor.ppo_mini_batch_size"
         problems = [Problem(setting, str(lookup(config, setting)), "an integer >= 1", "Set the prompts of a batch.")]
-    limits = {} if problems else step_limits(config, batch_groups, dataset_rows)
+    limits = {} if problems else step_limits(config, batch_groups, dataset_rows, training)
     if not problems and not limits:
         advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
         problems = [Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)]
@@ -311,7 +335,8 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
         raise ConfigError(problems)
     epochs = lookup(config, "trainer.total_epochs")
     issued = [] if settings.rollout.total_rollout_steps is None else [settings.rollout.total_rollout_steps]
-    issued += [] if dataset_rows is None or epochs is None else [int(epochs) * dataset_rows]
+    if dataset_rows is not None and epochs is not None:
+        issued.append(int(epochs) * epoch_prompts(dataset_rows, batch_groups, training))
     replicas = settings.rollout.nnodes * settings.rollout.n_gpus_per_node // replica_size(config)
     return RunPlan(
         batch_groups=batch_groups,

@@ -21,8 +21,10 @@ A group is immutable; the sample ledger replaces it at each transition, so a gro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from recipe.async_engine.core.prompts import PromptRef
 
@@ -52,7 +54,8 @@ class Group:
     """One prompt group at one moment; the ledger replaces it at each transition.
 
     id: issue order, from 0. start: version of its oldest token, at first the version it was admitted at. attempts:
-    how often its generation was begun from scratch. reason: why it was filtered or failed, else empty.
+    how often its generation was begun from scratch. reason: why it was filtered or failed, else empty. batch: the one
+    it is to be trained in, where that is fixed at issue (`WholeBatches`).
     """
 
     id: int
@@ -61,6 +64,21 @@ class Group:
     state: GroupState = GroupState.RUNNING
     attempts: int = 1
     reason: str = ""
+    batch: int | None = None
+
+    def to_row(self) -> list[int | str | None]:
+        """A JSON-able record of a live group. A taken one is recorded as it was before, ready and to be taken again."""
+        state = GroupState.READY if self.state is GroupState.TAKEN else self.state
+        prompt = self.prompt
+        return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any], version: int) -> Group:
+        """The group of a record; one that was running starts anew, at this version."""
+        group_id, index, epoch, uid, start, state_name, attempts, batch = row
+        state = GroupState(state_name)
+        oldest = version if state is GroupState.RUNNING else start
+        return cls(group_id, PromptRef(index, epoch, uid), oldest, state, attempts, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from recipe.async_engine.core.batches import WholeBatches
 from recipe.async_engine.core.errors import (
     AdmissionRefused,
     DuplicatePrompt,
@@ -50,9 +51,8 @@ from recipe.async_engine.core.errors import (
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
 from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, by_age
 from recipe.async_engine.core.prompts import PromptRef, PromptSet
+from recipe.async_engine.core.snapshots import SNAPSHOT_FORMAT, check_restorable
 from recipe.async_engine.core.staleness import StalenessStats
-
-SNAPSHOT_FORMAT = 1
 
 
 class SampleLedger:
@@ -60,15 +60,30 @@ class SampleLedger:
 
     target_groups: groups the run is to train, a multiple of b; no more are issued than can still be trained.
     issue_limit: groups that may be issued in all. `None` means no such bound.
+    whole_batches: a group's batch is fixed when it is issued (`WholeBatches`), instead of training the oldest ready
+    groups. For k = 1 and S <= 1: the order of issue is the order of deadlines there (docs/staleness.md).
     """
 
     def __init__(
-        self, settings: GateSettings, *, target_groups: int | None = None, issue_limit: int | None = None
+        self,
+        settings: GateSettings,
+        *,
+        target_groups: int | None = None,
+        issue_limit: int | None = None,
+        whole_batches: bool = False,
     ) -> None:
         if target_groups is not None and (target_groups < 0 or target_groups % settings.batch_groups):
             raise SettingError("target_groups", target_groups, f"a multiple of batch_groups = {settings.batch_groups}")
         if issue_limit is not None and issue_limit < 0:
             raise SettingError("issue_limit", issue_limit, "an integer >= 0")
+        if whole_batches and (settings.batches_per_version != 1 or settings.max_staleness > 1):
+            raise SettingError(
+                "whole_batches",
+                True,
+                f"false with batches_per_version = {settings.batches_per_version} and max_staleness = "
+                f"{settings.max_staleness}",
+                "Whole batches need one batch a version and a bound of at most 1.",
+            )
         self.settings = settings
         self.target_groups = target_groups
         self.issue_limit = issue_limit
@@ -80,6 +95,7 @@ class SampleLedger:
         self._failed: Counter[str] = Counter()
         self._live: dict[int, Group] = {}
         self._leased: list[int] = []
+        self._batches = WholeBatches(settings.batch_groups) if whole_batches else None
         self._issued_prompts = PromptSet()
         self._trained_prompts = PromptSet()
 
@@ -131,7 +147,9 @@ class SampleLedger:
             prompts_left = min(prompts_left, self.issue_limit - self._issued)
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
-        return len(self._live) - len(self._leased) + prompts_left >= self.settings.batch_groups
+        # A place in a whole batch is only filled by a new group.
+        candidates = len(self._live) - len(self._leased) if self._batches is None else len(self._batches.next())
+        return candidates + prompts_left >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
         """Start a group for this prompt at the current version."""
@@ -145,7 +163,9 @@ class SampleLedger:
                 f"version {self.version}, {self._trained} trained of {self.target_groups}, "
                 f"{self._issued} issued of {self.issue_limit}"
             )
-        group = Group(self._issued, prompt, self._gate.add())
+        start = self._gate.add()
+        batch = None if self._batches is None else self._batches.join(self._issued)
+        group = Group(self._issued, prompt, start, batch=batch)
         self._live[group.id] = group
         self._issued_prompts.add(prompt.key)
         self._issued += 1
@@ -179,8 +199,8 @@ class SampleLedger:
         return self._give_up(group, GroupState.FAILED, reason)
 
     def next_batch(self) -> list[Group] | None:
-        """The b oldest ready groups if they may be trained now, else None."""
-        batch = self._oldest_ready()
+        """The b oldest ready groups, or the next whole batch, if they may be trained now, else None."""
+        batch = self._candidates()
         return batch if self._gate.can_take([group.start for group in batch]) else None
 
     def take(self) -> list[Group]:
@@ -195,6 +215,8 @@ class SampleLedger:
             raise StalenessViolation(f"past max_staleness {self.settings.max_staleness} at {self.version}: {stale}")
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
+        if self._batches is not None:
+            self._batches.advance()
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
     def overdue(self) -> list[Group]:
@@ -203,7 +225,7 @@ class SampleLedger:
         Empty unless the trainer holds no batch, b groups are ready, and only older running groups keep them from
         being taken. `OnOverdue.DROP` filters them with `OVERDUE_REASON`.
         """
-        batch = self._oldest_ready()
+        batch = self._candidates()
         if self._leased or self._gate.batches_left == 0 or len(batch) < self.settings.batch_groups:
             return []
         running = sorted(self.in_state(GroupState.RUNNING), key=by_age)
@@ -277,16 +299,12 @@ class SampleLedger:
         A leased batch is not in those weights: it is recorded as it was before the take, ready and to be taken again.
         """
         self.check_identity()
-        rows = []
-        for group in self._live.values():
-            state = GroupState.READY if group.state is GroupState.TAKEN else group.state
-            prompt = group.prompt
-            rows.append([group.id, prompt.index, prompt.epoch, prompt.uid, group.start, state.value, group.attempts])
         return {
             "format": SNAPSHOT_FORMAT,
             "batch_groups": self.settings.batch_groups,
             "batches_per_version": self.settings.batches_per_version,
             "max_staleness": self.settings.max_staleness,
+            "whole_batches": self._batches is not None,
             "version": self.version,
             "batches_taken": self._gate.batches_taken - (1 if self._leased else 0),
             "issued": self._issued,
@@ -296,7 +314,7 @@ class SampleLedger:
             "staleness": [list(row) for row in self.staleness.histogram().items()],
             "issued_prompts": self._issued_prompts.to_rows(),
             "trained_prompts": self._trained_prompts.to_rows(),
-            "live": rows,
+            "live": [group.to_row() for group in self._live.values()],
         }
 
     @classmethod
@@ -307,6 +325,7 @@ class SampleLedger:
         *,
         target_groups: int | None = None,
         issue_limit: int | None = None,
+        whole_batches: bool = False,
     ) -> SampleLedger:
         """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
 
@@ -314,20 +333,17 @@ class SampleLedger:
         scheduler generates them from scratch. A batch that was leased is ready again, so it is trained exactly once
         relative to the weights of the checkpoint.
         """
-        _check_restorable(snapshot, settings)
-        ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit)
+        check_restorable(snapshot, settings, whole_batches)
+        ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit, whole_batches=whole_batches)
         version = snapshot["version"]
-        for group_id, index, epoch, uid, start, state_name, attempts in snapshot["live"]:
-            state = GroupState(state_name)
-            group_start = version if state is GroupState.RUNNING else start
-            prompt = PromptRef(index, epoch, uid)
-            ledger._live[group_id] = Group(group_id, prompt, group_start, state, attempts)
+        groups = [Group.from_row(row, version) for row in snapshot["live"]]
+        ledger._live = {group.id: group for group in groups}
         try:
             ledger._gate = StalenessGate(
                 settings,
                 version=version,
                 batches_taken=snapshot["batches_taken"],
-                starts=[group.start for group in ledger._live.values()],
+                starts=[group.start for group in groups],
             )
         except (GateError, StalenessViolation) as error:
             raise SnapshotError(
@@ -336,6 +352,12 @@ class SampleLedger:
             ) from error
         ledger._issued = snapshot["issued"]
         ledger._trained = snapshot["trained"]
+        if whole_batches:
+            ledger._batches = WholeBatches(
+                settings.batch_groups,
+                first=ledger._trained // settings.batch_groups,
+                members=[(group.batch, group.id) for group in groups if group.batch is not None],
+            )
         ledger._filtered = Counter(snapshot["filtered"])
         ledger._failed = Counter(snapshot["failed"])
         ledger.staleness = StalenessStats((staleness, groups) for staleness, groups in snapshot["staleness"])
@@ -344,7 +366,11 @@ class SampleLedger:
         ledger.check_identity()
         return ledger
 
-    def _oldest_ready(self) -> list[Group]:
+    def _candidates(self) -> list[Group]:
+        """The groups to train next: b of them, or fewer while they are not ready."""
+        if self._batches is not None:
+            members = [self._live[group_id] for group_id in self._batches.next()]
+            return [group for group in members if group.state is GroupState.READY]
         return heapq.nsmallest(self.settings.batch_groups, self.in_state(GroupState.READY), key=by_age)
 
     def _live_group(self, group_id: int, transition: str, *states: GroupState) -> Group:
@@ -363,16 +389,7 @@ class SampleLedger:
 
     def _give_up(self, group: Group, state: GroupState, reason: str) -> Group:
         self._gate.remove(group.start)
+        if self._batches is not None and group.batch is not None:
+            self._batches.leave(group.batch, group.id)
         del self._live[group.id]
         return replace(group, state=state, reason=reason)
-
-
-def _check_restorable(snapshot: Mapping[str, Any], settings: GateSettings) -> None:
-    if snapshot.get("format") != SNAPSHOT_FORMAT:
-        raise SnapshotError(f"snapshot format {snapshot.get('format')!r}, this version reads {SNAPSHOT_FORMAT}")
-    for name in ("batch_groups", "batches_per_version"):
-        if snapshot[name] != getattr(settings, name):
-            raise SnapshotError(
-                f"{name} = {getattr(settings, name)}, but the checkpoint was made with {snapshot[name]}: "
-                "resume with the same value, or start a new run from its weights"
-            )

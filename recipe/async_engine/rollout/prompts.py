@@ -78,10 +78,15 @@ def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
 
 
 class PromptSource:
-    """Iterates a stateful data loader (batch size 1) over ``epochs`` epochs."""
+    """Iterates a stateful data loader (batch size 1) over ``epochs`` epochs.
 
-    def __init__(self, dataloader: Any, epochs: int) -> None:
+    Args:
+        epoch_prompts: how many prompts to give of each epoch; None for all of them.
+    """
+
+    def __init__(self, dataloader: Any, epochs: int, epoch_prompts: int | None = None) -> None:
         self._dataloader = dataloader
+        self._epoch_prompts = len(dataloader) if epoch_prompts is None else epoch_prompts
         self._epochs = epochs
         self._epoch = 0
         self._taken_in_epoch = 0
@@ -93,7 +98,7 @@ class PromptSource:
 
     @property
     def prompts_left(self) -> int:
-        return max(0, (self._epochs - self._epoch) * len(self._dataloader) - self._taken_in_epoch)
+        return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
 
     def take(self) -> Prompt | None:
         """The next prompt, or None when every epoch is done."""
@@ -101,9 +106,12 @@ class PromptSource:
             if self._iterator is None:
                 self._iterator = iter(self._dataloader)
             row = next(self._iterator, None)
-            if row is not None:
+            if row is not None and self._taken_in_epoch < self._epoch_prompts:
                 self._taken_in_epoch += 1
                 return Prompt(self._epoch, int(row[DATASET_INDEX][0]), row)
+            # To its end, although the rest is not used: a sampler draws its next order from where it ended.
+            for _ in self._iterator:
+                pass
             self._iterator = None
             self._epoch += 1
             self._taken_in_epoch = 0
@@ -122,7 +130,7 @@ class PromptSource:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         self._iterator = None
-        if self._taken_in_epoch >= len(self._dataloader):
+        if self._taken_in_epoch >= self._epoch_prompts:
             # A loader's state at the end of an epoch marks it as used up; the next epoch starts from scratch.
             self._epoch += 1
             self._taken_in_epoch = 0

@@ -131,8 +131,13 @@ class RolloutScheduler:
         self._poke()
         return version
 
-    def pause_until_drained(self, timeout_s: float) -> None:
-        """Issue nothing and wait until no trajectory generates.
+    def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
+        """Wait until no trajectory generates, and issue nothing from then on.
+
+        Args:
+            timeout_s: deadline.
+            fill: go on issuing while the ledger admits groups, so that the batch under way is complete at this
+                version; otherwise issue nothing any more.
 
         Raises:
             RolloutFailed: generation failed meanwhile.
@@ -140,8 +145,8 @@ class RolloutScheduler:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._issuing = False
-            while self._generating:
+            self._issuing = fill
+            while self._generating or (fill and self._may_issue()):
                 self._raise_error()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise BatchTimeout(
@@ -150,6 +155,7 @@ class RolloutScheduler:
                         "so that a sync interrupts and resumes them"
                     )
                 self._changed.wait(remaining)
+            self._issuing = False
 
     def resume_issuing(self) -> None:
         with self._changed:
@@ -382,6 +388,9 @@ class RolloutScheduler:
             if isinstance(self._error, RolloutFailed):
                 raise self._error
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
+
+    def _may_issue(self) -> bool:
+        return bool(self._waiting) or (self.ledger.can_issue() and self._source.prompts_left > 0)
 
     def _over(self) -> bool:
         """Whether no further batch can form."""

@@ -36,7 +36,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.tracking import Tracking
 
-from recipe.async_engine.core.config import RunPlan, derive
+from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
@@ -93,7 +93,8 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         )
         self.timeouts = self.plan.settings.async_training.timeouts
         # Only the scheduler's thread takes from it; a checkpoint is restored before that thread starts.
-        self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs)
+        used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
+        self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.timeline = Timeline(time.monotonic, self.plan.max_concurrent_trajectories)
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
@@ -141,10 +142,14 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             max_staleness=plan.max_staleness,
             pipeline_depth=plan.pipeline_depth,
         )
-        bounds = {"target_groups": plan.total_steps * plan.batch_groups, "issue_limit": plan.total_groups}
+        rules = {
+            "target_groups": plan.total_steps * plan.batch_groups,
+            "issue_limit": plan.total_groups,
+            "whole_batches": plan.settings.async_training.whole_batches,
+        }
         if snapshot is None:
-            return SampleLedger(settings, **bounds)
-        return SampleLedger.restore(snapshot, settings, **bounds)
+            return SampleLedger(settings, **rules)
+        return SampleLedger.restore(snapshot, settings, **rules)
 
     def _new_scheduler(self) -> RolloutScheduler:
         plan, training = self.plan, self.plan.settings.async_training
@@ -290,9 +295,10 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
 
     def _publish(self) -> None:
         with self.timeline.phase("trainer", "sync"), marked_timer("param_sync", self.timing_raw, color="red"):
-            resume = self.plan.settings.async_training.partial_rollout
+            training = self.plan.settings.async_training
+            resume = training.partial_rollout
             if not resume:
-                self.scheduler.pause_until_drained(self.timeouts.drain)
+                self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
             self.metrics.update(
                 self.publisher.publish(self.ledger.version + 1, announce=self.scheduler.version_published)
             )
