@@ -181,7 +181,7 @@ def _whole_batches(case: Case) -> Iterator[Problem]:
     if bound > 1:
         advice = "One-step-off trains each batch one version late; for more, use the fully-asynchronous mode."
         yield case.problem("async_training.max_staleness", "0 or 1 with whole batches", advice)
-    if soft_depth(training) != bound:
+    elif soft_depth(training) != bound:
         name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
         yield case.problem(f"async_training.{name}", f"{bound}, the bound, with whole batches", "Remove it.")
     if training.trigger_parameter_sync_step != 1:
