@@ -29,6 +29,7 @@ from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
 
 FULLY_ASYNC = "recipe.fully_async.main"
+ONE_STEP_OFF = "recipe.one_step_off.main"
 RUN_S = 480
 
 

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
+from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task.settings import TaskPaths
 
 WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
@@ -113,6 +116,31 @@ def cpu_overrides(task: TaskPaths, out_dir: Path, ray_dir: Path, devices: int) -
         "+ray_kwargs.ray_init.include_dashboard=False",
         f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
     ]
+
+
+def forked_main(
+    main: str, overrides: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
+    here = str(Path(__file__).parent)
+    environment = environment | {"PYTHONPATH": os.pathsep.join([here, environment["PYTHONPATH"]])}
+    with Prefork(environment) as forks:
+        return subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                main,
+                *overrides,
+                f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
+            ],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"

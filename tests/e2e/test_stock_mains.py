@@ -19,8 +19,6 @@ the baseline of side-by-side runs. Each run is one subprocess with a Ray of its 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,16 +35,7 @@ def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[
     """Run a stock main to its end and return what it wrote and its metrics, one dictionary a step."""
     metrics = out_dir / "metrics.jsonl"
     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
-    finished = subprocess.run(
-        [sys.executable, "-m", main, *overrides],
-        env=environment,
-        cwd=out_dir,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
+    finished = stock.forked_main(main, overrides, out_dir, environment, RUN_S)
     assert finished.returncode == 0, finished.stdout[-8000:]
     return finished.stdout, stock.read_metrics(metrics)
 

@@ -23,7 +23,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 class UserAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        if kwargs["extra_info"]["index"] == int(os.environ["FAILING_INDEX"]):
+        if os.environ["FAILING_INDEX"] in ("all", str(kwargs["extra_info"]["index"])):
             raise ValueError("this prompt has no answer")
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         answer = await self.server_manager.generate(

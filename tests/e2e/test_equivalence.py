@@ -1,0 +1,194 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""With bound 0 the asynchronous engine is verl's synchronous trainer, bit for bit.
+
+Setting: fp32, one request at a time, a seed for each request from an agent loop that both sides use, batches of two
+mini-batches, shuffled data whose size is no multiple of the batch, two epochs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from main_runs import ONE_STEP_OFF, run_main, small
+from safetensors.torch import load_file
+from stock_overrides import forked_main, stock_environment
+
+from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+
+CHECKOUT = Path(__file__).parents[2]
+SYNC_MAIN = "verl.trainer.main_ppo"
+ROWS, BATCH, STEPS = 14, 4, 6
+ANSWERS = 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run left: by step, the answers in the order of the batch, the metrics and the weights after it."""
+
+    samples: list[list[dict[str, object]]]
+    metrics: list[dict[str, float]]
+    folder: Path
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        files = sorted((self.folder / f"global_step_{step}" / "actor" / "huggingface").glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def setting(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
+    """Overrides of ``preset=tiny_cpu`` for both sides."""
+    loops = folder / "agent_loops.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    loops.write_text("- name: seeded\n  _target_: seeded_agent_loop.SeededAgentLoop\n")
+    return [
+        *small(task, folder, ray_dir)[1:],
+        f"data.train_batch_size={BATCH}",
+        "data.shuffle=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"actor_rollout_ref.rollout.n={ANSWERS}",
+        "actor_rollout_ref.rollout.max_num_seqs=1",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=2",
+        "trainer.save_freq=1",
+        f"trainer.rollout_data_dir={folder}/samples",
+    ]
+
+
+def read(folder: Path, metrics: list[dict[str, float]]) -> Record:
+    samples = []
+    for step in range(1, STEPS + 1):
+        lines = (folder / "samples" / f"{step}.jsonl").read_text().splitlines()
+        samples.append([{key: json.loads(line)[key] for key in ("input", "output", "score")} for line in lines])
+    return Record(samples, metrics, folder)
+
+
+@pytest.fixture(scope="module")
+def equivalence_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
+    return ensure_task(tmp_path_factory.mktemp("equivalence") / "task", TaskSettings(train_size=ROWS, val_size=8))
+
+
+@pytest.fixture(scope="module")
+def short_dir() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def baseline(equivalence_task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
+    """Stock verl's synchronous trainer: one process generates and trains in turns."""
+    folder = tmp_path_factory.mktemp("sync")
+    overrides = [
+        "+preset=tiny_cpu",
+        *setting(equivalence_task, folder, short_dir),
+        "trainer.use_v1=false",
+        "trainer.logger=[console,file]",
+        "actor_rollout_ref.hybrid_engine=true",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+    ]
+    metrics = folder / "stock_metrics.jsonl"
+    environment = stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
+    finished = forked_main(SYNC_MAIN, overrides, folder, environment)
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    return read(folder, [step for step in steps if "actor/grad_norm" in step])
+
+
+def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
+    run = run_main(
+        main,
+        ["preset=tiny_cpu", *setting(task, folder, ray_dir), "async_training.staleness_threshold=0"],
+        folder,
+    )
+    assert run.returncode == 0, run.output[-8000:]
+    assert run.summary["staleness"] == {"bound": 0, "max": 0, "mean": 0.0}
+    return read(folder, run.metrics)
+
+
+def compare(ours: Record, stock: Record) -> None:
+    """Same prompts, answers and rewards in the same places, and the same weights after every step, bit for bit."""
+    assert len(ours.metrics) == len(stock.metrics) == STEPS
+    for step in range(1, STEPS + 1):
+        assert ours.samples[step - 1] == stock.samples[step - 1], f"step {step} trained other samples"
+        left, right = ours.weights(step), stock.weights(step)
+        assert left.keys() == right.keys()
+        different = [name for name in left if not torch.equal(left[name], right[name])]
+        assert not different, f"after step {step} the weights differ in {different}"
+
+
+@pytest.mark.e2e
+def test_the_baseline_learns_at_every_step(baseline: Record) -> None:
+    """What makes the comparison worth something."""
+    prompts = [[row["input"] for row in step] for step in baseline.samples]
+    assert all(len(set(step)) == BATCH and len(step) == BATCH * ANSWERS for step in prompts)
+    # Two epochs, each without repetition and in an order of its own; 2 of the 14 prompts are left out of each.
+    half = STEPS // 2
+    first, second = ([row for step in prompts[start : start + half] for row in step] for start in (0, half))
+    assert len(set(first)) == len(set(second)) == half * BATCH
+    assert first != second
+    for step, metrics in enumerate(baseline.metrics, start=1):
+        assert metrics["critic/advantages/max"] > 0 > metrics["critic/advantages/min"], f"step {step}"
+        assert metrics["actor/grad_norm"] > 0
+    weights = [baseline.weights(step) for step in range(1, STEPS + 1)]
+    assert all(
+        any(not torch.equal(before[name], after[name]) for name in before)
+        for before, after in itertools.pairwise(weights)
+    )
+
+
+@pytest.mark.e2e
+def test_bound_zero_equals_synchronous_training_bit_for_bit(
+    baseline: Record, equivalence_task: TaskPaths, tmp_path: Path, short_dir: Path
+) -> None:
+    ours = run_ours(ONE_STEP_OFF, equivalence_task, tmp_path, short_dir)
+    compare(ours, baseline)
+    # The version of every token is the number of updates before it, as in the baseline by construction.
+    assert [metrics["fully_async/staleness/oldest_token_max"] for metrics in ours.metrics] == [0] * STEPS
+    assert [metrics["fully_async/staleness/token_mean"] for metrics in ours.metrics] == [0] * STEPS
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("WrongVersionLabel", "step 3 trained other samples"),
+        ("WrongBatchOrder", "step 2 trained other samples"),
+        ("DoubleUpdate", "after step 2 the weights differ"),
+    ],
+)
+def test_the_comparison_finds_a_deliberate_fault(
+    fault: str,
+    found: str,
+    baseline: Record,
+    equivalence_task: TaskPaths,
+    tmp_path: Path,
+    short_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SABOTAGE", fault)
+    ours = run_ours("sabotage", equivalence_task, tmp_path, short_dir)
+    with pytest.raises(AssertionError, match=found):
+        compare(ours, baseline)
