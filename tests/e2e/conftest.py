@@ -33,13 +33,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
 
 
 @pytest.fixture(scope="session")
-def long_tail_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    """One answer in 20 has 121 tokens instead of 6."""
-    settings = TaskSettings(lengths="long_tail", train_size=256, val_size=32)
-    return ensure_task(tmp_path_factory.mktemp("long_tail") / "task", settings)
-
-
-@pytest.fixture(scope="session")
 def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
     """The same data and architecture with random weights, and a reward that any policy gets now and then.
 

@@ -246,15 +246,19 @@ class WeightPublisher(CheckpointEngineManager):
             record.error = error
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
-        """Take replicas out of routing, then send away the requests that wait at those still alive."""
+        """Take replicas out of routing, then send away the requests that wait at their servers.
+
+        Of a replica whose weight worker died the server still lives, paused, with requests that wait at it. A server
+        that is dead itself has failed them already.
+        """
+        leaving = [record for record in records if record.routed]
         for record in records:
             record.routed = False
         if records:
             await asyncio.wait_for(
                 self._load_balancer.remove_servers.remote([record.server_id for record in records]), PING_TIMEOUT_S
             )
-        alive = [record for record in records if not record.dead]
-        await self._each("leave routing", alive, lambda record: record.replica.server_handle.leave_routing.remote())
+        await self._each("leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote())
 
     async def _resume(self, records: list[ReplicaRecord]) -> None:
         async def resume(record: ReplicaRecord) -> None:
