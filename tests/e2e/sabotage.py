@@ -11,18 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""One-step-off trainers that are wrong on purpose: the comparison with synchronous training has to find each of them.
-
-As a main, runs the one that the environment variable ``SABOTAGE`` names.
-"""
+"""One-step-off trainers that are wrong on purpose: the comparison with synchronous training has to find each."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import hydra
-from omegaconf import DictConfig
 
 from recipe.one_step_off.trainer import OneStepOffTrainer
 
@@ -57,14 +50,3 @@ class DoubleUpdate(OneStepOffTrainer):
         if self.global_steps == WRONG_STEP:
             super()._fit_update_actor(batch)
         return super()._fit_update_actor(batch)
-
-
-@hydra.main(config_path="pkg://recipe.one_step_off.config", config_name="one_step_off_ppo_trainer", version_base=None)
-def main(config: DictConfig) -> None:
-    from recipe.async_engine.run import driver
-
-    driver.main(config, mode="one_step_off", trainer_class=f"sabotage.{os.environ['SABOTAGE']}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,22 +15,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import re
 from collections import Counter
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-SEEDS_PER_PROMPT = 1000
-
-_requests: Counter[int] = Counter()
+_uids: dict[int, list[str]] = {}
+_answers: Counter[str] = Counter()
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
-    """The seed is the prompt's index and how often this process has answered the prompt before."""
+    """The seed names the prompt, how often it came before, and which of its answers this is."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        index = int(kwargs["extra_info"]["index"])
-        seed = index * SEEDS_PER_PROMPT + _requests[index]
-        _requests[index] += 1
+        index, uid = int(kwargs["extra_info"]["index"]), str(kwargs["uid"])
+        uids = _uids.setdefault(index, [])
+        if uid not in uids:
+            uids.append(uid)
+        name = f"{index} {uids.index(uid)} {_answer(uid)}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
         return await super().run({**sampling_params, "seed": seed}, **kwargs)
+
+
+def _answer(uid: str) -> int:
+    """Which answer to its prompt this task is: its own name says so, or, in stock verl, the order of their start."""
+    task = asyncio.current_task()
+    assert task is not None
+    named = re.fullmatch(r"trajectory \d+-(\d+)-\d+", task.get_name())
+    _answers[uid] += 1
+    return int(named[1]) if named else _answers[uid] - 1

@@ -70,6 +70,7 @@ def setting(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.adv_estimator=grpo",
         "trainer.total_training_steps=null",
         "trainer.total_epochs=2",
         "trainer.save_freq=1",
@@ -189,6 +190,6 @@ def test_the_comparison_finds_a_deliberate_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SABOTAGE", fault)
-    ours = run_ours("sabotage", equivalence_task, tmp_path, short_dir)
+    ours = run_ours("sabotaged_main", equivalence_task, tmp_path, short_dir)
     with pytest.raises(AssertionError, match=found):
         compare(ours, baseline)

@@ -129,7 +129,8 @@ class TrajectoryWorker(AgentLoopWorker):
             version: policy version at issue, for traces.
         """
         generated = asyncio.Event()
-        task = asyncio.create_task(self._trajectory(generated, dict(sample), sample_index, rollout_n, version))
+        work = self._trajectory(generated, dict(sample), sample_index, rollout_n, version)
+        task = asyncio.create_task(work, name=f"trajectory {key}")
         self._running[key] = task
         try:
             signal = asyncio.create_task(generated.wait())
