@@ -1,0 +1,161 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Cost of one sample on its way from a finished answer to the trainer: this package against stock verl's queue.
+
+    python benchmarks/bookkeeping.py [--samples 1000 10000 100000] [--repeats 3]
+
+A sample is a prompt group of 8 answers of 256 tokens, made in another process. Counted is what comes after its making:
+
+- stock: the rollouter pickles the group, puts it into the `MessageQueue` actor; the trainer gets and unpickles it.
+- ours: the ledger and the gate (issue, ready, take, trained, publish) and the trainer's fetch of the 8 payloads by
+  reference. `books` is the ledger and the gate alone, which is what stands in the place of the queue's own work.
+
+Both handle batches of 64 groups, in one Ray session, in turns; reported are medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl import DataProto
+from verl.experimental.fully_async_policy.detach_utils import RolloutSample
+from verl.experimental.fully_async_policy.message_queue import MessageQueue, MessageQueueClient
+
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompts import PromptRef
+
+ANSWERS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 256
+BATCH = 64
+
+
+def trajectory() -> dict[str, np.ndarray]:
+    """What an agent loop leaves of one answer, padded as verl pads it."""
+    total = PROMPT_TOKENS + RESPONSE_TOKENS
+    return {
+        "prompts": np.zeros((1, PROMPT_TOKENS), dtype=np.int64),
+        "responses": np.ones((1, RESPONSE_TOKENS), dtype=np.int64),
+        "response_mask": np.ones((1, RESPONSE_TOKENS), dtype=np.int64),
+        "attention_mask": np.ones((1, total), dtype=np.int64),
+        "input_ids": np.ones((1, total), dtype=np.int64),
+        "position_ids": np.ones((1, total), dtype=np.int64),
+        "rollout_log_probs": np.zeros((1, RESPONSE_TOKENS), dtype=np.float32),
+    }
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """The agent-loop worker's end."""
+
+    def make(self) -> dict[str, np.ndarray]:
+        return trajectory()
+
+
+def stock_group(number: int) -> RolloutSample:
+    rows = [trajectory() for _ in range(ANSWERS)]
+    tensors = {key: torch.from_numpy(np.concatenate([row[key] for row in rows])) for key in rows[0]}
+    uids = np.array([f"uid_{number}"] * ANSWERS, dtype=object)
+    return RolloutSample(DataProto.from_dict(tensors, non_tensors={"uid": uids}), f"sample_{number}", 0, {})
+
+
+async def stock(samples: int) -> float:
+    """Seconds for ``samples`` groups through stock verl's queue."""
+    queue = MessageQueue.options(num_cpus=0).remote({}, max_queue_size=2 * BATCH)
+    client = MessageQueueClient(queue)
+    groups = [stock_group(number) for number in range(BATCH)]
+    spent = 0.0
+    for _ in range(samples // BATCH):
+        began = time.perf_counter()
+        for group in groups:
+            assert await client.put_sample(ray.cloudpickle.dumps(group))
+        for _ in range(BATCH):
+            received, _ = await client.get_sample()
+            ray.cloudpickle.loads(received)
+        spent += time.perf_counter() - began
+    ray.kill(queue)
+    return spent
+
+
+def ours(samples: int, worker: Any) -> tuple[float, float]:
+    """(seconds in all, seconds of them in ledger and gate) for ``samples`` groups."""
+    ledger = SampleLedger(GateSettings(BATCH, 1, 1, 1))
+    issued, books, fetching = 0, 0.0, 0.0
+    references: dict[int, list[Any]] = {}
+    for _ in range(samples // BATCH):
+        began = time.perf_counter()
+        started = []
+        while ledger.can_issue():
+            started.append(ledger.issue(PromptRef(issued, 0, f"0-{issued}")))
+            issued += 1
+        books += time.perf_counter() - began
+        for group in started:
+            references[group.id] = [worker.make.remote() for _ in range(ANSWERS)]
+        ray.wait([last[-1] for last in references.values()], num_returns=len(references), fetch_local=False)
+        began = time.perf_counter()
+        for group in started:
+            ledger.mark_ready(group.id, group.start)
+        batch = ledger.take()
+        books += time.perf_counter() - began
+        began = time.perf_counter()
+        rows = ray.get([reference for group in batch for reference in references[group.id]])
+        for row in rows:
+            _ = {key: torch.from_numpy(np.array(value)) for key, value in row.items()}
+        fetching += time.perf_counter() - began
+        began = time.perf_counter()
+        ledger.mark_trained()
+        ledger.publish()
+        books += time.perf_counter() - began
+        for group in batch:
+            del references[group.id]
+    return books + fetching, books
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+    worker = Worker.remote()
+    asyncio.run(stock(BATCH))
+    ours(BATCH, worker)
+    for samples in arguments.samples:
+        rounded = samples - samples % BATCH
+        times: dict[str, list[float]] = {"stock": [], "ours": [], "books": []}
+        for _ in range(arguments.repeats):
+            times["stock"].append(asyncio.run(stock(rounded)))
+            whole, books = ours(rounded, worker)
+            times["ours"].append(whole)
+            times["books"].append(books)
+        per_sample = {name: statistics.median(values) / rounded * 1e6 for name, values in times.items()}
+        row = {"samples": rounded} | {f"{name}_us": round(value, 1) for name, value in per_sample.items()}
+        row |= {f"stock_over_{name}": round(per_sample["stock"] / per_sample[name], 1) for name in ("ours", "books")}
+        print(json.dumps(row), flush=True)
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

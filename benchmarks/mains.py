@@ -1,0 +1,107 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Runs of mains for the benchmarks: a command, its metrics by step with the time at which each was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN_S = 1800
+POLL_S = 0.02
+
+
+@dataclass
+class Run:
+    """What a run left: ``steps`` are (seconds since the start of the command, metrics)."""
+
+    returncode: int = -1
+    output: str = ""
+    seconds: float = 0.0
+    steps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+
+    def seconds_per_step(self, skip: int) -> float:
+        """Mean over the steps after the first ``skip``, by the clock."""
+        times = [seconds for seconds, _ in self.steps]
+        return (times[-1] - times[skip - 1]) / (len(times) - skip)
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """For Ray: paths of sockets are limited to 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(
+    main: str, overrides: Sequence[str], metrics: Path, folder: Path, environment: Mapping[str, str] | None = None
+) -> Run:
+    """Run a main to its end; ``metrics`` is the file that it writes a line to after each step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = Run()
+    began = time.monotonic()
+    ended = threading.Event()
+
+    def watch() -> None:
+        position = 0
+        while True:
+            last = ended.is_set()
+            if metrics.exists():
+                with metrics.open() as lines:
+                    lines.seek(position)
+                    for line in iter(lines.readline, ""):
+                        if not line.endswith("\n"):
+                            break
+                        position += len(line.encode())
+                        result.steps.append((time.monotonic() - began, json.loads(line)))
+            if last:
+                return
+            time.sleep(POLL_S)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-m", main, *overrides],
+            env=dict(environment or os.environ),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+    finally:
+        result.seconds = time.monotonic() - began
+        ended.set()
+        watcher.join()
+    result.returncode, result.output = finished.returncode, finished.stdout
+    if finished.returncode != 0:
+        sys.stderr.write(finished.stdout[-6000:])
+        raise SystemExit(f"{main} ended with status {finished.returncode}")
+    return result
