@@ -16,7 +16,7 @@
     python benchmarks/overlap.py [--stage-seconds 12] [--steps 7] [--repeats 3]
 
 Stage times come from the synchronous mode (bound 0) of the same run: T_gen is what the trainer waits for a batch,
-T_train the rest of a step. Both stages are then padded by waits that use no CPU until each takes ``--stage-seconds``, and
+T_train the rest of a step. Both stages are then padded by waits that use no CPU until each takes ``--stage-seconds``:
 
     efficiency = max(T_gen, T_train) / seconds per step with bound 1.
 

@@ -1,0 +1,109 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Steps per second of the fully-asynchronous main against stock verl's, on the same task and cores.
+
+    python benchmarks/throughput.py [--steps 20] [--repeats 3]
+
+One trainer rank and one replica, 16 prompts of 8 answers a step, a weight sync after each step, one version of
+staleness, interruption on; answers of uniform length, then long-tailed (one in 20 is 20 times as long). Both mains take
+the same preset, and both start their workers as forks, so only the steps differ. Counted by the clock, without the
+first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from mains import Run, run, short_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+import stock_overrides as stock
+
+from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+
+CHECKOUT = Path(__file__).parents[1]
+OURS = "recipe.fully_async.main"
+BATCH = 16
+SKIP = 4
+
+
+def overrides(task: TaskPaths, preset: str, steps: int, out: Path, ray_dir: Path, plus: str) -> list[str]:
+    return [
+        f"{plus}preset={preset}",
+        f"data.train_files={task.train}",
+        f"data.val_files={task.val}",
+        f"actor_rollout_ref.model.path={task.model}",
+        f"reward.custom_reward_function.path={task.reward_file}",
+        "reward.custom_reward_function.name=compute_score",
+        "algorithm.adv_estimator=grpo",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        f"trainer.total_training_steps={steps}",
+        f"rollout.total_rollout_steps={steps * BATCH}",
+        f"trainer.default_local_dir={out}",
+        f"hydra.run.dir={out}/hydra",
+        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+    ]
+
+
+def ours(task: TaskPaths, preset: str, steps: int) -> Run:
+    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        settings = overrides(task, preset, steps, Path(out), ray_dir, plus="")
+        return run(OURS, settings, Path(out) / "metrics.jsonl", Path(out))
+
+
+def theirs(task: TaskPaths, preset: str, steps: int) -> Run:
+    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        metrics = Path(out) / "stock.jsonl"
+        environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
+        with Prefork(environment) as forks:
+            settings = [
+                *overrides(task, preset, steps, Path(out), ray_dir, plus="+"),
+                # The file's own search path is right from within a verl checkout only.
+                "hydra.searchpath=[pkg://verl.trainer.config]",
+                "trainer.logger=[console,file]",
+                f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
+            ]
+            finished = run(stock.FULLY_ASYNC_MAIN, settings, metrics, Path(out), environment)
+    finished.steps = [(at, line["data"]) for at, line in finished.steps if "actor/grad_norm" in line["data"]]
+    return finished
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for lengths, preset in (("uniform", "tiny_cpu"), ("long_tail", "tiny_cpu_long_tail")):
+        with tempfile.TemporaryDirectory() as folder:
+            task = ensure_task(Path(folder) / "task", TaskSettings(lengths=lengths))
+            ratios = []
+            for _ in range(arguments.repeats):
+                a, b = (side(task, preset, arguments.steps).seconds_per_step(SKIP) for side in (ours, theirs))
+                ratios.append(b / a)
+                row = {"lengths": lengths, "ours_s_per_step": round(a, 2), "stock_s_per_step": round(b, 2)}
+                print(json.dumps(row | {"ours_over_stock_steps_per_s": round(b / a, 2)}), flush=True)
+            print(json.dumps({"lengths": lengths, "median_ratio": round(statistics.median(ratios), 2)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
