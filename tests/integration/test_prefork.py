@@ -115,6 +115,14 @@ def test_without_a_server_it_is_the_plain_interpreter() -> None:
     assert not prefork.executable.exists()
 
 
+def test_any_job_but_a_clusters_first_gets_plain_interpreters() -> None:
+    with Prefork({}, modules=[MARK]) as prefork:
+        prefork.joined("01000000")
+        assert run(prefork, "-c", SHOW_MARK).stdout == "True\n"
+        prefork.joined("02000000")
+        assert run(prefork, "-c", SHOW_MARK).stdout == "False\n"
+
+
 def test_a_server_that_cannot_import_says_so() -> None:
     with Prefork({}, modules=["no_such_module"]) as prefork:
         failed = run(prefork, "-c", SHOW_MARK)

@@ -18,29 +18,17 @@ once, and each names the setting, its value, what is allowed and what to change.
 case for each rule.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.core.config import (
-    Settings,
-    batch_size,
-    lookup,
-    read_settings,
-    replica_size,
-    soft_depth,
-    staleness_bound,
-    step_limits,
-)
-from recipe.async_engine.core.knobs import render
+from recipe.async_engine.core import batch_rules
+from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
+from recipe.async_engine.core.config import read_settings, replica_size
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.problems import ConfigError, Problem
 
 __all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
 
-ROLLOUT = "actor_rollout_ref.rollout"
-ACTOR = "actor_rollout_ref.actor"
 # The advantage estimators of verl 0.9.1 that need neither a critic nor a second, greedy answer for each prompt.
 ADVANTAGE_ESTIMATORS = (
     "gdpo",
@@ -61,41 +49,6 @@ GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gpg", "reinforce_plus_plu
 REWARD_COLUMNS = ("reward_model",)
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """All that a rule may look at."""
-
-    config: Mapping[str, Any]
-    settings: Settings
-    dataset_rows: int | None
-    available: Resources | None
-    files: Sequence[FileFact]
-
-    def get(self, setting: str, default: Any = None) -> Any:
-        """The value of a setting."""
-        return lookup(self.config, setting, default)
-
-    def problem(self, setting: str, allowed: str, advice: str) -> Problem:
-        """A problem with a setting's present value."""
-        return Problem(setting, render(self.get(setting)), allowed, advice)
-
-    def count(self, setting: str) -> int | None:
-        """A setting's value if it is an integer of at least 1; `_amounts` reports it where it is not."""
-        value = self.get(setting)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
-
-    @property
-    def batch_groups(self) -> int | None:
-        """b, prompt groups of a step."""
-        mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
-        return None if mini is None else batch_size(self.config, self.settings.async_training)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the run asks for the CPU platform."""
-        return bool(self.get("trainer.device") == "cpu")
 
 
 def _amounts(case: Case) -> Iterator[Problem]:
@@ -120,121 +73,6 @@ def _amounts(case: Case) -> Iterator[Problem]:
         value = case.get(setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < -1:
             yield case.problem(setting, "an integer >= 1 (versions), or -1 for never", "It counts weight versions.")
-
-
-def _staleness(case: Case) -> Iterator[Problem]:
-    training = case.settings.async_training
-    bound, depth = staleness_bound(training), soft_depth(training)
-    if depth > bound:
-        name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
-        advice = f"Lower it, or set async_training.max_staleness={math.ceil(depth)} to allow such old samples."
-        yield case.problem(f"async_training.{name}", f"at most the bound of {bound} versions", advice)
-    if training.use_dynamic_resource_scheduling:
-        advice = (
-            "Remove it; to share accelerators between training and generation, use a mode that places both on them."
-        )
-        yield case.problem("async_training.use_dynamic_resource_scheduling", "false", advice)
-
-
-def _batch(case: Case) -> Iterator[Problem]:
-    training = case.settings.async_training
-    whole, train = training.whole_batches, case.get("data.train_batch_size", 0)
-    if not whole and train not in (0, None):
-        advice = f"Set the prompts of a step with {ACTOR}.ppo_mini_batch_size (times async_training.require_batches)."
-        yield case.problem("data.train_batch_size", "0", advice)
-    if whole and train not in (0, None):
-        yield from _train_batch(case)
-    if case.get("data.gen_batch_size", 1) not in ((1, None, train) if whole else (1, None)):
-        yield case.problem("data.gen_batch_size", "1", "Prompts are issued one by one; remove the setting.")
-    top, answers = case.settings.rollout.n, case.count(f"{ROLLOUT}.n")
-    if top is not None and answers is not None and top != answers:
-        yield case.problem("rollout.n", f"the value of {ROLLOUT}.n ({answers})", f"Set {ROLLOUT}.n only.")
-    batch = case.batch_groups
-    if batch is None:
-        return
-    setting = f"{ACTOR}.ppo_mini_batch_size"
-    if case.dataset_rows is not None and batch > case.dataset_rows:
-        allowed = f"a batch of at most {case.dataset_rows} prompts, the rows of data.train_files"
-        advice = f"A step needs {batch} (times async_training.require_batches). Lower it, or use more data."
-        yield case.problem(setting, allowed, advice)
-    for name, steps in step_limits(_countable(case), batch, case.dataset_rows, training).items():
-        if steps < 1 and name != "trainer.total_training_steps":
-            yield case.problem(name, f"enough for one batch of {batch} prompts", f"Raise it, or lower {setting}.")
-
-
-def _train_batch(case: Case) -> Iterator[Problem]:
-    """`data.train_batch_size` as the batch of a step, split into mini-batches by verl's update."""
-    size, mini = case.count("data.train_batch_size"), case.count(f"{ACTOR}.ppo_mini_batch_size")
-    if size is None or (mini is not None and size % mini):
-        advice = f"A step trains it in mini-batches of {ACTOR}.ppo_mini_batch_size prompts."
-        yield case.problem("data.train_batch_size", f"a multiple of {mini}, or 0 for one mini-batch", advice)
-    if case.settings.async_training.require_batches != 1:
-        advice = "data.train_batch_size is the batch of a step already."
-        yield case.problem("async_training.require_batches", "1 where data.train_batch_size is set", advice)
-
-
-def _whole_batches(case: Case) -> Iterator[Problem]:
-    training = case.settings.async_training
-    if not training.whole_batches:
-        return
-    bound = staleness_bound(training)
-    if bound > 1:
-        advice = "One-step-off trains each batch one version late; for more, use the fully-asynchronous mode."
-        yield case.problem("async_training.max_staleness", "0 or 1 with whole batches", advice)
-    elif soft_depth(training) != bound:
-        name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
-        yield case.problem(f"async_training.{name}", f"{bound}, the bound, with whole batches", "Remove it.")
-    if training.trigger_parameter_sync_step != 1:
-        advice = "Weights are published after every batch; remove the setting."
-        yield case.problem("async_training.trigger_parameter_sync_step", "1 with whole batches", advice)
-    if training.partial_rollout:
-        advice = "A batch is generated by one version of the weights; remove the setting."
-        yield case.problem("async_training.partial_rollout", "false with whole batches", advice)
-    if training.on_overdue != "wait":
-        yield case.problem("async_training.on_overdue", "wait with whole batches", "Remove the setting.")
-
-
-def _countable(case: Case) -> Mapping[str, Any]:
-    """The settings that limit the steps, without the ones that other rules report as malformed."""
-    names = ("trainer.total_training_steps", "trainer.total_epochs")
-    trainer = {name.rpartition(".")[2]: case.count(name) for name in names}
-    return {"trainer": trainer, "rollout": {"total_rollout_steps": case.settings.rollout.total_rollout_steps}}
-
-
-def _division(case: Case) -> Iterator[Problem]:
-    mini, answers = case.count(f"{ACTOR}.ppo_mini_batch_size"), case.count(f"{ROLLOUT}.n")
-    nodes, per_node = case.count("trainer.nnodes"), case.count("trainer.n_gpus_per_node")
-    if mini is None or answers is None or nodes is None or per_node is None:
-        return
-    ranks, copies = nodes * per_node, _model_parallel_size(case)
-    if ranks % copies:
-        advice = f"Change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes of {ACTOR}."
-        yield case.problem("trainer.n_gpus_per_node", f"a multiple of the model's {copies} parallel ranks", advice)
-        return
-    parts, trajectories = ranks // copies, mini * answers
-    setting = f"{ACTOR}.ppo_mini_batch_size"
-    if trajectories % parts:
-        advice = f"{mini} prompts with {answers} answers are {trajectories} trajectories: change either."
-        yield case.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
-        return
-    micro = case.count(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
-    if not case.get(f"{ACTOR}.use_dynamic_bsz") and micro is not None and (trajectories // parts) % micro:
-        allowed = f"a divisor of {trajectories // parts}, the trajectories of a rank's mini-batch"
-        advice = f"Lower it, or set {ACTOR}.use_dynamic_bsz=True."
-        yield case.problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", allowed, advice)
-
-
-def _model_parallel_size(case: Case) -> int:
-    """Trainer ranks that hold one copy of the batch."""
-    if case.get(f"{ACTOR}.strategy") == "megatron":
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        names = [f"{ACTOR}.megatron.{size}" for size in sizes]
-    else:
-        names = [f"{ACTOR}.ulysses_sequence_parallel_size"]
-    product = 1
-    for name in names:
-        product *= case.count(name) or 1
-    return product
 
 
 def _algorithm(case: Case) -> Iterator[Problem]:
@@ -366,10 +204,10 @@ def _files(case: Case) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _amounts,
-    _staleness,
-    _whole_batches,
-    _batch,
-    _division,
+    batch_rules.staleness,
+    batch_rules.whole_batches,
+    batch_rules.batch,
+    batch_rules.division,
     _algorithm,
     _engine,
     _rollout,

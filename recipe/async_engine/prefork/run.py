@@ -102,10 +102,14 @@ class Prefork:
     def joined(self, job_id: str) -> None:
         """Give up forking, and use plain interpreters, for any job but a cluster's first."""
         if job_id != FIRST_JOB:
-            self.stop()
+            self._end_server()
 
     def stop(self) -> None:
         """End the server. Forks that still run are not its concern: they live as long as their launchers."""
+        self._end_server()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_server(self) -> None:
         if self._server.stdin is not None:
             self._server.stdin.close()
         try:
@@ -113,7 +117,6 @@ class Prefork:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Prefork:
         return self

@@ -41,6 +41,7 @@ from recipe.async_engine.platform.detect import (
     choose_platform,
     inspect_machine,
 )
+from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.memory import MemoryMeter
@@ -87,8 +88,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     prefork = None
     failed: BaseException | None = None
     try:
-        own_ray = config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
-        if choice.is_cpu and own_ray and config.async_training.prefork_workers:
+        if _may_fork(config, choice):
             prefork = Prefork(choice.environment)
         _start_ray(config, choice, prefork)
         if config.ray_kwargs.ray_init.get("address"):
@@ -160,6 +160,22 @@ def _fill_builtin_task(config: DictConfig) -> None:
             if not reward.path:
                 reward.path, reward.name = str(paths.reward_file), "compute_score"
                 reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
+
+
+def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
+    """Whether this run's workers are to be forked from one process that has imported the stack."""
+    starts_ray = config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
+    asked = choice.is_cpu and starts_ray and config.async_training.prefork_workers
+    if not asked or sys.platform != "linux":
+        return False
+    if not is_supported(ray.__version__, RAY_SUPPORTED):
+        logger.warning(
+            "async_training.prefork_workers has no effect with ray %s (written for %s): workers start from scratch",
+            ray.__version__,
+            ", ".join(RAY_SUPPORTED),
+        )
+        return False
+    return True
 
 
 def _start_ray(config: DictConfig, choice: PlatformChoice, prefork: Prefork | None) -> None:

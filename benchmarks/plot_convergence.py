@@ -1,0 +1,66 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Draws what `convergence.py` wrote: mean reward by mode, over steps and over the clock. Needs matplotlib.
+
+python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+WINDOW = 5
+
+
+def smooth(values: list[float]) -> np.ndarray:
+    """Mean over the last ``WINDOW`` steps."""
+    padded = np.concatenate([np.full(WINDOW - 1, values[0]), values])
+    return np.convolve(padded, np.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def main(source: str, target: str) -> None:
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in Path(source).read_text().splitlines():
+        row = json.loads(line)
+        runs[row["variant"]].append(row)
+    figure, (by_step, by_clock) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for color, (variant, rows) in enumerate(runs.items()):
+        curves = np.stack([smooth(row["reward"]) for row in rows])
+        steps = np.arange(1, curves.shape[1] + 1)
+        clock = np.mean([row["seconds"] for row in rows], axis=0)
+        label = f"{variant} ({len(rows)} seed{'s' if len(rows) > 1 else ''})"
+        for axes, x in ((by_step, steps), (by_clock, clock)):
+            axes.plot(x, curves.mean(axis=0), color=f"C{color}", label=label, linewidth=1.4)
+            axes.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=f"C{color}", alpha=0.12, linewidth=0)
+    by_step.set(xlabel="step", ylabel=f"mean reward of the batch (over {WINDOW} steps)")
+    by_clock.set(xlabel="seconds since the first step, 2 shared cores")
+    by_step.legend(fontsize=8)
+    for axes in (by_step, by_clock):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

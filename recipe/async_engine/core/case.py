@@ -1,0 +1,63 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a rule of validation looks at: one configuration and what is known of the outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.async_engine.core.config import Settings, batch_size, lookup
+from recipe.async_engine.core.knobs import render
+from recipe.async_engine.core.outside import FileFact, Resources
+from recipe.async_engine.core.problems import Problem
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a rule may look at."""
+
+    config: Mapping[str, Any]
+    settings: Settings
+    dataset_rows: int | None
+    available: Resources | None
+    files: Sequence[FileFact]
+
+    def get(self, setting: str, default: Any = None) -> Any:
+        """The value of a setting."""
+        return lookup(self.config, setting, default)
+
+    def problem(self, setting: str, allowed: str, advice: str) -> Problem:
+        """A problem with a setting's present value."""
+        return Problem(setting, render(self.get(setting)), allowed, advice)
+
+    def count(self, setting: str) -> int | None:
+        """A setting's value if it is an integer of at least 1; `_amounts` reports it where it is not."""
+        value = self.get(setting)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+    @property
+    def batch_groups(self) -> int | None:
+        """b, prompt groups of a step."""
+        mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
+        return None if mini is None else batch_size(self.config, self.settings.async_training)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run asks for the CPU platform."""
+        return bool(self.get("trainer.device") == "cpu")
