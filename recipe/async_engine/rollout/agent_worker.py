@@ -156,10 +156,7 @@ class TrajectoryWorker(AgentLoopWorker):
         except RewardError:
             raise
         except Exception as error:  # a user's agent loop may raise anything
-            what = root_cause(error)
-            failed = AgentLoopError(f"{type(what).__name__}: {what}")
-            failed.add_note("".join(traceback.format_exception(error)).rstrip())
-            raise failed from error
+            raise _explained(AgentLoopError, "", error) from error
 
     async def cancel(self, keys: list[str]) -> None:
         """End the named trajectories; each one's caller sees the cancellation as its error."""
@@ -245,12 +242,7 @@ class TrajectoryWorker(AgentLoopWorker):
             except Exception as error:  # a user's reward function may raise anything; the last one is reported
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
-        what = root_cause(cause)
-        failed = RewardError(
-            f"the reward failed {self._reward_attempts} times, last with {type(what).__name__}: {what}"
-        )
-        failed.add_note("".join(traceback.format_exception(cause)).rstrip())
-        raise failed from cause
+        raise _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause) from cause
 
     @staticmethod
     def _scored(output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:
@@ -264,6 +256,14 @@ class TrajectoryWorker(AgentLoopWorker):
             reprefilled_tokens=recorder.reprefilled_tokens,
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
         )
+
+
+def _explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
+    """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
+    what = root_cause(error)
+    failed = kind(f"{words}{type(what).__name__}: {what}")
+    failed.add_note("".join(traceback.format_exception(error)).rstrip())
+    return failed
 
 
 def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
