@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+import stock_overrides as stock
+from main_process import run_module, short_run
+
+__all__ = ["Run", "run", "short_folder", "short_run", "stock"]
 
 RUN_S = 1800
 POLL_S = 0.02
@@ -86,16 +91,7 @@ def run(
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        finished = subprocess.run(
-            [sys.executable, "-m", main, *overrides],
-            env=dict(environment or os.environ),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=RUN_S,
-            check=False,
-        )
+        finished = run_module(main, overrides, folder, environment or os.environ, RUN_S)
     finally:
         result.seconds = time.monotonic() - began
         ended.set()

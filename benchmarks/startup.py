@@ -24,17 +24,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import psutil
-from mains import run, short_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-import stock_overrides as stock
+from mains import run, short_folder, short_run, stock
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
@@ -76,18 +72,9 @@ class Processes:
 def ours(task: TaskPaths, out: Path, ray_dir: Path, forked: bool) -> tuple[str, list[str], Path]:
     overrides = [
         "preset=tiny_cpu",
-        f"data.train_files={task.train}",
-        f"data.val_files={task.val}",
-        f"actor_rollout_ref.model.path={task.model}",
-        f"reward.custom_reward_function.path={task.reward_file}",
-        "reward.custom_reward_function.name=compute_score",
+        *short_run(task, out, ray_dir),
         f"async_training.prefork_workers={forked}",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
         "trainer.total_training_steps=1",
-        f"trainer.default_local_dir={out}",
-        f"hydra.run.dir={out}/hydra",
-        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
     ]
     return "recipe.fully_async.main", overrides, out / "metrics.jsonl"
 

@@ -27,14 +27,10 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from mains import Run, run, short_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-import stock_overrides as stock
+from mains import Run, run, short_folder, short_run, stock
 
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
@@ -48,19 +44,10 @@ SKIP = 4
 def overrides(task: TaskPaths, preset: str, steps: int, out: Path, ray_dir: Path, plus: str) -> list[str]:
     return [
         f"{plus}preset={preset}",
-        f"data.train_files={task.train}",
-        f"data.val_files={task.val}",
-        f"actor_rollout_ref.model.path={task.model}",
-        f"reward.custom_reward_function.path={task.reward_file}",
-        "reward.custom_reward_function.name=compute_score",
+        *short_run(task, out, ray_dir),
         "algorithm.adv_estimator=grpo",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
         f"trainer.total_training_steps={steps}",
         f"rollout.total_rollout_steps={steps * BATCH}",
-        f"trainer.default_local_dir={out}",
-        f"hydra.run.dir={out}/hydra",
-        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
     ]
 
 

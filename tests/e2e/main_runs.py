@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from main_process import run_module, short_run, with_helpers
 
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
@@ -62,37 +62,25 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     """Overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
     return [
         "preset=tiny_cpu",
-        f"data.train_files={task.train}",
-        f"data.val_files={task.val}",
-        f"actor_rollout_ref.model.path={task.model}",
-        f"reward.custom_reward_function.path={task.reward_file}",
-        "reward.custom_reward_function.name=compute_score",
+        *short_run(task, folder, ray_dir),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        f"trainer.default_local_dir={folder}",
-        f"hydra.run.dir={folder}/hydra",
-        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
     ]
+
+
+def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) -> list[str]:
+    """Overrides for a run in which one weight receiver dies in the sync of ``version``; see `faulty_engine`."""
+    monkeypatch.setenv("FAULTY_SYNC_VERSION", str(version))
+    monkeypatch.setenv("FAULTY_SYNC_MARK", str(mark))
+    checkpoint_engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    return [f"{checkpoint_engine}.backend=faulty_gloo", f"{checkpoint_engine}.custom_backend_module=faulty_engine"]
 
 
 def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S) -> FinishedRun:
     """Run ``main`` to its end; helpers in this folder can be named in ``overrides``."""
     # The main chooses its platform by itself, as it would in a user's shell.
     environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
-    here = str(Path(__file__).parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     folder.mkdir(parents=True, exist_ok=True)
-    finished = subprocess.run(
-        [sys.executable, "-m", main, *overrides],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    finished = run_module(main, overrides, folder, with_helpers(environment), timeout_s)
     (folder / "output.txt").write_text(finished.stdout)
     return FinishedRun(finished.returncode, finished.stdout, folder)

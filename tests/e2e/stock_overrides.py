@@ -22,8 +22,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from main_process import run_module, with_helpers
 
 from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
@@ -122,25 +123,10 @@ def forked_main(
     main: str, overrides: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
-    here = str(Path(__file__).parent)
-    environment = environment | {"PYTHONPATH": os.pathsep.join([here, environment["PYTHONPATH"]])}
+    environment = with_helpers(environment)
     with Prefork(environment) as forks:
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                main,
-                *overrides,
-                f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
-            ],
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        forked = f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}"
+        return run_module(main, [*overrides, forked], folder, environment, timeout_s)
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"

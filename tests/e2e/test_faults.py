@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import pytest
-from main_runs import FULLY_ASYNC, run_main, small
+from main_runs import FULLY_ASYNC, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
 
@@ -81,12 +81,9 @@ def test_only_replica_dying_in_a_sync_ends_the_run_and_the_resumed_run_trains_ev
 ) -> None:
     steps, groups = 8, 4
     mark = tmp_path / "died"
-    monkeypatch.setenv("FAULTY_SYNC_VERSION", "4")
-    monkeypatch.setenv("FAULTY_SYNC_MARK", str(mark))
     overrides = [
         *small(task, tmp_path / "run", ray_dir),
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=faulty_gloo",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=faulty_engine",
+        *dying_receiver(monkeypatch, mark, version=4),
         "async_training.staleness_threshold=2",
         "async_training.timeouts.weight_sync=15",
         "trainer.save_freq=1",

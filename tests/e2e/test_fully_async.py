@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
+from main_runs import FULLY_ASYNC, FinishedRun, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
 
@@ -112,14 +112,11 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
     slower than training and some answers always run when a step is done.
     """
     steps = 8
-    monkeypatch.setenv("FAULTY_SYNC_VERSION", "5")
-    monkeypatch.setenv("FAULTY_SYNC_MARK", str(tmp_path / "died"))
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         "data.max_response_length=96",
         "async_training.concurrent_samples_per_replica=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=faulty_gloo",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=faulty_engine",
+        *dying_receiver(monkeypatch, tmp_path / "died", version=5),
         "async_training.staleness_threshold=3",
         "async_training.timeouts.weight_sync=20",
         "algorithm.rollout_correction.rollout_is=token",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from main_runs import ONE_STEP_OFF, run_main, small
+from main_runs import ONE_STEP_OFF, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
 
@@ -29,15 +29,12 @@ def test_every_batch_is_one_version_late_also_after_a_crash_and_a_resume(
 ) -> None:
     steps, groups = 8, 4
     mark = tmp_path / "died"
-    monkeypatch.setenv("FAULTY_SYNC_VERSION", "5")
-    monkeypatch.setenv("FAULTY_SYNC_MARK", str(mark))
     overrides = [
         *small(task, tmp_path / "run", ray_dir),
         "data.train_batch_size=4",
         # Two mini-batches a step, as in synchronous training.
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=faulty_gloo",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=faulty_engine",
+        *dying_receiver(monkeypatch, mark, version=5),
         "async_training.timeouts.weight_sync=15",
         # Fewer slots than a batch: its groups start one after the other, and still all at one version.
         "async_training.concurrent_samples_per_replica=3",

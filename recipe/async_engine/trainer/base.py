@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
@@ -49,6 +49,7 @@ from recipe.async_engine.trainer import rollout_state
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.setup import side_by_side, start_rollout
+from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             )
         )
         self.plan: RunPlan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
-        _derive_verl_settings(config, self.plan)
+        derive_verl_settings(config, self.plan)
         roles = {Role.ActorRollout: ray.remote(ActorWorker)}
         if need_reference_policy(config):
             roles[Role.RefPolicy] = ray.remote(ActorWorker)
@@ -380,22 +381,3 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
 
 
 LEDGER_COUNTS = ("issued", "trained", "filtered", "failed", "live")
-
-
-def _derive_verl_settings(config: Any, plan: RunPlan) -> None:
-    """Write the values that verl reads from elsewhere in its configuration."""
-    timeouts = plan.settings.async_training.timeouts
-    with open_dict(config):
-        # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
-        config.actor_rollout_ref.hybrid_engine = True
-        config.trainer.total_training_steps = plan.total_steps
-        config.data.gen_batch_size = 1
-        rollout = config.actor_rollout_ref.rollout
-        rollout.nnodes, rollout.n_gpus_per_node = config.rollout.nnodes, config.rollout.n_gpus_per_node
-        custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
-        custom["recipe"] = {
-            "first_weights_timeout_s": timeouts.first_weights,
-            "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
-            "weight_sync_timeout_s": timeouts.weight_sync,
-        }
-        rollout.custom = custom

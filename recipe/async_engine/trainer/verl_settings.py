@@ -1,0 +1,39 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Values of a run that verl reads from elsewhere in its configuration than where this package has them."""
+
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+from recipe.async_engine.core.config import RunPlan
+
+
+def derive_verl_settings(config: Any, plan: RunPlan) -> None:
+    """Write the values that verl reads from elsewhere in its configuration."""
+    timeouts = plan.settings.async_training.timeouts
+    with open_dict(config):
+        # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
+        config.actor_rollout_ref.hybrid_engine = True
+        config.trainer.total_training_steps = plan.total_steps
+        config.data.gen_batch_size = 1
+        rollout = config.actor_rollout_ref.rollout
+        rollout.nnodes, rollout.n_gpus_per_node = config.rollout.nnodes, config.rollout.n_gpus_per_node
+        custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
+        custom["recipe"] = {
+            "first_weights_timeout_s": timeouts.first_weights,
+            "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
+            "weight_sync_timeout_s": timeouts.weight_sync,
+        }
+        rollout.custom = custom

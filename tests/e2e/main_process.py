@@ -1,0 +1,65 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A main as a process of its own, and what every short run of one is told; for tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from recipe.async_engine.task.settings import TaskPaths
+
+
+def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which the modules of this folder can be named in overrides."""
+    path = filter(None, [str(Path(__file__).parent), environment.get("PYTHONPATH")])
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def run_module(
+    main: str, overrides: Sequence[str], folder: Path, environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """``python -m main overrides`` in ``folder``, to its end; standard error is in its output."""
+    return subprocess.run(
+        [sys.executable, "-m", main, *overrides],
+        env=dict(environment),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def short_run(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
+    """Overrides for a run on ``task`` that does not validate and writes below ``folder`` only.
+
+    ``ray_dir`` must be short: a socket path below it has at most 107 bytes.
+    """
+    return [
+        f"data.train_files={task.train}",
+        f"data.val_files={task.val}",
+        f"actor_rollout_ref.model.path={task.model}",
+        f"reward.custom_reward_function.path={task.reward_file}",
+        "reward.custom_reward_function.name=compute_score",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        f"trainer.default_local_dir={folder}",
+        f"hydra.run.dir={folder}/hydra",
+        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+    ]
