@@ -39,12 +39,14 @@ import numpy as np
 import ray
 import torch
 from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, _InternalAgentLoopOutput
 from verl.experimental.fully_async_policy.detach_utils import RolloutSample
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, MessageQueueClient
 
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.rollout.payload import pack, unpack
 
 ANSWERS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 256
 BATCH = 64
@@ -68,8 +70,21 @@ def trajectory() -> dict[str, np.ndarray]:
 class Worker:
     """The agent-loop worker's end."""
 
-    def make(self) -> dict[str, np.ndarray]:
-        return trajectory()
+    def __init__(self) -> None:
+        row = {name: torch.from_numpy(value) for name, value in trajectory().items()}
+        extra = {"version_runs": ((0, RESPONSE_TOKENS),), "exact_versions": True, "reward_extra_info": {"score": 1.0}}
+        self.output = _InternalAgentLoopOutput(
+            prompt_ids=row.pop("prompts"),
+            response_ids=row.pop("responses"),
+            response_logprobs=row.pop("rollout_log_probs"),
+            reward_score=1.0,
+            metrics=AgentLoopMetrics(),
+            extra_fields=extra,
+            **row,
+        )
+
+    def make(self) -> bytes:
+        return pack(self.output)
 
 
 def stock_group(number: int) -> RolloutSample:
@@ -118,9 +133,9 @@ def ours(samples: int, worker: Any) -> tuple[float, float]:
         batch = ledger.take()
         books += time.perf_counter() - began
         began = time.perf_counter()
-        rows = ray.get([reference for group in batch for reference in references[group.id]])
-        for row in rows:
-            _ = {key: torch.from_numpy(np.array(value)) for key, value in row.items()}
+        payloads = ray.get([reference for group in batch for reference in references[group.id]])
+        for payload in payloads:
+            unpack(payload)
         fetching += time.perf_counter() - began
         began = time.perf_counter()
         ledger.mark_trained()

@@ -37,8 +37,9 @@ from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
 CHECKOUT = Path(__file__).parents[1]
 OURS = "recipe.fully_async.main"
-BATCH = 16
+BATCH, ANSWERS = 16, 8
 SKIP = 4
+PRESETS = {"uniform": "tiny_cpu", "long_tail": "tiny_cpu_long_tail"}
 
 
 def overrides(task: TaskPaths, preset: str, steps: int, out: Path, ray_dir: Path, plus: str) -> list[str]:
@@ -66,6 +67,10 @@ def theirs(task: TaskPaths, preset: str, steps: int) -> Run:
                 *overrides(task, preset, steps, Path(out), ray_dir, plus="+"),
                 # The file's own search path is right from within a verl checkout only.
                 "hydra.searchpath=[pkg://verl.trainer.config]",
+                # Set by our main, to be set by hand in stock's.
+                "actor_rollout_ref.hybrid_engine=false",
+                "data.gen_batch_size=1",
+                f"rollout.n={ANSWERS}",
                 "trainer.logger=[console,file]",
                 f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
             ]
@@ -78,9 +83,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", nargs="+", choices=list(PRESETS), default=list(PRESETS))
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for lengths, preset in (("uniform", "tiny_cpu"), ("long_tail", "tiny_cpu_long_tail")):
+    for lengths in arguments.lengths:
+        preset = PRESETS[lengths]
         with tempfile.TemporaryDirectory() as folder:
             task = ensure_task(Path(folder) / "task", TaskSettings(lengths=lengths))
             ratios = []

@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.experimental.agent_loop import agent_loop as stock
@@ -42,6 +43,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryWorker,
 )
 from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
@@ -167,9 +169,27 @@ async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str
         sample["agent_name"] = loop
 
     async def collect() -> list[Any]:
-        return [item async for item in worker.run_trajectory(key, sample, 4, 0, 7)]
+        items = [item async for item in worker.run_trajectory(key, sample, 4, 0, 7)]
+        return [unpack(item) if isinstance(item, bytes) else item for item in items]
 
     return await asyncio.wait_for(collect(), SOON)
+
+
+async def test_a_payload_is_the_whole_trajectory_in_bytes(make_worker: Any) -> None:
+    _, _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
+    output.extra_fields["of the user"] = lambda: "anything that cloudpickle takes"
+    packed = pack(output)
+    assert type(packed) is bytes
+    again = unpack(packed)
+    tensors = {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
+    assert {"prompt_ids", "response_ids", "response_mask", "attention_mask", "position_ids"} <= tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(getattr(again, name), value)
+        assert getattr(again, name).dtype == value.dtype
+        getattr(again, name).zero_()
+    assert again.extra_fields.pop("of the user")() == output.extra_fields.pop("of the user")()
+    rest = vars(output).keys() - tensors.keys()
+    assert {name: getattr(again, name) for name in rest} == {name: getattr(output, name) for name in rest}
 
 
 async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> None:
@@ -181,7 +201,7 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     score.set_result(0.25)
     scored = await asyncio.wait_for(anext(events), SOON)
     assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2)
-    payload = await asyncio.wait_for(anext(events), SOON)
+    payload = unpack(await asyncio.wait_for(anext(events), SOON))
     assert payload.reward_score == 0.25
     assert payload.response_ids[0, :2].tolist() == [10, 11]
     with pytest.raises(StopAsyncIteration):

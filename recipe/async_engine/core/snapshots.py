@@ -21,7 +21,7 @@ from typing import Any
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.gate import GateSettings
 
-SNAPSHOT_FORMAT = 2
+SNAPSHOT_FORMAT = 3
 
 
 def check_restorable(snapshot: Mapping[str, Any], settings: GateSettings, whole_batches: bool) -> None:

@@ -47,7 +47,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.versions import VersionSegments, align
-from recipe.async_engine.rollout.payload import pack, unpack
+from recipe.async_engine.rollout.payload import pack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 
 logger = logging.getLogger(__name__)
@@ -291,4 +291,4 @@ class TrajectoryManager(AgentLoopManager):
 
     def join(self, outputs: list[Any]) -> DataProto:
         """Join fetched trajectories into one batch as verl's worker does; that method needs no worker's state."""
-        return AgentLoopWorker._postprocess(self, [unpack(output) for output in outputs])
+        return AgentLoopWorker._postprocess(self, outputs)

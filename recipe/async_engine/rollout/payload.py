@@ -11,28 +11,30 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A finished trajectory on its way from worker to trainer.
+"""A finished trajectory as it travels from its worker to the trainer.
 
-Contract: :func:`unpack` gives back what :func:`pack` took. In between, tensors are NumPy arrays over the same memory:
-Ray ships those without copying, while each pickled tensor costs a serialisation of its own on both sides. Shown by
-tests/integration/test_agent_worker.py.
+Contract: :func:`unpack` gives back what :func:`pack` took. In between it is one `bytes`, which Ray hands over as it is:
+the trainer fetches hundreds of trajectories a step, and Ray's own way of an object with several arrays costs it several
+times as much for each (benchmarks/bookkeeping.py). Tensors are pickled as NumPy arrays, since each pickled tensor costs
+a serialisation of its own on both sides. Shown by tests/integration/test_agent_worker.py.
 """
 
+import pickle
 from typing import Any
 
 import numpy as np
 import torch
+from ray import cloudpickle
 
 
-def pack(output: Any) -> Any:
-    """A copy of verl's padded trajectory (a pydantic model) whose tensor fields are arrays."""
+def pack(output: Any) -> bytes:
+    """verl's padded trajectory (a pydantic model), in bytes; extra fields may hold whatever cloudpickle takes."""
     arrays = {name: value.numpy() for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
-    return output.model_copy(update=arrays)
+    return cloudpickle.dumps(output.model_copy(update=arrays), protocol=5)
 
 
-def unpack(packed: Any) -> Any:
-    """The trajectory with tensor fields again; they own their memory, since Ray's is read-only."""
-    tensors = {
-        name: torch.from_numpy(np.array(value)) for name, value in vars(packed).items() if isinstance(value, np.ndarray)
-    }
-    return packed.model_copy(update=tensors)
+def unpack(packed: bytes) -> Any:
+    """The trajectory again. ``packed`` comes from a worker of the same Ray cluster; its tensors own their memory."""
+    output = pickle.loads(packed)
+    tensors = {name: torch.from_numpy(value) for name, value in vars(output).items() if isinstance(value, np.ndarray)}
+    return output.model_copy(update=tensors)

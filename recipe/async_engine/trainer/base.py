@@ -42,6 +42,7 @@ from recipe.async_engine.core.groups import OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
+from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
@@ -238,7 +239,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
 
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
         references = [reference for group in groups for reference in group.payloads]
-        outputs = ray.get(references, timeout=self.timeouts.batch_wait)
+        outputs = [unpack(payload) for payload in ray.get(references, timeout=self.timeouts.batch_wait)]
         size = self.plan.answers_per_group
         batch = assemble(
             groups,
