@@ -13,7 +13,7 @@
 # limitations under the License.
 """Learning on the built-in task by mode and staleness bound, over several seeds.
 
-    python benchmarks/convergence.py runs/convergence.jsonl [--steps 100] [--seeds 3] [--only sync one_step_off]
+    python benchmarks/convergence.py runs/convergence.jsonl [--steps 60] [--seeds 3] [--only sync one_step_off]
     python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 
 Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, and the final
@@ -27,6 +27,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from mains import run, short_folder
 
 ONE_STEP_OFF, FULLY_ASYNC = "recipe.one_step_off.main", "recipe.fully_async.main"
 CORRECTED = ["algorithm.rollout_correction.bypass_mode=false", "algorithm.rollout_correction.rollout_is=token"]
+
+STEPS = 60
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "sync": (ONE_STEP_OFF, ["async_training.staleness_threshold=0"]),
@@ -79,30 +82,36 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def sweep(results: Path, steps: int, seeds: int, variants: Sequence[str] = tuple(VARIANTS)) -> list[dict[str, Any]]:
+    """Do the runs that ``results`` does not have yet; returns all rows of the file."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    done = {(row["variant"], row["seed"]) for row in read(results)}
+    with tempfile.TemporaryDirectory() as task:
+        for seed in range(seeds):
+            for variant in variants:
+                if (variant, seed) in done:
+                    continue
+                row = one_run(variant, seed, steps, Path(task))
+                with results.open("a") as lines:
+                    lines.write(json.dumps(row) + "\n")
+                print(variant, seed, row["first"], row["last"], flush=True)
+    return read(results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), default=list(VARIANTS))
     arguments = parser.parse_args()
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["variant"], row["seed"]) for row in read(arguments.results)}
-    with tempfile.TemporaryDirectory() as task:
-        for seed in range(arguments.seeds):
-            for variant in arguments.only:
-                if (variant, seed) in done:
-                    continue
-                row = one_run(variant, seed, arguments.steps, Path(task))
-                with arguments.results.open("a") as lines:
-                    lines.write(json.dumps(row) + "\n")
-                print(variant, seed, row["first"], row["last"], flush=True)
-    rows = read(arguments.results)
+    rows = sweep(arguments.results, arguments.steps, arguments.seeds, arguments.only)
     for variant in VARIANTS:
         scores = [row["last"] for row in rows if row["variant"] == variant]
         if scores:
             spread = f"{min(scores):.3f} to {max(scores):.3f}"
-            print(f"{variant:28} {statistics.mean(scores):.3f} ({spread}, {len(scores)} seeds)")
+            seconds = statistics.mean(row["seconds"][-1] for row in rows if row["variant"] == variant)
+            print(f"{variant:28} {statistics.mean(scores):.3f} ({spread}, {len(scores)} seeds), {seconds:.0f} s")
 
 
 if __name__ == "__main__":

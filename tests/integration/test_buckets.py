@@ -38,7 +38,7 @@ def read(frames: list[tuple[torch.Tensor, torch.Tensor]], version: int | None = 
     reader = BucketReader(version, BUCKET_BYTES + TEXT_BYTES)
     got = {}
     for fields, body in frames:
-        for name, tensor in reader.tensors(reader.header(fields), body):
+        for name, tensor in reader.tensors(reader.header(fields.tolist()), body):
             got[name] = tensor.clone()
     return got
 
@@ -69,12 +69,12 @@ def test_stream_with_fewer_tensors_than_announced_is_refused() -> None:
 def test_frame_larger_than_the_receivers_bucket_is_refused_with_the_setting() -> None:
     ((fields, _), _) = stream({"a": torch.zeros(3)})
     with pytest.raises(WeightStreamError, match="update_weights_bucket_megabytes"):
-        BucketReader(None, 8).header(fields)
+        BucketReader(None, 8).header(fields.tolist())
 
 
 def test_bytes_that_are_no_frame_are_refused() -> None:
     with pytest.raises(WeightStreamError, match="not a weight frame"):
-        BucketReader(None, BUCKET_BYTES).header(torch.arange(6))
+        BucketReader(None, BUCKET_BYTES).header(list(range(6)))
 
 
 def test_many_small_tensors_fit_the_frame_text() -> None:

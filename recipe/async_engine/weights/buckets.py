@@ -21,8 +21,8 @@ that says what the payload holds. There is no pickle, so a receiver runs no code
 - ABORT: the sender's own weights failed; the text says why.
 
 The reader checks magic number, policy version, sequence number, sizes and totals, and names tensor and version in every
-error (tests/integration/test_gloo_engine.py). Packing copies into two alternating buckets, so that a bucket can be
-filled while the one before it is sent.
+error (tests/integration/test_gloo_engine.py). Packing copies into buckets that are used in turns, so that one
+can be filled while those before it are on their way.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class BucketWriter:
     """Packs a stream of named tensors into frames, for one sync.
 
     Args:
-        buckets: two uint8 buffers of equal size, ``capacity + TEXT_BYTES`` bytes each.
+        buckets: uint8 buffers of equal size, ``capacity + TEXT_BYTES`` bytes each, used in turns.
         version: the policy version of the weights, or None.
 
-    A frame that `frames` yielded lies in one of the buckets: it must have been sent before the frame after next is
-    asked for.
+    A frame that `frames` yielded lies in one of the buckets: it must have been sent before the generator comes round to
+    that bucket again; with two, before the frame after next is asked for.
     """
 
-    def __init__(self, buckets: tuple[torch.Tensor, torch.Tensor], version: int | None) -> None:
+    def __init__(self, buckets: tuple[torch.Tensor, ...], version: int | None) -> None:
         self._buckets = buckets
         self._capacity = buckets[0].numel() - TEXT_BYTES
         self._version = NO_VERSION if version is None else version
@@ -149,7 +149,7 @@ class BucketWriter:
 
     @property
     def _bucket(self) -> torch.Tensor:
-        return self._buckets[self._sequence % 2]
+        return self._buckets[self._sequence % len(self._buckets)]
 
     def _data_frame(self, pieces: list[Piece], payload_bytes: int) -> Frame:
         return self._frame(DATA, payload_bytes, [list(asdict(piece).values()) for piece in pieces])
@@ -187,13 +187,13 @@ class BucketReader:
         version = "any" if self._version is None else self._version
         return f"version {version}, frame {self._sequence}, last complete tensor: {self._last_name}"
 
-    def header(self, fields: torch.Tensor) -> Header:
+    def header(self, fields: list[int]) -> Header:
         """Parse and check a header.
 
         Raises:
             WeightStreamError: it is not the header that must come now.
         """
-        magic, kind, version, sequence, payload_bytes, text_bytes = fields.tolist()
+        magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT):
             raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")
         if self._version is not None and version != NO_VERSION and version != self._version:

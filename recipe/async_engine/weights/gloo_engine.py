@@ -36,8 +36,8 @@ Contract:
 - A sender returns when every receiver has gone through the whole stream, so that its success is theirs.
 - A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
   asked for, and must not be written to. Copy what must last.
-- Buffers stay allocated between syncs: two buckets of at most `MAX_BUCKET_BYTES` (on one host: in all), and, on a
-  receiver, the largest tensor if it exceeds a bucket.
+- Buffers stay allocated between syncs: two buckets of at most `MAX_BUCKET_BYTES` (on one host: four, for all members
+  together), and, on a receiver, the largest tensor if it exceeds a bucket.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from recipe.async_engine.weights.transport import (
 logger = logging.getLogger(__name__)
 
 BACKEND = "recipe_gloo"
-# Larger buckets are not faster over loopback, and two of them are kept.
+# Larger buckets are not faster on one host or over loopback, and several of them are kept.
 MAX_BUCKET_BYTES = 64 << 20
 OUTSIDE = -1
 
@@ -288,7 +288,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             raise WeightStreamError("no group to receive in: call prepare and init_process_group first")
         started = time.monotonic()
         deadline = Deadline(self._timeout_s)
-        reader = BucketReader(global_steps, self._bucket_bytes, self._assembly)
+        reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
         with _dropping_group(self), ExitStack() as cleanup:
             turn = 0
             arrival = self._on_thread(lambda: transport.receive(0, reader, deadline))

@@ -13,9 +13,9 @@
 # limitations under the License.
 """How frames get from the sender to the receivers of a weight sync: through the gloo group, or through shared memory.
 
-Both transports keep the same promises. `send` returns when the bucket of the frame before may be filled again;
-`receive` gives the next frame, whose body stays as it is until the next but one is asked for; `confirm` ends a sync on
-both sides and returns when every receiver has gone through the whole stream. All calls block, up to the deadline.
+Both transports keep the same promises. `send` returns when the bucket of the next frame may be filled; `receive` gives
+the next frame, whose body stays as it is until the next but one is asked for; `confirm` ends a sync on both sides and
+returns when every receiver has gone through the whole stream. All calls block, up to the deadline.
 
 `SharedMemoryTransport` is for members on one host: the sender packs into memory that the receivers read, so a byte is
 copied once, whatever the number of receivers. gloo then carries headers and turns only.
@@ -33,6 +33,7 @@ import torch
 
 from recipe.async_engine.weights.buckets import (
     DATA,
+    END,
     HEADER_FIELDS,
     BucketReader,
     Frame,
@@ -43,7 +44,10 @@ from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup
 
 BROADCASTS_PER_FRAME = 2
 
-Buckets = tuple[torch.Tensor, torch.Tensor]
+# With two, sender and receivers wait for each other at every turn.
+SHARED_SEGMENTS = 4
+
+Buckets = tuple[torch.Tensor, ...]
 
 
 class Transport(Protocol):
@@ -77,8 +81,11 @@ class GlooTransport:
 
     def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
         what = _receiving(self.group, reader)
-        header = _receive_header(self.group, reader, deadline, what)
-        body = self.buckets[turn % 2][: header.body_bytes]
+        fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
+        self.group.start_broadcast(fields, deadline, what)
+        self.group.finish(what)
+        header = reader.header(fields.tolist())
+        body = self.buckets[turn % len(self.buckets)][: header.body_bytes]
         self.group.start_broadcast(body, deadline, what)
         self.group.finish(what)
         return header, body
@@ -89,50 +96,61 @@ class GlooTransport:
 
 
 class SharedMemoryTransport:
-    """Headers are broadcast; bodies lie in two segments that all members map.
+    """Bodies lie in segments that all members map, and are used in turns.
 
-    After header k the members synchronise once more, when the receivers are done with frame k - 1, whose bucket the
-    sender fills next. Order of the group's calls: H0 H1 S0 H2 S1 ... H(END) confirm.
+    The sender posts each frame's header to every receiver; a receiver posts its number back when it is done with the
+    frame. The sender fills a segment again when all receivers are done with it, so it is up to ``len(buckets) - 1``
+    frames ahead of the slowest.
     """
 
     def __init__(self, group: GlooGroup, buckets: Buckets) -> None:
         self.group = group
         self.buckets = buckets
+        self._receivers = range(1, group.world_size)
         self._sent = 0
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
-        self.group.start_broadcast(frame.header, deadline, what)
-        self.group.finish(what)
+        for receiver in self._receivers:
+            self.group.post(frame.header, receiver, what)
         self._sent += 1
-        if frame.kind != DATA:
-            self._sent = 0
-        elif self._sent > 1:
-            self.group.synchronize(deadline, what)
+        if frame.kind == DATA:
+            if self._sent >= len(self.buckets):
+                self._await_done(self._sent - len(self.buckets), deadline, what)
+            return
+        if frame.kind == END:
+            # Nobody reports the last DATA frame: `confirm` says that all are through.
+            for turn in range(max(0, self._sent - len(self.buckets)), self._sent - 2):
+                self._await_done(turn, deadline, what)
+        self.group.deliver(deadline, what)
+        self._sent = 0
+
+    def _await_done(self, turn: int, deadline: Deadline, what: str) -> None:
+        for receiver in self._receivers:
+            done = self.group.collect(receiver, deadline, what)[0]
+            if done != turn:
+                raise WeightStreamError(f"{what}: receiver {receiver} is done with frame {done}, not {turn}")
+        self.group.arrived(leaving=(self._sent - turn - 1) * len(self._receivers))
 
     def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
         what = _receiving(self.group, reader)
         if turn > 1:
-            self.group.synchronize(deadline, what)
-        header = _receive_header(self.group, reader, deadline, what)
-        return header, self.buckets[turn % 2][: header.body_bytes]
+            self.group.post(torch.full((HEADER_FIELDS,), turn - 2, dtype=torch.int64), 0, what)
+        header = reader.header(self.group.collect(0, deadline, what))
+        # The sender has sent this frame, so it has heard of the one whose segment it lies in.
+        self.group.arrived(leaving=len(self.buckets))
+        return header, self.buckets[turn % len(self.buckets)][: header.body_bytes]
 
     def confirm(self, deadline: Deadline, what: str) -> None:
         self.group.synchronize(deadline, what)
+        self.group.arrived(leaving=0)
 
 
 def _receiving(group: GlooGroup, reader: BucketReader) -> str:
     return f"receiving weights on rank {group.rank} ({reader.position})"
 
 
-def _receive_header(group: GlooGroup, reader: BucketReader, deadline: Deadline, what: str) -> Header:
-    fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
-    group.start_broadcast(fields, deadline, what)
-    group.finish(what)
-    return reader.header(fields)
-
-
 class SharedSegments:
-    """Two anonymous segments of memory: made by the sender, opened by the receivers through its /proc entry.
+    """Anonymous segments of memory: made by the sender, opened by the receivers through its /proc entry.
 
     They have no name in any file system, so none is left behind however the processes end, and the size of /dev/shm
     does not matter.
@@ -141,19 +159,18 @@ class SharedSegments:
     def __init__(self, paths: Sequence[str], bucket_bytes: int) -> None:
         self.paths = list(paths)
         try:
-            first, second = (_map(path, bucket_bytes) for path in paths)
+            self.buckets: Buckets = tuple(_map(path, bucket_bytes) for path in paths)
         except OSError as error:
             raise WeightStreamError(
                 f"the sender's shared memory {paths} cannot be opened ({error}). Set checkpoint_engine.engine_kwargs."
                 "recipe_gloo.shared_memory=false to send through gloo instead."
             ) from error
-        self.buckets: Buckets = (first, second)
         self._close: weakref.finalize | None = None
 
     @classmethod
     def create(cls, bucket_bytes: int) -> SharedSegments:
         """Make the segments; they live as long as this object or a receiver's mapping."""
-        descriptors = [os.memfd_create("recipe-weights", os.MFD_CLOEXEC) for _ in range(2)]
+        descriptors = [os.memfd_create("recipe-weights", os.MFD_CLOEXEC) for _ in range(SHARED_SEGMENTS)]
         for descriptor in descriptors:
             os.ftruncate(descriptor, bucket_bytes)
         segments = cls([f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors], bucket_bytes)

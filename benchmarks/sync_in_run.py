@@ -1,0 +1,110 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How long generation stands still for a weight sync, in runs of the fully-asynchronous main.
+
+    python benchmarks/sync_in_run.py [--steps 6]
+
+One trainer rank and one replica on the built-in task, once with its own tiny model and once with an untrained model of
+0.5B parameters (the shape of Qwen2.5-0.5B, bf16 on both sides). Medians over the syncs after the first: the transfer
+itself (`weight_sync/seconds`, ended when the engine has taken every tensor), the whole sync, and the time in which no
+replica generated. How the transfer compares with a copy in memory is for `weight_sync.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+from mains import run, short_folder, short_run
+
+from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+
+SYNC = {
+    "transfer_s": "weight_sync/seconds",
+    "sync_s": "fully_async/weight_sync/seconds",
+    "generation_paused_s": "fully_async/weight_sync/generation_paused_seconds",
+}
+BF16 = "{param_dtype:bf16,reduce_dtype:bf16,buffer_dtype:bf16}"
+# One short step is enough between two syncs, and all that two cores can do with half a billion parameters.
+LARGE = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "data.max_response_length=8",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+    "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+    f"actor_rollout_ref.actor.fsdp_config.mixed_precision={BF16}",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=1024",
+]
+
+
+def half_billion(task: TaskPaths, folder: Path) -> Path:
+    """An untrained model of that size that speaks the task's language."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shutil.copytree(task.model, folder)
+    for weights in folder.glob("*.safetensors*"):
+        weights.unlink()
+    tokens = json.loads((folder / "config.json").read_text())
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        **{name: tokens[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--models", nargs="+", choices=("tiny", "0.5B"), default=("tiny", "0.5B"))
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        task = ensure_task(Path(folder) / "task", TaskSettings())
+        for model in arguments.models:
+            large = model == "0.5B"
+            path = half_billion(task, Path(folder) / "large") if large else task.model
+            with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+                overrides = [
+                    "preset=tiny_cpu",
+                    *short_run(task, Path(out), ray_dir),
+                    *(LARGE if large else []),
+                    f"actor_rollout_ref.model.path={path}",
+                    f"trainer.total_training_steps={arguments.steps}",
+                ]
+                steps = run("recipe.fully_async.main", overrides, Path(out) / "metrics.jsonl", Path(out)).steps
+            syncs = [metrics for _, metrics in steps if SYNC["sync_s"] in metrics]
+            row = {"model": model, "syncs": len(syncs), "megabytes": round(syncs[-1]["weight_sync/bytes"] / 1e6, 2)}
+            row |= {name: round(statistics.median(sync[key] for sync in syncs), 3) for name, key in SYNC.items()}
+            row["step_s"] = round(statistics.median(metrics["timing_s/step"] for _, metrics in steps[1:]), 2)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
