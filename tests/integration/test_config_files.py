@@ -16,12 +16,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from safetensors.numpy import save_file
 
 from recipe.async_engine.config.inspect import check, file_facts, plain
 from recipe.async_engine.core.problems import ConfigError
@@ -96,6 +98,17 @@ def test_paths_that_are_not_set_are_refused(paths: dict[str, Path]) -> None:
 def test_a_directory_without_a_model_is_refused(paths: dict[str, Path]) -> None:
     (paths["model"] / "config.json").unlink()
     assert "It has no config.json" in message(configured(paths))
+
+
+def test_a_tensor_larger_than_the_bucket_is_refused(paths: dict[str, Path]) -> None:
+    # Of int8, and counted in the dtype in which the trainer keeps its weights.
+    weights = {"embedding": np.zeros((5 << 20) + 1, np.int8), "norm": np.zeros(8, np.int8)}
+    save_file(weights, paths["model"] / "model-00001-of-00001.safetensors")
+    setting = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    assert check(configured(paths, more=[f"{setting}=21"]))
+    refused = message(configured(paths, more=[f"{setting}=20"]))
+    assert f"{setting}=20" in refused and "at least 21" in refused and "embedding" in refused
+    assert check(configured(paths, more=[f"{setting}=11", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"]))
 
 
 def test_a_hub_name_is_refused_where_the_hub_is_offline(

@@ -250,6 +250,16 @@ def test_run_ends_when_every_replica_fails_to_load() -> None:
     assert fleet.when("announce") == fleet.when("resume") == []
 
 
+def test_engine_that_takes_no_weights_is_named_though_the_trainer_fails_with_it() -> None:
+    too_large = WeightLoadError("tensor embedding has 260 MB")
+    fleet = Fleet((too_large, too_large))
+    fleet.sender.fails = [RuntimeError("a member is gone"), RuntimeError("a member is gone")]
+    with pytest.raises(NoReplicaLeft, match="embedding has 260 MB") as caught:
+        fleet.publish(0)
+    assert caught.value.__cause__ is too_large
+    assert fleet.when("announce") == fleet.when("resume") == []
+
+
 def test_trainer_that_cannot_send_ends_the_run_by_name() -> None:
     fleet = Fleet((), ())
     fleet.sender.fails = [ActorDiedError(), ActorDiedError()]

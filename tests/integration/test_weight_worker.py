@@ -204,6 +204,22 @@ async def test_broken_stream_is_closed_for_the_engine_which_takes_the_next_load(
     assert_complete(server)
 
 
+async def test_tensor_that_does_not_fit_is_named_and_the_engine_takes_the_next_load(address: str) -> None:
+    server = Server(address)
+    adapter = make_adapter(server)
+
+    async def too_large() -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        yield "norm", torch.zeros(8)
+        yield "embedding", torch.zeros((1 << 18) + 1)
+
+    with pytest.raises(WeightLoadError, match=r"embedding has 1048580 bytes.*update_weights_bucket_megabytes=1;"):
+        await adapter.update_weights(too_large(), global_steps=4)
+    assert ("commit", 4) not in server.journal
+    server.weights.clear()
+    await asyncio.wait_for(adapter.update_weights(stream(), global_steps=5), SOON)
+    assert_complete(server)
+
+
 def test_interrupt_wakes_a_waiting_thread_at_once(address: str) -> None:
     interrupt = Interrupt()
     socket = DeadlineSocket(zmq.Context.instance().socket(zmq.REQ), SOON, interrupt)

@@ -18,7 +18,9 @@ the model hub at most once (with a deadline), changes nothing, and starts nothin
 """
 
 import ast
+import contextlib
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.core.config import RunPlan, derive, lookup
 from recipe.async_engine.core.outside import FileFact, Resources
@@ -97,7 +100,9 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
     if not path:
         yield FileFact(setting, "null", "model", fault="is not set")
     elif not _is_remote(str(path)):
-        yield FileFact(setting, str(path), "model", fault=_model_fault(str(path)))
+        yield FileFact(
+            setting, str(path), "model", fault=_model_fault(str(path)), largest_tensor=_largest_tensor(Path(path))
+        )
 
 
 def _model_fault(path: str) -> str | None:
@@ -107,6 +112,16 @@ def _model_fault(path: str) -> str | None:
     if local.exists():
         return "is not a directory"
     return _hub_fault(path) if HUB_NAME.fullmatch(path) else "does not exist"
+
+
+def _largest_tensor(model: Path) -> tuple[str, int] | None:
+    """Name and number of elements, from the headers of the model's weights; None where it has no such files."""
+    sizes = {}
+    for file in model.expanduser().glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
+            names = weights.keys()
+            sizes |= {name: math.prod(weights.get_slice(name).get_shape()) for name in names}
+    return max(sizes.items(), key=lambda item: item[1], default=None)
 
 
 def _hub_fault(name: str) -> str | None:

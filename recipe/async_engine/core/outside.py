@@ -39,6 +39,7 @@ class FileFact:
         fault: Why it cannot be used (`does not exist`, ...), or None.
         rows: Rows of a data file, where known.
         columns: Columns of a data file, where known.
+        largest_tensor: Name and number of elements of a model's largest tensor, where known.
     """
 
     setting: str
@@ -47,3 +48,4 @@ class FileFact:
     fault: str | None = None
     rows: int | None = None
     columns: tuple[str, ...] | None = None
+    largest_tensor: tuple[str, int] | None = None

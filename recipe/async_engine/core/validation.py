@@ -136,6 +136,7 @@ def _cpu(case: Case) -> Iterator[Problem]:
         )
         allowed = "recipe_gloo where trainer.device=cpu"
         yield case.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)
+    yield from _bucket(case)
     budget, sequences = case.count(f"{ROLLOUT}.max_num_batched_tokens"), case.count(f"{ROLLOUT}.max_num_seqs")
     length = case.count(f"{ROLLOUT}.max_model_len")
     if budget is None or sequences is None or length is None or not case.get(f"{ROLLOUT}.enable_chunked_prefill"):
@@ -144,6 +145,20 @@ def _cpu(case: Case) -> Iterator[Problem]:
         allowed = f"at least max_num_seqs * max_model_len, {sequences * length}"
         advice = "vLLM's CPU sampler fails when the prefill of a seeded request is chunked: raise it, or lower either."
         yield case.problem(f"{ROLLOUT}.max_num_batched_tokens", allowed, advice)
+
+
+def _bucket(case: Case) -> Iterator[Problem]:
+    """On a CPU a tensor goes to vLLM's engine through one piece of shared memory, and whole."""
+    setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    megabytes = case.count(setting)
+    wide = case.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")
+    for fact in case.files:
+        if megabytes is not None and fact.largest_tensor is not None:
+            name, elements = fact.largest_tensor
+            needed = -(-elements * (4 if wide else 2) // (1 << 20))
+            if needed > megabytes:
+                allowed = f"at least {needed} where trainer.device=cpu, the megabytes of the model's {name}"
+                yield case.problem(setting, allowed, f"Set {setting}={needed}.")
 
 
 def _resources(case: Case) -> Iterator[Problem]:

@@ -130,7 +130,7 @@ class WeightPublisher(CheckpointEngineManager):
             refused = [record for record in candidates if isinstance(record.error, WeightLoadError)]
             if len(refused) == len(candidates):
                 refused = []
-            if trainer_error is not None and attempt == ATTEMPTS and self._candidates():
+            if attempt == ATTEMPTS and self._candidates() and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         loaded = [record for record in loaded if not record.dead]
         await self._unroute([record for record in self._records if record not in loaded])
@@ -143,6 +143,10 @@ class WeightPublisher(CheckpointEngineManager):
             cause = next(record.error for record in loaded if record.error is not None)
             raise NoReplicaLeft(f"no rollout replica resumed with version {version}: {self._errors()}") from cause
         return {**metrics, "fully_async/weight_sync/generation_paused_seconds": time.monotonic() - paused_at}
+
+    def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
+        """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
+        return trainer_error is not None and all(record.error is trainer_error for record in self._candidates())
 
     def _candidates(self) -> list[ReplicaRecord]:
         return [record for record in self._records if not record.dead]

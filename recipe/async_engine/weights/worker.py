@@ -109,7 +109,7 @@ class DeadlineSocket:
 
 
 class DeadlineWeightSender(BucketedWeightSender):
-    """verl's shared-memory/IPC sender with deadlines.
+    """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor fits where it cannot be split.
 
     If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
     for the next bucket for ever and could take no further load. The version is not committed in that case.
@@ -131,8 +131,13 @@ class DeadlineWeightSender(BucketedWeightSender):
         from verl.workers.rollout.utils import ensure_async_iterator
 
         try:
-            async for item in ensure_async_iterator(weights):
-                yield item
+            async for name, tensor in ensure_async_iterator(weights):
+                if self.use_shm and tensor.nbytes > self.bucket_size:
+                    raise WeightLoadError(
+                        f"tensor {name} has {tensor.nbytes} bytes, more than fit into "
+                        f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; raise it"
+                    )
+                yield name, tensor
         except Exception:
             if self.socket is not None and self.socket.may_send:
                 with contextlib.suppress(WeightLoadError, zmq.ZMQError):
