@@ -16,10 +16,10 @@
     python benchmarks/sync_in_run.py [--steps 3]
 
 One trainer rank and one replica on the built-in task, once with its own tiny model and once with an untrained model of
-0.5B parameters (the shape of Qwen2.5-0.5B, bf16 on both sides). Medians over the syncs after the first. A step of the large one takes
-minutes on two cores, and nothing here depends on it: the transfer
-itself (`weight_sync/seconds`, ended when the engine has taken every tensor), the whole sync, and the time in which no
-replica generated. How the transfer compares with a copy in memory is for `weight_sync.py`.
+0.5B parameters (the shape of Qwen2.5-0.5B, bf16 on both sides; a step of it takes minutes on two cores). Medians over
+the steps' syncs: the transfer itself (`weight_sync/seconds`, ended when the engine has taken every tensor), the whole
+sync, and the time in which no replica generated. How the transfer compares with a copy in memory is for
+`weight_sync.py`.
 """
 
 from __future__ import annotations
