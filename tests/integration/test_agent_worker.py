@@ -176,7 +176,7 @@ async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str
 
 
 async def test_a_payload_is_the_whole_trajectory_in_bytes(make_worker: Any) -> None:
-    _, _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
+    _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     output.extra_fields["of the user"] = lambda: "anything that cloudpickle takes"
     packed = pack(output)
     assert type(packed) is bytes
@@ -211,7 +211,7 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
 
 async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker: Any) -> None:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
-    _, scored, payload = await run(make_worker(server, Reward(1.0)))
+    scored, payload = await run(make_worker(server, Reward(1.0)))
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
     assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3)
     assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
@@ -219,27 +219,27 @@ async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker:
 
 async def test_turns_and_tool_tokens_of_a_users_loop_are_told_apart(make_worker: Any) -> None:
     server = ScriptedServer(part([10, 11], 7), part([20], 9))
-    _, scored, payload = await run(make_worker(server, Reward(1.0)), "ToolLoop")
+    scored, payload = await run(make_worker(server, Reward(1.0)), "ToolLoop")
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (-1, 1), (9, 1))
     assert (scored.oldest_version, scored.newest_version, scored.response_tokens) == (7, 9, 4)
 
 
 async def test_answer_that_its_loop_cuts_keeps_the_versions_of_what_is_left(make_worker: Any) -> None:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12, 13, 14], 8))
-    _, scored, payload = await run(make_worker(server, Reward(1.0)), "TruncatingLoop")
+    scored, payload = await run(make_worker(server, Reward(1.0)), "TruncatingLoop")
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
     assert (scored.exact_versions, scored.response_tokens) == (True, 3)
 
 
 async def test_answer_that_its_loop_rewrote_counts_as_sampled_by_the_oldest_version(make_worker: Any) -> None:
     server = ScriptedServer(part([10, 11], 5, "aborted"), part([12], 8))
-    _, scored, payload = await run(make_worker(server, Reward(1.0)), "RewritingLoop")
+    scored, payload = await run(make_worker(server, Reward(1.0)), "RewritingLoop")
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((5, 2),)
     assert scored.exact_versions is False
 
 
 async def test_empty_answer_counts_as_of_the_version_at_issue(make_worker: Any) -> None:
-    _, scored, payload = await run(make_worker(ScriptedServer(part([], 7)), Reward(0.0)))
+    scored, payload = await run(make_worker(ScriptedServer(part([], 7)), Reward(0.0)))
     assert (scored.oldest_version, scored.newest_version, scored.response_tokens) == (7, 7, 0)
     assert payload.response_mask.sum() == 0
 
@@ -252,15 +252,15 @@ async def test_default_loop_is_the_configured_one_and_sampling_is_the_rollouts(m
 
 
 async def test_score_is_left_to_the_trainer_where_no_reward_worker_exists(make_worker: Any) -> None:
-    _, scored, payload = await run(make_worker(ScriptedServer(part([10], 7)), None))
+    scored, payload = await run(make_worker(ScriptedServer(part([10], 7)), None))
     assert scored.score is None
     assert payload.reward_score is None
 
 
 async def test_failing_reward_is_asked_again_for_the_same_answer(make_worker: Any) -> None:
     server, reward = ScriptedServer(part([10, 11], 7)), Reward(OSError("sandbox is busy"), 0.5)
-    generated, scored, _ = await run(make_worker(server, reward))
-    assert (generated, scored.score) == (TrajectoryGenerated(), 0.5)
+    scored, _ = await run(make_worker(server, reward))
+    assert scored.score == 0.5
     assert (len(server.calls), reward.calls) == (1, 2)
 
 
@@ -300,7 +300,7 @@ async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: A
     await worker.cancel(["doomed", "unknown"])
     with pytest.raises(TrajectoryCancelled, match="doomed"):
         await asyncio.wait_for(doomed, SOON)
-    assert len(other.result()) == 3
+    assert len(other.result()) == 2
     assert worker._running == {}
 
 

@@ -14,9 +14,10 @@
 """Agent-loop workers that hand out one trajectory at a time.
 
 Contract: ``run_trajectory`` yields ``TrajectoryGenerated`` when the last token is sampled (its generation slot is free
-from then on), then ``TrajectoryScored`` with what the scheduler decides on, then the payload, which the caller keeps
-as an object reference and never unpacks. Any of verl's agent loops runs here unchanged, user-defined ones included;
-versions come from the client's record, not from the loop. A failing reward is retried on its own, the answer is kept.
+from then on), unless the reward is there at once, then ``TrajectoryScored`` with what the scheduler decides on, then
+the payload, which the caller keeps as an object reference and never unpacks. Any of verl's agent loops runs here
+unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
+retried on its own, the answer is kept.
 
 Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.py.
 """
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 VERSION_RUNS = "version_runs"
 """Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
+
+REWARD_AT_ONCE_S = 0.03
 
 
 class RewardError(RecipeError):
@@ -137,7 +140,10 @@ class TrajectoryWorker(AgentLoopWorker):
             await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
             signal.cancel()
             if generated.is_set():
-                yield TrajectoryGenerated()
+                # What is yielded costs both ends about as much as the rest of a short trajectory.
+                await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
+                if not task.done():
+                    yield TrajectoryGenerated()
             output, recorder = await self._result(task, key)
             yield self._scored(output, recorder, version)
             yield pack(output)

@@ -39,7 +39,6 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import (
     RewardError,
     TrajectoryCancelled,
-    TrajectoryGenerated,
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
@@ -340,11 +339,11 @@ class RolloutScheduler:
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
         """Take in what a trajectory yields."""
         async for event, payload in call.events():
-            if isinstance(event, TrajectoryGenerated):
+            if event is not None:
                 slot.free()
-            elif isinstance(event, TrajectoryScored):
+            if isinstance(event, TrajectoryScored):
                 run.scored[n] = event
-            else:
+            elif event is None:
                 run.payloads[n] = payload
 
     def _count_generating(self, change: int) -> None:
