@@ -13,7 +13,7 @@
 # limitations under the License.
 """Learning on the built-in task by mode and staleness bound, over several seeds.
 
-    python benchmarks/convergence.py runs/convergence.jsonl [--steps 60] [--seeds 3] [--only sync one_step_off]
+    python benchmarks/convergence.py runs/convergence.jsonl [--steps 50] [--seeds 3] [--only sync one_step_off]
     python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 
 Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, and the final
@@ -36,7 +36,7 @@ from mains import run, short_folder
 ONE_STEP_OFF, FULLY_ASYNC = "recipe.one_step_off.main", "recipe.fully_async.main"
 CORRECTED = ["algorithm.rollout_correction.bypass_mode=false", "algorithm.rollout_correction.rollout_is=token"]
 
-STEPS = 60
+STEPS = 50
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "sync": (ONE_STEP_OFF, ["async_training.staleness_threshold=0"]),
