@@ -1,0 +1,312 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A log-prob server's queue: right version or marked, nothing kept or lost, nothing waits without an end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from recipe.async_engine.core.scoring import (
+    Anchor,
+    Promotion,
+    ScoringBatch,
+    ScoringQueue,
+    ScoringRequest,
+    ScoringSettings,
+)
+
+BUDGET, DELAY_S, DRAIN_S = 100, 1.0, 10.0
+
+
+def queue_of(anchor: Anchor = Anchor.GENERATION, **changes: bool) -> ScoringQueue:
+    return ScoringQueue(ScoringSettings(anchor, BUDGET, DELAY_S, DRAIN_S, **changes))
+
+
+def request(number: int, version: int, tokens: int = 10, start: int = 0, arrived: float = 0.0) -> ScoringRequest:
+    return ScoringRequest(number, version, tokens, start, arrived)
+
+
+def serve(queue: ScoringQueue, version: int, now: float = 0.0) -> None:
+    """Let the queue hold its first weights."""
+    queue.begin_load(version)
+    queue.staged(now)
+    assert queue.next(now) == Promotion(version)
+    queue.promoted()
+
+
+def stage(queue: ScoringQueue, version: int, now: float) -> None:
+    queue.begin_load(version)
+    queue.staged(now)
+
+
+def scored_by(queue: ScoringQueue, now: float) -> ScoringBatch:
+    batch = queue.next(now)
+    assert isinstance(batch, ScoringBatch)
+    queue.scored()
+    return batch
+
+
+def test_batch_waits_for_others_but_not_longer_than_the_delay() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    assert queue.submit(request(1, 0))
+    assert queue.next(0.5) is None and queue.wake_at() == DELAY_S
+    assert queue.submit(request(2, 0, arrived=0.5))
+    assert [r.id for r in scored_by(queue, DELAY_S).requests] == [1, 2]
+
+
+def test_full_batch_goes_at_once_and_the_oldest_groups_first() -> None:
+    queue = queue_of()
+    serve(queue, 5)
+    for number, start in ((1, 5), (2, 3), (3, 4)):
+        queue.submit(request(number, 5, tokens=40, start=start))
+    batch = queue.next(0.0)
+    assert isinstance(batch, ScoringBatch)
+    assert [r.id for r in batch.requests] == [2, 3] and batch.tokens == 80
+    assert queue.next(99.0) is None, "one batch at a time"
+
+
+def test_sequence_larger_than_a_batch_is_scored_alone() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    queue.submit(request(1, 0, tokens=3 * BUDGET))
+    queue.submit(request(2, 0))
+    assert [r.id for r in scored_by(queue, 0.0).requests] == [1]
+
+
+def test_server_moves_on_when_its_version_is_scored_and_the_next_is_asked_for() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    queue.submit(request(1, 0))
+    stage(queue, 1, now=0.1)
+    assert queue.next(0.1) is None, "nobody asks for version 1, and the batch may still fill"
+    queue.submit(request(2, 1, arrived=0.2))
+    assert [r.id for r in scored_by(queue, 0.2).requests] == [1]
+    assert queue.next(0.2) == Promotion(1)
+    queue.promoted()
+    batch = scored_by(queue, 0.2 + DELAY_S)
+    assert (batch.version, batch.late) == (1, frozenset())
+
+
+def test_segment_that_is_on_its_way_during_a_sync_finds_its_version() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    stage(queue, 1, now=0.1)
+    assert queue.next(5.0) is None and queue.wake_at() is None
+    queue.submit(request(1, 0, arrived=5.0))
+    assert scored_by(queue, 6.0).late == frozenset()
+
+
+def test_next_weights_push_out_staged_ones_that_nobody_asked_for() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    stage(queue, 1, now=0.1)
+    queue.begin_load(2)
+    assert not queue.may_stage
+    assert queue.next(0.2) == Promotion(1)
+    queue.promoted()
+    assert queue.may_stage
+
+
+def test_what_misses_the_deadline_is_scored_by_the_live_version_and_marked() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    queue.paused = True
+    queue.submit(request(1, 0))
+    stage(queue, 1, now=1.0)
+    queue.submit(request(2, 1, arrived=1.0))
+    assert queue.next(10.9) is None and queue.wake_at() == 1.0 + DRAIN_S
+    assert queue.next(11.0) == Promotion(1)
+    queue.promoted()
+    queue.paused = False
+    batch = scored_by(queue, 12.0)
+    assert (batch.version, batch.late) == (1, frozenset({1}))
+
+
+def test_request_for_a_version_that_is_not_on_its_way_is_refused_and_one_whose_load_fails_is_handed_back() -> None:
+    queue = queue_of()
+    assert not queue.submit(request(1, 0)), "no weights were ever announced"
+    serve(queue, 0)
+    assert not queue.submit(request(1, 1))
+    queue.begin_load(1)
+    assert queue.submit(request(1, 1)) and queue.submit(request(2, 0))
+    assert [r.id for r in queue.load_failed()] == [1]
+    assert [r.id for r in scored_by(queue, DELAY_S).requests] == [2]
+
+
+def test_latest_moves_on_at_once_and_never_looks_back() -> None:
+    queue = queue_of(Anchor.LATEST)
+    serve(queue, 0)
+    queue.submit(request(1, 0))
+    stage(queue, 1, now=0.0)
+    assert queue.next(0.0) == Promotion(1)
+    queue.promoted()
+    assert (scored_by(queue, DELAY_S).version, len(queue)) == (1, 0)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_latest_waits_for_newer_weights_or_answers_with_the_old_ones_as_configured(stale: bool) -> None:
+    queue = queue_of(Anchor.LATEST, answer_stale=stale)
+    serve(queue, 0)
+    queue.begin_load(1)
+    queue.submit(request(1, 1))
+    answer = queue.next(DELAY_S)
+    if stale:
+        assert isinstance(answer, ScoringBatch) and (answer.version, answer.late) == (0, frozenset({1}))
+    else:
+        assert answer is None and queue.wake_at() is None
+
+
+def test_weights_out_of_order_are_refused() -> None:
+    queue = queue_of()
+    with pytest.raises(ValueError, match="no weights are on their way"):
+        queue.staged(0.0)
+    serve(queue, 3)
+    with pytest.raises(ValueError, match="version 2 is older than version 3"):
+        queue.begin_load(2)
+    queue.begin_load(4)
+    with pytest.raises(ValueError, match="version 4 is on its way already"):
+        queue.begin_load(5)
+    queue.submit(request(1, 3))
+    with pytest.raises(ValueError, match="request 1 waits already"):
+        queue.submit(request(1, 3))
+
+
+class Server(RuleBasedStateMachine):
+    """Any order of events; an owner that does what it is told."""
+
+    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans())
+    def start(self, anchor: Anchor, stale: bool) -> None:
+        self.anchor, self.stale = anchor, stale
+        self.queue = queue_of(anchor, answer_stale=stale)
+        self.now, self.version, self.numbers = 0.0, -1, 0
+        self.waiting: dict[int, ScoringRequest] = {}
+        self.running: ScoringBatch | None = None
+        self.loading = False
+        self.staged_at: float | None = None
+
+    @rule(seconds=st.floats(0.0, 4.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(back=st.integers(-1, 3), tokens=st.integers(1, 150), start=st.integers(0, 5))
+    def submit(self, back: int, tokens: int, start: int) -> None:
+        self.numbers += 1
+        new = ScoringRequest(self.numbers, self.version - back, tokens, start, self.now)
+        newest, live = self.queue.newest, self.queue.live
+        accepted = self.queue.submit(new)
+        if newest is None or new.version > newest:
+            assert not accepted
+        if live is not None and new.version <= live:
+            assert accepted
+        if accepted:
+            self.waiting[new.id] = new
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.queue.withdraw(number)
+        del self.waiting[number]
+        assert not self.queue.withdraw(number)
+
+    @precondition(lambda self: not self.loading)
+    @rule()
+    def begin_load(self) -> None:
+        self.version += 1
+        self.queue.begin_load(self.version)
+        self.loading = True
+
+    @precondition(lambda self: self.loading)
+    @rule()
+    def fail_load(self) -> None:
+        for lost in self.queue.load_failed():
+            assert self.waiting.pop(lost.id).version == self.version or self.queue.newest is None
+        self.loading = False
+
+    @precondition(lambda self: self.loading and self.queue.may_stage)
+    @rule()
+    def complete_load(self) -> None:
+        self.queue.staged(self.now)
+        self.loading, self.staged_at = False, self.now
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        self.queue.paused = not self.queue.paused
+
+    @precondition(lambda self: self.running is None)
+    @rule()
+    def ask(self) -> None:
+        action = self.queue.next(self.now)
+        if isinstance(action, Promotion):
+            assert self.queue.live is None or action.version > self.queue.live
+            if self.anchor is Anchor.GENERATION and self.queue.live is not None:
+                left = [r for r in self.waiting.values() if r.version == self.queue.live]
+                assert not left or self.now >= self.staged_at + DRAIN_S
+            self.queue.promoted()
+        elif action is not None:
+            self.check(action)
+            self.running = action
+
+    def check(self, batch: ScoringBatch) -> None:
+        assert not self.queue.paused and batch.requests and batch.version == self.queue.live
+        assert batch.tokens <= BUDGET or len(batch.requests) == 1
+        for one in batch.requests:
+            assert self.waiting.pop(one.id) == one
+            if self.anchor is Anchor.GENERATION:
+                assert one.version <= batch.version
+                assert (one.id in batch.late) == (one.version < batch.version)
+            else:
+                assert (one.id in batch.late) == (one.version > batch.version)
+                assert one.id not in batch.late or self.stale
+
+    @precondition(lambda self: self.running is not None)
+    @rule()
+    def finish(self) -> None:
+        self.queue.scored()
+        self.running = None
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if hasattr(self, "queue"):
+            assert len(self.queue) == len(self.waiting)
+
+    def teardown(self) -> None:
+        """Left alone, and told when to wake, the owner answers everything that has not been refused."""
+        if not hasattr(self, "queue"):
+            return
+        self.queue.paused = False
+        if self.running is not None:
+            self.finish()
+        if self.loading:
+            self.fail_load()
+        for _ in range(2 * self.numbers + 2):
+            before = self.queue.live, len(self.waiting)
+            self.ask()
+            if self.running is not None:
+                self.finish()
+            if (self.queue.live, len(self.waiting)) == before:
+                wake = self.queue.wake_at()
+                if wake is None:
+                    break
+                assert wake > self.now, "woken for nothing"
+                self.now = wake
+        assert not self.waiting
+
+
+Server.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestServer = Server.TestCase
