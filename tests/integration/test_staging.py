@@ -1,0 +1,186 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Weights staged beside a live FSDP2 model on one and two ranks: all of them or none, on all ranks alike."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from recipe.async_engine.model_engine.fsdp2_shards import FSDP2Shards
+from recipe.async_engine.model_engine.staging import StagingError, WeightStaging
+
+RANKS_S = 120
+# Not divisible by two, so that the ranks' shards differ in size.
+VOCABULARY = 37
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def make_model(family: str, tied: bool, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, tie_word_embeddings=tied, **SHAPE))
+    return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=tied, **SHAPE))
+
+
+def stream(family: str, tied: bool, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of a model as a trainer sends them: a tied head has a name of its own, or has not."""
+    weights = {name: tensor.clone() for name, tensor in make_model(family, tied, seed).state_dict().items()}
+    if tied and seed % 2:
+        del weights["lm_head.weight"]
+    return weights
+
+
+class Rank:
+    """A rank's sharded model with its staging."""
+
+    def __init__(self, family: str, tied: bool, host: bool) -> None:
+        self.module = make_model(family, tied, seed=0).eval()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.module.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.staging = WeightStaging(FSDP2Shards(self.module), dist.group.WORLD, host)
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Through one buffer that is used again for each tensor, as a transport does."""
+        self.staging.begin()
+        problem = None
+        buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
+        try:
+            for name, tensor in weights.items():
+                view = buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+                self.staging.put(name, view)
+        except StagingError as error:
+            problem = error
+        buffer.fill_(float("nan"))
+        self.staging.agree(problem)
+
+    def refusal(self, weights: dict[str, torch.Tensor]) -> str:
+        with pytest.raises(StagingError) as caught:
+            self.load(weights)
+        with pytest.raises(StagingError, match="no complete weights"):
+            self.staging.promote()
+        return str(caught.value)
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        state = self.module.state_dict()
+        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+        return all(torch.equal(full[name], tensor) for name, tensor in weights.items())
+
+    @torch.no_grad()
+    def logits(self) -> torch.Tensor:
+        return self.module(torch.arange(9)[None] % VOCABULARY).logits
+
+
+def run_rank(rank: int, world: int, folder: str, scenario: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        scenario(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(params=[1, 2])
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Runs a scenario on one or two ranks, each a process of its own."""
+    context = multiprocessing.get_context("fork")
+
+    def run(scenario: Callable[..., None], *arguments: Any) -> None:
+        settings = (request.param, str(tmp_path), scenario, arguments)
+        processes = [context.Process(target=run_rank, args=(rank, *settings)) for rank in range(request.param)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(RANKS_S)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        assert codes == [0] * request.param
+
+    yield run
+
+
+def scenario_load(rank: int, family: str, tied: bool, host: bool) -> None:
+    member = Rank(family, tied, host)
+    old, new, newer = (stream(family, tied, seed) for seed in (0, 1, 2))
+    before = member.logits()
+    member.load(new)
+    assert member.holds(old) and torch.equal(member.logits(), before), "staging changed the live weights"
+    member.staging.promote()
+    assert member.holds(new)
+    reference = make_model(family, tied, seed=1).eval()
+    with torch.no_grad():
+        expected = reference(torch.arange(9)[None] % VOCABULARY).logits
+    assert torch.allclose(member.logits(), expected, atol=1e-6)
+    member.load(newer)
+    member.staging.promote()
+    assert member.holds(newer)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_staged_weights_become_live_all_at_once(ranks: Any, family: str, tied: bool, host: bool) -> None:
+    ranks(scenario_load, family, tied, host)
+
+
+def scenario_refused(rank: int) -> None:
+    member = Rank("qwen3", False, False)
+    old, new = stream("qwen3", False, 0), stream("qwen3", False, 1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    without = {key: tensor for key, tensor in new.items() if key != name}
+    assert name in member.refusal(without)
+    assert f"{name} has the shape (32, 15), not (32, 16)" in member.refusal(new | {name: new[name][:, :15]})
+    assert "no tensor model.layers.2" in member.refusal(new | {"model.layers.2.mlp.up_proj.weight": new[name]})
+    assert member.holds(old)
+    member.load(new)
+    member.staging.promote()
+    assert member.holds(new)
+
+
+def test_stream_that_the_model_cannot_take_is_refused_by_name_and_the_next_one_works(ranks: Any) -> None:
+    ranks(scenario_refused)
+
+
+def scenario_one_rank_cut_off(rank: int) -> None:
+    member = Rank("qwen3", False, False)
+    old, new = stream("qwen3", False, 0), stream("qwen3", False, 1)
+    last = dist.get_world_size() - 1
+    arrived = dict(list(new.items())[: 5 if rank == last else None])
+    message = member.refusal(arrived)
+    assert f"rank {last}: {len(new) - 5} tensors never came" in message
+    assert member.holds(old)
+
+
+def test_stream_that_one_rank_loses_is_refused_on_all(ranks: Any) -> None:
+    ranks(scenario_one_rank_cut_off)
