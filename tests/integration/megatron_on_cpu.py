@@ -1,0 +1,130 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Stand-ins that let megatron-core build and run a model without an accelerator. For tests only.
+
+Transformer Engine's modules are replaced by plain ones with the same parameter names, so that mbridge's name mapping
+and sharding run as on an accelerator. What they compute is the same mathematics, not the same kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+CPU = torch.device("cpu")
+FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
+TRANSFORMER_CONFIG = {"use_cpu_initialization": True, "masked_softmax_fusion": False, "attention_softmax_in_fp32": True}
+
+
+class Attention(DotProductAttention):
+    """Causal attention over packed and padded sequences; the mask is ignored, as Transformer Engine does if causal."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        if packed_seq_params is None:
+            inputs = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self.attend(*inputs).permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+        ends = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
+        parts = []
+        for begin, end in itertools.pairwise(ends):
+            inputs = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
+            parts.append(self.attend(*inputs)[0].transpose(0, 1))
+        return torch.cat(parts).reshape(query.shape[0], -1)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+
+
+class NormAndLinear(ColumnParallelLinear):
+    """Linear layer with the normalisation of its input, under the parameter names of Transformer Engine's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.epsilon = config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, inputs: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        normed = F.rms_norm(inputs, (inputs.shape[-1],), self.layer_norm_weight, self.epsilon)
+        return super().forward(normed, *args, **settings)
+
+
+class Norm(torch.nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class Provider(LocalSpecProvider):
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormAndLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return Attention
+
+
+class OnCPU:
+    """``torch`` whose factories make tensors on the CPU where an accelerator is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(torch, name)
+        if name not in FACTORIES:
+            return function
+
+        def make(*args: Any, **settings: Any) -> Any:
+            if str(settings.get("device", "")).startswith("cuda"):
+                settings["device"] = CPU
+            return function(*args, **settings)
+
+        return make
+
+
+def install() -> None:
+    """Patch this process for good."""
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, device=None: self
+    parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    schedules.torch = OnCPU()
+    gpt_layer_specs.TESpecProvider = Provider
+    gpt_layer_specs.TENorm = Norm

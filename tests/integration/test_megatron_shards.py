@@ -1,0 +1,83 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Weights staged beside live Megatron engines: what they compute before and after, and what they refuse.
+
+The engines are verl's, built by mbridge over gloo, with stand-ins for Transformer Engine; see megatron_scenarios.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
+
+SCENARIOS = (
+    "qwen3-untied-tp1-pp1-packed",
+    "qwen2-tied-tp1-pp1-padded",
+    "qwen3-tied-tp2-pp1-packed",
+    "qwen2-untied-tp2-pp1-packed",
+    "qwen2-tied-tp1-pp2-packed",
+    "qwen3-untied-tp1-pp2-packed",
+)
+PROGRAM_S = 600
+# From Hugging Face's log-probs and entropies, fp32.
+TOLERANCE = 1e-5
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, list[dict[str, Any]]]:
+    """By scenario, what each rank saw."""
+    program = Path(__file__).with_name("megatron_scenarios.py")
+    # verl registers its Megatron engine for accelerators only.
+    environment = os.environ | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT | {"VERL_ENGINE_DEVICE": "cuda"}
+    finished = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=PROGRAM_S, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"scenario"')]
+    return {line["scenario"]: line["ranks"] for line in lines}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_log_probs_and_entropy_are_hugging_faces_before_and_after_a_streamed_update(
+    scenario: str, seen: dict[str, list[dict[str, Any]]]
+) -> None:
+    ranks = seen[scenario]
+    assert not [rank["traceback"] for rank in ranks if "traceback" in rank]
+    for moment in ("at_first", "staged", "promoted"):
+        differences = [rank[moment] for rank in ranks if rank[moment] is not None]
+        assert differences and max(differences) <= TOLERANCE, (moment, differences)
+    assert all(rank["exported"] for rank in ranks)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_what_the_model_cannot_take_is_refused_by_name_on_all_ranks(
+    scenario: str, seen: dict[str, list[dict[str, Any]]]
+) -> None:
+    ranks = seen[scenario]
+    for refused, words in (
+        ("missing", f"never came, among them {NAME}"),
+        ("wrong_shape", f"{NAME} (47, 32)"),
+        ("unknown", "no tensor model.layers.2.mlp.up_proj.weight"),
+    ):
+        messages = {rank[refused] for rank in ranks}
+        assert len(messages) == 1 and words in messages.pop(), refused
