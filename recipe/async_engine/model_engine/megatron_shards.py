@@ -16,7 +16,7 @@
 mbridge knows which tensors make up a parameter (q, k and v; gate and up), how they are merged and how the result is cut
 across tensor-parallel ranks; it has no way to do so for a stream (mbridge 0.15.1 loads from a path). Every rank sees
 every full tensor and keeps what is its own, without a collective: pipeline ranks ignore other stages' tensors. Pieces
-are copied while they wait for their siblings. Shown by tests/integration/test_megatron_shards.py.
+are copied while they wait for their siblings. Shown by tests/integration/test_model_engine_adapter.py.
 
 One model a process: mbridge notes tied embeddings in a table that all bridges of the process share
 (mbridge/models/qwen2.py:58).

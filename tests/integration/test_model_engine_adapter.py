@@ -11,9 +11,9 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Weights staged beside live Megatron engines: what they compute before and after, and what they refuse.
+"""A rank of a log-prob server: what it computes before and after an update of its weights, and what it refuses.
 
-The engines are verl's, built by mbridge over gloo, with stand-ins for Transformer Engine; see megatron_scenarios.py.
+The engines are verl's over gloo; Megatron's have stand-ins for Transformer Engine. See model_engine_scenarios.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ import pytest
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
 
 SCENARIOS = (
-    "qwen3-untied-tp1-pp1-packed",
-    "qwen2-tied-tp1-pp1-padded",
-    "qwen3-tied-tp2-pp1-packed",
-    "qwen2-untied-tp2-pp1-packed",
-    "qwen2-tied-tp1-pp2-packed",
-    "qwen3-untied-tp1-pp2-packed",
+    "fsdp2-qwen3-untied-dp1-tp1-pp1-padded",
+    "fsdp2-qwen2-tied-dp2-tp1-pp1-padded",
+    "megatron-qwen3-untied-dp1-tp1-pp1-packed",
+    "megatron-qwen2-tied-dp1-tp1-pp1-padded",
+    "megatron-qwen3-tied-dp1-tp2-pp1-packed",
+    "megatron-qwen2-untied-dp1-tp2-pp1-packed",
+    "megatron-qwen2-tied-dp1-tp1-pp2-packed",
+    "megatron-qwen3-untied-dp1-tp1-pp2-packed",
 )
 PROGRAM_S = 600
 # From Hugging Face's log-probs and entropies, fp32.
@@ -46,9 +48,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 @pytest.fixture(scope="module")
 def seen() -> dict[str, list[dict[str, Any]]]:
     """By scenario, what each rank saw."""
-    program = Path(__file__).with_name("megatron_scenarios.py")
-    # verl registers its Megatron engine for accelerators only.
-    environment = os.environ | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT | {"VERL_ENGINE_DEVICE": "cuda"}
+    program = Path(__file__).with_name("model_engine_scenarios.py")
+    environment = os.environ | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT
     finished = subprocess.run(
         [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=PROGRAM_S, check=False
     )
@@ -76,8 +77,9 @@ def test_what_the_model_cannot_take_is_refused_by_name_on_all_ranks(
     ranks = seen[scenario]
     for refused, words in (
         ("missing", f"never came, among them {NAME}"),
-        ("wrong_shape", f"{NAME} (47, 32)"),
+        ("wrong_shape", NAME),
         ("unknown", "no tensor model.layers.2.mlp.up_proj.weight"),
+        ("cut_off", f"rank {len(ranks) - 1}: the trainer is gone"),
     ):
         messages = {rank[refused] for rank in ranks}
         assert len(messages) == 1 and words in messages.pop(), refused

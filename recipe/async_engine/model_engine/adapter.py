@@ -1,0 +1,135 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One rank of a log-prob server: a training engine that only computes forward passes, and takes weights from a stream.
+
+Contract: `update_weights` stages a version beside the live one and returns when every rank has all of it; the live
+version computes until `promote`. The weights stay where they compute. A stream that cannot be taken leaves the live
+version as it is, and the next one works. Shown by tests/integration/test_model_engine_adapter.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import EngineConfig, OptimizerConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.rollout.base import BaseRollout
+
+from recipe.async_engine.model_engine.staging import Shards, StagingError, WeightStaging
+
+NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
+
+
+class ModelEngineServerAdapter(BaseRollout):
+    """verl's rollout interface around a :class:`TrainingWorker`; see the module's contract.
+
+    Args:
+        config: verl's rollout configuration, for its checkpoint engine.
+        model_config: the policy's.
+        engine_config: of a training engine, FSDP2 or Megatron. Its parameters are not offloaded.
+        optimizer_config: verl's engines ask for one; nothing is optimised.
+        replica_rank: number of the server that this rank belongs to.
+        host_staging: keep staged weights in host memory.
+        timeout_s: longest wait for the other ranks at the end of a stream.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        model_config: Any,
+        engine_config: EngineConfig,
+        optimizer_config: OptimizerConfig,
+        replica_rank: int = 0,
+        host_staging: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(config, model_config, None)
+        self.replica_rank = replica_rank
+        self.worker = TrainingWorker(
+            TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=omega_conf_to_dataclass(model_config),
+                engine_config=engine_config,
+                optimizer_config=optimizer_config,
+                checkpoint_config=CheckpointConfig(),
+            )
+        )
+        self.worker.reset()
+        # Of its own: the ranks agree while the engine computes.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._staging = WeightStaging(_shards_of(self.worker.engine, group), group, host_staging)
+        self.is_leader_rank = dist.get_rank() == 0
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing is released, so nothing is resumed."""
+
+    async def release(self) -> None:
+        """The weights stay where they compute."""
+
+    async def update_weights(
+        self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **_: Any
+    ) -> None:
+        """Stage every tensor of ``weights``, on all ranks or on none.
+
+        Raises:
+            StagingError: some rank could not take the stream; the same on all ranks.
+        """
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        if wire_format != "named_tensors":
+            raise StagingError(f"weights as {wire_format!r} cannot be staged, only named tensors")
+        self._staging.begin()
+        problem: Exception | None = None
+        try:
+            async for name, tensor in ensure_async_iterator(weights):
+                if problem is None:
+                    problem = self._put(name, tensor)
+        except Exception as error:  # whatever broke the stream: the other ranks must learn of it
+            problem = error
+        await asyncio.to_thread(self._staging.agree, problem)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> StagingError | None:
+        try:
+            self._staging.put(name, tensor)
+        except StagingError as error:
+            # The stream is gone through to its end: other receivers read it too.
+            return error
+        return None
+
+    def promote(self) -> None:
+        """Make the staged weights the live ones, on this rank; nothing may be scored meanwhile."""
+        self._staging.promote()
+
+    def score(self, batch: TensorDict) -> TensorDict | None:
+        """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""
+        return self.worker.infer_batch(batch)
+
+
+def _shards_of(engine: Any, group: dist.ProcessGroup) -> Shards:
+    if hasattr(engine, "bridge"):
+        from recipe.async_engine.model_engine.megatron_shards import MegatronShards
+
+        tied = bool(engine.model_config.hf_config.tie_word_embeddings)
+        return MegatronShards(engine.bridge, engine.module, group, tied)
+    from recipe.async_engine.model_engine.fsdp2_shards import FSDP2Shards
+
+    return FSDP2Shards(engine.module)

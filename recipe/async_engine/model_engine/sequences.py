@@ -1,0 +1,70 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Sequences to score, in the form that verl's engines take, and what comes back.
+
+Contract: position ``t`` of what comes back is the log-probability of token ``t`` given those before it, and the entropy
+of the distribution that it was drawn from; position 0 has neither and is 0. verl's engines give position ``t`` those of
+the token after it. Shown by tests/integration/test_model_engine_adapter.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one sequence of length ``L``: float32 (L,) each, on the host."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
+    """Sequences of token ids, int64 (L,) each, without padding; logits are divided by ``temperature``."""
+    rows = len(sequences)
+    positions = [torch.arange(len(sequence)) for sequence in sequences]
+    # verl's engines look for the masks of a loss, which is not computed here.
+    mask = torch.ones(rows, 1, dtype=torch.int64)
+    return tu.get_tensordict(
+        tensor_dict={
+            "input_ids": torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged),
+            "position_ids": torch.nested.as_nested_tensor(positions, layout=torch.jagged),
+            "loss_mask": mask,
+            "response_mask": mask.clone(),
+            "temperature": torch.full((rows,), temperature),
+        },
+        non_tensor_dict={
+            "calculate_entropy": True,
+            "compute_loss": False,
+            "global_token_num": [len(sequence) for sequence in sequences],
+            "max_response_len": 1,
+        },
+    )
+
+
+def from_batch(output: TensorDict, rows: int) -> list[Scores]:
+    """What an engine computed of a batch of ``rows`` sequences, in their order."""
+    columns = (output["log_probs"].unbind(), output["entropy"].unbind())
+    return [Scores(*(_shifted(column[row]) for column in columns)) for row in range(rows)]
+
+
+def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:
+    """By one position; the engine's last value has no token that it belongs to."""
+    return torch.cat([torch.zeros(1), of_next_token[:-1].float().cpu()])

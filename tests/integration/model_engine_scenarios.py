@@ -1,0 +1,254 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Ranks of a log-prob server around verl's FSDP2 and Megatron engines, on the CPU.
+
+A program of its own, since the Megatron ranks patch what they import.
+
+Runs each scenario on ranks that are forks of one process, which has imported everything, and prints a line of JSON for
+each: its name, and for each rank what it saw, or its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import megatron_on_cpu
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from verl.workers.config import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    RolloutConfig,
+)
+
+from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
+from recipe.async_engine.model_engine.sequences import from_batch, to_batch
+from recipe.async_engine.model_engine.staging import StagingError
+
+VOCABULARY = 64
+LENGTHS = (13, 24, 7, 20)
+TEMPERATURE = 0.7
+RANKS_S = 120
+ENDS_S = 10
+
+
+@dataclass(frozen=True)
+class Scenario:
+    backend: str
+    family: str
+    tied: bool
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    packed: bool = True
+
+    @property
+    def name(self) -> str:
+        tied = "tied" if self.tied else "untied"
+        layout = f"dp{self.data}-tp{self.tensor}-pp{self.pipeline}"
+        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}"
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+SCENARIOS = (
+    Scenario("fsdp2", "qwen3", tied=False, packed=False),
+    Scenario("fsdp2", "qwen2", tied=True, data=2, packed=False),
+    Scenario("megatron", "qwen3", tied=False),
+    Scenario("megatron", "qwen2", tied=True, packed=False),
+    Scenario("megatron", "qwen3", tied=True, tensor=2),
+    Scenario("megatron", "qwen2", tied=False, tensor=2),
+    Scenario("megatron", "qwen2", tied=True, pipeline=2),
+    Scenario("megatron", "qwen3", tied=False, pipeline=2),
+)
+
+
+def make_model(scenario: Scenario, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": scenario.tied,
+        "initializer_range": 0.2,
+    }
+    if scenario.family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=16, **shape)).float().eval()
+    return Qwen2ForCausalLM(Qwen2Config(**shape)).float().eval()
+
+
+def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
+    model = HFModelConfig(
+        path=path,
+        use_remove_padding=scenario.packed,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "sdpa"},
+    )
+    rollout = RolloutConfig(name="vllm")
+    batches = {"use_dynamic_bsz": True, "infer_max_token_len_per_gpu": 32, "infer_micro_batch_size_per_gpu": 2}
+    if scenario.backend == "fsdp2":
+        precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        engine = FSDPEngineConfig(
+            strategy="fsdp2",
+            forward_only=True,
+            model_dtype="fp32",
+            dtype="float32",
+            mixed_precision=precision,
+            use_torch_compile=False,
+            **batches,
+        )
+        return ModelEngineServerAdapter(rollout, model, engine, FSDPOptimizerConfig(lr=0.0, total_training_steps=1))
+    parallel = scenario.tensor > 1
+    config = McoreEngineConfig(
+        tensor_model_parallel_size=scenario.tensor,
+        pipeline_model_parallel_size=scenario.pipeline,
+        sequence_parallel=parallel,
+        vanilla_mbridge=True,
+        forward_only=True,
+        override_transformer_config=megatron_on_cpu.TRANSFORMER_CONFIG | {"sequence_parallel": parallel},
+        **batches,
+    )
+    # verl allows half precision only; the comparison is one of mathematics.
+    object.__setattr__(config, "dtype", "float32")
+    optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=2, lr_warmup_steps=0)
+    return ModelEngineServerAdapter(rollout, model, config, optimizer)
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def largest_difference(adapter: ModelEngineServerAdapter, scenario: Scenario, seed: int) -> float | None:
+    """From the log-probs and entropies of Hugging Face's forward pass; None on a rank that has no output."""
+    own = sequences()[dist.get_rank() :: 2] if scenario.data == 2 else sequences()
+    output = adapter.score(to_batch(own, temperature=TEMPERATURE))
+    if output is None:
+        return None
+    reference, largest = make_model(scenario, seed), 0.0
+    for tokens, scores in zip(own, from_batch(output, len(own)), strict=True):
+        with torch.no_grad():
+            expected = torch.log_softmax(reference(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
+        log_probs = expected.gather(-1, tokens[1:, None])[:, 0]
+        entropy = -(expected.exp() * expected).sum(-1)
+        assert scores.log_probs.shape == scores.entropy.shape == tokens.shape
+        assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
+        for computed, right in ((scores.log_probs[1:], log_probs), (scores.entropy[1:], entropy)):
+            largest = max(largest, (computed - right).abs().max().item())
+    return largest
+
+
+def load(adapter: ModelEngineServerAdapter, weights: dict[str, torch.Tensor], broken_after: int | None = None) -> None:
+    """In any order, through one buffer that is used again for each tensor, as a transport does."""
+    items = list(weights.items())
+    random.Random(0).shuffle(items)
+    buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
+
+    async def stream() -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        for number, (name, tensor) in enumerate(items):
+            if number == broken_after:
+                raise ConnectionError("the trainer is gone")
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        buffer.fill_(float("nan"))
+
+    asyncio.run(adapter.update_weights(stream(), global_steps=1))
+
+
+def refusal(adapter: ModelEngineServerAdapter, *arguments: Any) -> str | None:
+    try:
+        load(adapter, *arguments)
+    except StagingError as error:
+        return str(error)
+    return None
+
+
+def play(scenario: Scenario, path: str) -> dict[str, Any]:
+    adapter = make_adapter(scenario, path)
+    new = dict(make_model(scenario, seed=1).state_dict())
+    name = "model.layers.1.mlp.up_proj.weight"
+    seen: dict[str, Any] = {"at_first": largest_difference(adapter, scenario, seed=0)}
+    seen["missing"] = refusal(adapter, {key: tensor for key, tensor in new.items() if key != name})
+    seen["wrong_shape"] = refusal(adapter, new | {name: new[name][:-1]})
+    seen["unknown"] = refusal(adapter, new | {"model.layers.2.mlp.up_proj.weight": new[name]})
+    # On one rank only: the others have everything, and take it no more than this one.
+    seen["cut_off"] = refusal(adapter, new, 5 if dist.get_rank() == scenario.ranks - 1 else None)
+    load(adapter, new)
+    seen["staged"] = largest_difference(adapter, scenario, seed=0)
+    adapter.promote()
+    seen["promoted"] = largest_difference(adapter, scenario, seed=1)
+    exported = {key: tensor.clone() for key, tensor in adapter.worker.engine.get_per_tensor_param()[0]}
+    seen["exported"] = all(torch.equal(exported[key].float(), new[key]) for key in exported)
+    return seen
+
+
+def run_rank(rank: int, scenario: Scenario, folder: str, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(scenario.ranks)}
+    # verl's workers want to know them; the ranks meet in a file.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if scenario.backend == "megatron":
+        # verl registers its Megatron engine for accelerators only.
+        os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+        megatron_on_cpu.install()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=scenario.ranks)
+    try:
+        seen = play(scenario, f"{folder}/model")
+        dist.barrier()
+    except Exception:
+        seen = {"traceback": traceback.format_exc()}
+    results.put((rank, seen))
+
+
+def main(names: list[str]) -> None:
+    context = multiprocessing.get_context("fork")
+    for scenario in SCENARIOS:
+        if names and scenario.name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(scenario, seed=0).save_pretrained(f"{folder}/model")
+            results = context.Queue()
+            ranks = range(scenario.ranks)
+            processes = [context.Process(target=run_rank, args=(rank, scenario, folder, results)) for rank in ranks]
+            for process in processes:
+                process.start()
+            seen = dict(results.get(timeout=RANKS_S) for _ in ranks)
+            for process in processes:
+                process.join(ENDS_S)
+                process.kill()
+            sys.stdout.write(json.dumps({"scenario": scenario.name, "ranks": [seen[rank] for rank in ranks]}) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
