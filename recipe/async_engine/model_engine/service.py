@@ -1,0 +1,278 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The serving loop of a log-prob server: requests in, batches to the engine, answers out, versions in their order.
+
+Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this does what it says. Contract:
+
+- Every request ends: with its scores, with `NotHere` if its version will not come to this server, with `ScoringFailed`
+  if its batch could not be computed, or with the error that closed the service. A caller that goes away takes its
+  request along.
+- The engine is asked for one thing at a time: a batch, or a promotion.
+- A batch that fails costs that batch only; a promotion that fails closes the service, since ranks may disagree then.
+
+Shown by tests/integration/test_scoring_service.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.scoring import Promotion, ScoringBatch, ScoringQueue, ScoringRequest, ScoringSettings
+
+logger = logging.getLogger(__name__)
+
+
+class NotHere(RecipeError):
+    """This server does not have the version, and it is not on its way: another server may."""
+
+
+class ScoringFailed(RecipeError):
+    """The engine could not compute a batch; its error is chained."""
+
+
+class ServiceClosed(RecipeError):
+    """The server answers nothing any more."""
+
+
+class ScoringEngine(Protocol):
+    """The ranks behind a server."""
+
+    async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
+        """Scores of the sequences by the live weights, in their order."""
+
+    async def promote(self) -> None:
+        """Make the staged weights the live ones on every rank."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request is answered with.
+
+    Attributes:
+        scores: what the engine computed.
+        version: the version that computed it.
+        late: it is not the version that the request should have had.
+        queued_s: seconds from the request's arrival to the start of its batch.
+    """
+
+    scores: Any
+    version: int
+    late: bool
+    queued_s: float
+
+
+@dataclass
+class ServiceCounts:
+    """Of the service's life so far."""
+
+    batches: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    late: int = 0
+    queued_s: float = 0.0
+    busy_s: float = 0.0
+    fill: float = 0.0
+    """Sum over the batches of tokens / ``max_batch_tokens``."""
+
+
+class ScoringService:
+    """See the module's contract. All calls come from one event loop."""
+
+    def __init__(
+        self, settings: ScoringSettings, engine: ScoringEngine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts = ServiceCounts()
+        self._settings = settings
+        self._queue = ScoringQueue(settings)
+        self._engine = engine
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._place_free = asyncio.Event()
+        self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
+        self._numbers = 0
+        self._closed: BaseException | None = None
+        self._loop = asyncio.create_task(self._run(), name="scoring service")
+
+    @property
+    def version(self) -> int | None:
+        """The live version."""
+        return self._queue.live
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun to be computed."""
+        return len(self._queue)
+
+    # Requests
+
+    async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
+        """Score one sequence.
+
+        Args:
+            sequence: what the engine takes.
+            tokens: its length.
+            version: see :class:`ScoringRequest`.
+            start: of its prompt group.
+
+        Raises:
+            NotHere: see the module's contract, as for the others.
+            ScoringFailed: the engine failed.
+            ServiceClosed: the service has ended.
+        """
+        self._check_open()
+        self._numbers += 1
+        request = ScoringRequest(self._numbers, version, tokens, start, self._clock())
+        if not self._queue.submit(request):
+            raise NotHere(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[request.id] = sequence, answer
+        self._wake.set()
+        try:
+            return await answer
+        finally:
+            self._queue.withdraw(request.id)
+            self._answers.pop(request.id, None)
+
+    def pause(self) -> None:
+        """Compute nothing until `resume`; requests are taken in, and versions still move on."""
+        self._queue.paused = True
+
+    def resume(self) -> None:
+        """See `pause`."""
+        self._queue.paused = False
+        self._wake.set()
+
+    # Weights
+
+    async def begin_load(self, version: int, timeout_s: float) -> None:
+        """Announce weights; returns when they may be staged, which is when those staged before have moved in.
+
+        Raises:
+            ServiceClosed: the service has ended.
+            TimeoutError: the place did not become free; the load is taken back.
+        """
+        self._check_open()
+        self._queue.begin_load(version)
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._queue.may_stage:
+                    self._place_free.clear()
+                    await self._place_free.wait()
+                    self._check_open()
+        except BaseException:
+            self.load_failed(f"version {version} found no place")
+            raise
+
+    def staged(self) -> None:
+        """The announced weights are complete on every rank."""
+        self._queue.staged(self._clock())
+        self._wake.set()
+
+    def load_failed(self, reason: str) -> None:
+        """The announced weights will not come."""
+        for request in self._queue.load_failed():
+            self._end(request.id, NotHere(f"version {request.version} did not come: {reason}"))
+
+    # Life
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End the service; whoever waits gets the reason."""
+        self._close(error or ServiceClosed("the server was stopped"))
+        self._loop.cancel()
+        await asyncio.gather(self._loop, return_exceptions=True)
+
+    def _close(self, error: BaseException) -> None:
+        self._closed = self._closed or error
+        for request_id in list(self._answers):
+            self._end(request_id, self._closed_error())
+        self._place_free.set()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed_error()
+
+    def _closed_error(self) -> ServiceClosed:
+        error = ServiceClosed(f"the log-prob server has ended: {self._closed}")
+        error.__cause__ = self._closed
+        return error
+
+    def _end(self, request_id: int, result: Answer | BaseException) -> None:
+        _, answer = self._answers.get(request_id, (None, None))
+        if answer is None or answer.done():
+            return
+        if isinstance(result, BaseException):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    async def _run(self) -> None:
+        while True:
+            action = self._queue.next(self._clock())
+            if isinstance(action, Promotion):
+                try:
+                    await self._engine.promote()
+                except Exception as error:
+                    logger.error("the log-prob server could not move to version %d: %s", action.version, error)
+                    self._close(error)
+                    return
+                self._queue.promoted()
+                self._place_free.set()
+            elif action is not None:
+                await self._compute(action)
+            else:
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until something happens or the queue wants to be asked again."""
+        wake_at = self._queue.wake_at()
+        timeout = None if wake_at is None else max(0.0, wake_at - self._clock())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout)
+        self._wake.clear()
+
+    async def _compute(self, batch: ScoringBatch) -> None:
+        began = self._clock()
+        sequences = [self._answers[request.id][0] for request in batch.requests]
+        try:
+            scores = await self._engine.score(sequences)
+        except Exception as error:
+            failed = ScoringFailed(f"{len(sequences)} sequences could not be scored: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            for request in batch.requests:
+                self._end(request.id, failed)
+        else:
+            self._count(batch, began)
+            for request, result in zip(batch.requests, scores, strict=True):
+                late = request.id in batch.late
+                self._end(request.id, Answer(result, batch.version, late, began - request.arrived))
+        finally:
+            self._queue.scored()
+
+    def _count(self, batch: ScoringBatch, began: float) -> None:
+        counts = self.counts
+        counts.batches += 1
+        counts.sequences += len(batch.requests)
+        counts.tokens += batch.tokens
+        counts.late += len(batch.late)
+        counts.queued_s += sum(began - request.arrived for request in batch.requests)
+        counts.busy_s += self._clock() - began
+        counts.fill += batch.tokens / self._settings.max_batch_tokens

@@ -1,0 +1,247 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A log-prob server's loop over a scripted engine: every request ends, and versions move in their order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.core.scoring import Anchor, ScoringSettings
+from recipe.async_engine.model_engine.service import NotHere, ScoringFailed, ScoringService, ServiceClosed
+
+SOON = 10.0
+
+
+class Engine:
+    """Says by which version it scored; ``script`` has errors to raise, and events to wait for."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.next_version = 0
+        self.script: list[Any] = []
+        self.batches: list[tuple[int, list[Any]]] = []
+        self.promotion_error: Exception | None = None
+        self.busy = False
+
+    async def score(self, sequences: Sequence[Any]) -> list[str]:
+        assert not self.busy
+        self.busy = True
+        try:
+            step = self.script.pop(0) if self.script else None
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            if isinstance(step, Exception):
+                raise step
+            self.batches.append((self.version, list(sequences)))
+            return [f"{sequence} by {self.version}" for sequence in sequences]
+        finally:
+            self.busy = False
+
+    async def promote(self) -> None:
+        assert not self.busy
+        if self.promotion_error is not None:
+            raise self.promotion_error
+        self.version = self.next_version
+
+
+class Harness:
+    def __init__(self, anchor: Anchor, drain_s: float = 60.0) -> None:
+        self.engine = Engine()
+        settings = ScoringSettings(anchor, max_batch_tokens=100, max_delay_s=0.02, drain_s=drain_s)
+        self.service = ScoringService(settings, self.engine)
+
+    async def load(self, version: int) -> None:
+        await self.service.begin_load(version, SOON)
+        self.engine.next_version = version
+        self.service.staged()
+
+    def ask(self, name: str, version: int, tokens: int = 10, start: int = 0) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.service.score(name, tokens, version, start))
+
+    async def answer(self, task: asyncio.Task[Any]) -> Any:
+        return await asyncio.wait_for(task, SOON)
+
+
+@pytest.fixture
+async def generation() -> AsyncIterator[Harness]:
+    harness = Harness(Anchor.GENERATION)
+    yield harness
+    await harness.service.close()
+
+
+@pytest.fixture
+async def latest() -> AsyncIterator[Harness]:
+    harness = Harness(Anchor.LATEST)
+    yield harness
+    await harness.service.close()
+
+
+async def test_requests_are_scored_together_and_counted(generation: Harness) -> None:
+    await generation.load(0)
+    answers = await asyncio.gather(*[generation.answer(generation.ask(name, 0)) for name in "ab"])
+    assert [answer.scores for answer in answers] == ["a by 0", "b by 0"]
+    assert all((answer.version, answer.late) == (0, False) and answer.queued_s >= 0 for answer in answers)
+    assert generation.engine.batches == [(0, ["a", "b"])]
+    counts = generation.service.counts
+    assert (counts.batches, counts.sequences, counts.tokens, counts.late) == (1, 2, 20, 0)
+    assert counts.fill == pytest.approx(0.2)
+
+
+async def test_segments_of_both_sides_of_a_sync_get_their_versions(generation: Harness) -> None:
+    await generation.load(0)
+    held = asyncio.Event()
+    generation.engine.script = [held]
+    first = generation.ask("first", 0)
+    await asyncio.sleep(0.05)
+    await generation.load(1)
+    newer = generation.ask("newer", 1)
+    await asyncio.sleep(0)
+    older = generation.ask("older", 0)
+    await asyncio.sleep(0.05)
+    held.set()
+    got = [await generation.answer(task) for task in (first, older, newer)]
+    assert [answer.scores for answer in got] == ["first by 0", "older by 0", "newer by 1"]
+    assert not any(answer.late for answer in got)
+
+
+async def test_segment_that_misses_the_deadline_is_scored_late() -> None:
+    harness = Harness(Anchor.GENERATION, drain_s=0.05)
+    await harness.load(0)
+    await harness.answer(harness.ask("settles", 0))
+    harness.service.pause()
+    older = harness.ask("older", 0)
+    await asyncio.sleep(0)
+    await harness.load(1)
+    newer = harness.ask("newer", 1)
+    while harness.service.version != 1:
+        await asyncio.sleep(0.01)
+    harness.service.resume()
+    answer = await harness.answer(older)
+    assert (answer.scores, answer.version, answer.late) == ("older by 1", 1, True)
+    assert not (await harness.answer(newer)).late
+    assert harness.service.counts.late == 1
+    await harness.service.close()
+
+
+async def test_next_load_waits_until_the_weights_before_it_have_moved_in(generation: Harness) -> None:
+    for version in range(3):
+        await generation.load(version)
+    assert generation.service.version == 1
+    await generation.answer(generation.ask("pushes", 2))
+    assert generation.service.version == 2
+
+
+async def test_load_that_finds_no_place_in_time_is_taken_back(generation: Harness) -> None:
+    await generation.load(0)
+    held = asyncio.Event()
+    generation.engine.script = [held]
+    task = generation.ask("held", 0)
+    await asyncio.sleep(0.05)
+    await generation.load(1)
+    with pytest.raises(TimeoutError):
+        await generation.service.begin_load(2, 0.05)
+    held.set()
+    await generation.answer(task)
+    await generation.load(2)
+
+
+async def test_failed_load_sends_its_requests_elsewhere_and_the_old_version_goes_on(generation: Harness) -> None:
+    await generation.load(0)
+    await generation.answer(generation.ask("settles", 0))
+    await generation.service.begin_load(1, SOON)
+    doomed = generation.ask("doomed", 1)
+    await asyncio.sleep(0)
+    generation.service.load_failed("the stream was cut off")
+    with pytest.raises(NotHere, match="version 1 did not come: the stream was cut off"):
+        await generation.answer(doomed)
+    with pytest.raises(NotHere, match="version 1 is not here"):
+        await generation.answer(generation.ask("too early", 1))
+    assert (await generation.answer(generation.ask("still", 0))).version == 0
+
+
+async def test_engine_error_costs_its_batch_only(generation: Harness) -> None:
+    await generation.load(0)
+    generation.engine.script = [MemoryError("too long")]
+    with pytest.raises(ScoringFailed, match="MemoryError: too long") as caught:
+        await generation.answer(generation.ask("long", 0))
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert (await generation.answer(generation.ask("short", 0))).scores == "short by 0"
+
+
+async def test_failed_promotion_closes_the_service_with_its_cause(generation: Harness) -> None:
+    await generation.load(0)
+    await generation.answer(generation.ask("settles", 0))
+    generation.engine.promotion_error = RuntimeError("rank 1 is gone")
+    await generation.load(1)
+    with pytest.raises(ServiceClosed, match="rank 1 is gone") as caught:
+        await generation.answer(generation.ask("waits", 1))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(ServiceClosed):
+        await generation.answer(generation.ask("later", 0))
+    with pytest.raises(ServiceClosed):
+        await generation.service.begin_load(2, SOON)
+
+
+async def test_caller_that_goes_away_takes_its_request_along(generation: Harness) -> None:
+    await generation.load(0)
+    generation.service.pause()
+    task = generation.ask("unwanted", 0)
+    await asyncio.sleep(0)
+    assert generation.service.waiting == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert generation.service.waiting == 0
+    generation.service.resume()
+    assert (await generation.answer(generation.ask("wanted", 0))).scores == "wanted by 0"
+    assert generation.engine.batches == [(0, ["wanted"])]
+
+
+async def test_caller_that_goes_away_during_its_batch_disturbs_nobody(generation: Harness) -> None:
+    await generation.load(0)
+    held = asyncio.Event()
+    generation.engine.script = [held]
+    leaving, staying = generation.ask("leaving", 0), generation.ask("staying", 0)
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    held.set()
+    assert (await generation.answer(staying)).scores == "staying by 0"
+
+
+async def test_latest_waits_for_the_version_that_it_needs(latest: Harness) -> None:
+    await latest.load(0)
+    await latest.answer(latest.ask("settles", 0))
+    await latest.service.begin_load(1, SOON)
+    refreshed = latest.ask("refreshed", 1)
+    await asyncio.sleep(0.05)
+    assert not refreshed.done()
+    latest.engine.next_version = 1
+    latest.service.staged()
+    answer = await latest.answer(refreshed)
+    assert (answer.version, answer.late) == (1, False)
+    assert (await latest.answer(latest.ask("older will do", 0))).version == 1
+
+
+async def test_close_ends_whoever_waits(generation: Harness) -> None:
+    await generation.load(0)
+    generation.service.pause()
+    task = generation.ask("waits", 0)
+    await asyncio.sleep(0)
+    await generation.service.close()
+    with pytest.raises(ServiceClosed, match="was stopped"):
+        await generation.answer(task)
