@@ -1,0 +1,113 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Requests to log-prob servers: spread, sent elsewhere, given up. Servers are scripted below the actor seam."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from remote_fakes import Handle
+
+from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.model_engine.service import Answer, NotHere, ScoringFailed, ServiceClosed
+
+SOON = 10.0
+
+
+class Server:
+    """Answers with its name; ``script`` has exceptions, and events to wait for."""
+
+    def __init__(self, name: str, *script: Any) -> None:
+        self.name = name
+        self.script = list(script)
+        self.asked: list[Any] = []
+
+    async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
+        self.asked.append(sequence)
+        step = self.script.pop(0) if self.script else None
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        if isinstance(step, BaseException):
+            raise step
+        return Answer(f"{sequence} by {self.name}", version, False, 0.0)
+
+
+def client_of(*servers: Server, timeout_s: float = SOON) -> ScoringClient:
+    return ScoringClient({server.name: Handle(server) for server in servers}, timeout_s)
+
+
+def remote(error: Exception) -> RayTaskError:
+    """As Ray hands over what an actor's method raised."""
+    return RayTaskError("score", "traceback", error).as_instanceof_cause()
+
+
+async def test_server_with_the_fewest_outstanding_tokens_is_asked() -> None:
+    held = asyncio.Event()
+    slow, quick = Server("slow", held), Server("quick")
+    client = client_of(slow, quick)
+    first = asyncio.create_task(client.score("long", 100, 0, 0))
+    await asyncio.sleep(0)
+    for number in range(5):
+        assert (await client.score(number, 90, 0, 0)).scores == f"{number} by quick"
+    held.set()
+    assert (await asyncio.wait_for(first, SOON)).scores == "long by slow"
+    assert slow.asked == ["long"]
+
+
+async def test_equal_servers_share_the_work() -> None:
+    servers = Server("a"), Server("b")
+    client = client_of(*servers)
+    for number in range(10):
+        await client.score(number, 10, 0, 0)
+    assert [len(server.asked) for server in servers] == [5, 5]
+
+
+@pytest.mark.parametrize("error", [NotHere("version 3 is not here"), ScoringFailed("out of memory")])
+async def test_another_server_is_asked_once_and_the_first_one_stays(error: Exception) -> None:
+    first, second = Server("first", remote(error)), Server("second")
+    client = client_of(first, second)
+    assert (await client.score("x", 10, 3, 0)).scores == "x by second"
+    assert client.servers == ["first", "second"]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), remote(ServiceClosed("rank 1 is gone"))])
+async def test_server_that_is_gone_is_asked_no_more_until_it_is_back(error: Exception) -> None:
+    first, second = Server("first", error), Server("second")
+    client = client_of(first, second)
+    for name in "xyz":
+        assert (await client.score(name, 10, 0, 0)).scores == f"{name} by second"
+    assert client.servers == ["second"] and first.asked == ["x"]
+    client.add("first", Handle(first))
+    client.remove("second")
+    assert (await client.score("back", 10, 0, 0)).scores == "back by first"
+
+
+async def test_what_each_server_said_is_in_the_error_if_none_answers() -> None:
+    client = client_of(Server("first", remote(NotHere("the newest is 2"))), Server("second", ActorDiedError()))
+    with pytest.raises(Unscored, match=r"version 3: first: the newest is 2; second died"):
+        await client.score("x", 10, 3, 0)
+    client.remove("first")
+    with pytest.raises(Unscored, match="none is left"):
+        await client.score("x", 10, 3, 0)
+
+
+async def test_answer_that_never_comes_ends_at_the_deadline_and_frees_the_server() -> None:
+    server = Server("deaf", asyncio.Event())
+    client = client_of(server, timeout_s=0.05)
+    with pytest.raises(Unscored, match=r"no answer within 0\.05 s"):
+        await client.score("x", 10, 0, 0)
+    assert (await client.score("y", 10, 0, 0)).scores == "y by deaf"
