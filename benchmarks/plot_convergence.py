@@ -31,6 +31,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 WINDOW = 5
+CORRECTED = ", corrected"
 
 
 def smooth(values: list[float]) -> np.ndarray:
@@ -45,19 +46,24 @@ def main(source: str, target: str) -> None:
         row = json.loads(line)
         runs[row["variant"]].append(row)
     figure, (by_step, by_clock) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for color, (variant, rows) in enumerate(runs.items()):
+    colors: dict[str, str] = {}
+    for variant, rows in runs.items():
+        uncorrected = variant.removesuffix(CORRECTED)
+        color = colors.setdefault(uncorrected, f"C{len(colors)}")
+        style = "-" if variant == uncorrected else "--"
         curves = np.stack([smooth(row["reward"]) for row in rows])
         steps = np.arange(1, curves.shape[1] + 1)
         clock = np.mean([row["seconds"] for row in rows], axis=0)
-        label = f"{variant} ({len(rows)} seed{'s' if len(rows) > 1 else ''})"
         for axes, x in ((by_step, steps), (by_clock, clock)):
-            axes.plot(x, curves.mean(axis=0), color=f"C{color}", label=label, linewidth=1.4)
-            axes.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=f"C{color}", alpha=0.12, linewidth=0)
+            axes.plot(x, curves.mean(axis=0), color=color, linestyle=style, label=variant, linewidth=1.4)
+            axes.fill_between(x, curves.min(axis=0), curves.max(axis=0), color=color, alpha=0.08, linewidth=0)
     by_step.set(xlabel="step", ylabel=f"mean reward of the batch (over {WINDOW} steps)")
     by_clock.set(xlabel="seconds since the first step, 2 shared cores")
     by_step.legend(fontsize=8)
     for axes in (by_step, by_clock):
         axes.grid(alpha=0.3)
+    seeds = sorted({len(rows) for rows in runs.values()})
+    by_step.set_title(f"mean and range over {'/'.join(map(str, seeds))} seeds", fontsize=9)
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 
