@@ -55,6 +55,7 @@ def seen() -> dict[str, list[dict[str, Any]]]:
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"scenario"')]
+    assert [line["scenario"] for line in lines] == list(SCENARIOS)
     return {line["scenario"]: line["ranks"] for line in lines}
 
 

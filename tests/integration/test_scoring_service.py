@@ -73,6 +73,15 @@ class Harness:
     def ask(self, name: str, version: int, tokens: int = 10, start: int = 0) -> asyncio.Task[Any]:
         return asyncio.create_task(self.service.score(name, tokens, version, start))
 
+    async def hold(self, *names: str) -> tuple[asyncio.Event, list[asyncio.Task[Any]]]:
+        """Requests of version 0 whose batch has begun; it ends when the event is set."""
+        held = asyncio.Event()
+        self.engine.script = [held]
+        tasks = [self.ask(name, 0) for name in names]
+        while not self.engine.busy:
+            await asyncio.sleep(0.01)
+        return held, tasks
+
     async def answer(self, task: asyncio.Task[Any]) -> Any:
         return await asyncio.wait_for(task, SOON)
 
@@ -104,10 +113,7 @@ async def test_requests_are_scored_together_and_counted(generation: Harness) -> 
 
 async def test_segments_of_both_sides_of_a_sync_get_their_versions(generation: Harness) -> None:
     await generation.load(0)
-    held = asyncio.Event()
-    generation.engine.script = [held]
-    first = generation.ask("first", 0)
-    await asyncio.sleep(0.05)
+    held, [first] = await generation.hold("first")
     await generation.load(1)
     newer = generation.ask("newer", 1)
     await asyncio.sleep(0)
@@ -148,10 +154,7 @@ async def test_next_load_waits_until_the_weights_before_it_have_moved_in(generat
 
 async def test_load_that_finds_no_place_in_time_is_taken_back(generation: Harness) -> None:
     await generation.load(0)
-    held = asyncio.Event()
-    generation.engine.script = [held]
-    task = generation.ask("held", 0)
-    await asyncio.sleep(0.05)
+    held, [task] = await generation.hold("held")
     await generation.load(1)
     with pytest.raises(TimeoutError):
         await generation.service.begin_load(2, 0.05)
@@ -213,10 +216,7 @@ async def test_caller_that_goes_away_takes_its_request_along(generation: Harness
 
 async def test_caller_that_goes_away_during_its_batch_disturbs_nobody(generation: Harness) -> None:
     await generation.load(0)
-    held = asyncio.Event()
-    generation.engine.script = [held]
-    leaving, staying = generation.ask("leaving", 0), generation.ask("staying", 0)
-    await asyncio.sleep(0.05)
+    held, [leaving, staying] = await generation.hold("leaving", "staying")
     leaving.cancel()
     await asyncio.sleep(0)
     held.set()

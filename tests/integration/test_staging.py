@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,23 +111,23 @@ def run_rank(rank: int, world: int, folder: str, scenario: Callable[..., None], 
 
 
 @pytest.fixture(params=[1, 2])
-def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Runs a scenario on one or two ranks, each a process of its own."""
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., set[int | None]]:
+    """Runs a scenario, which has the assertions, on one or two ranks, each a process; returns their exit codes."""
     context = multiprocessing.get_context("fork")
 
-    def run(scenario: Callable[..., None], *arguments: Any) -> None:
+    def run(scenario: Callable[..., None], *arguments: Any) -> set[int | None]:
         settings = (request.param, str(tmp_path), scenario, arguments)
         processes = [context.Process(target=run_rank, args=(rank, *settings)) for rank in range(request.param)]
         for process in processes:
             process.start()
         for process in processes:
             process.join(RANKS_S)
-        codes = [process.exitcode for process in processes]
+        codes = {process.exitcode for process in processes}
         for process in processes:
             process.kill()
-        assert codes == [0] * request.param
+        return codes
 
-    yield run
+    return run
 
 
 def scenario_load(rank: int, family: str, tied: bool, host: bool) -> None:
@@ -151,7 +151,7 @@ def scenario_load(rank: int, family: str, tied: bool, host: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_staged_weights_become_live_all_at_once(ranks: Any, family: str, tied: bool, host: bool) -> None:
-    ranks(scenario_load, family, tied, host)
+    assert ranks(scenario_load, family, tied, host) == {0}
 
 
 def scenario_refused(rank: int) -> None:
@@ -169,7 +169,7 @@ def scenario_refused(rank: int) -> None:
 
 
 def test_stream_that_the_model_cannot_take_is_refused_by_name_and_the_next_one_works(ranks: Any) -> None:
-    ranks(scenario_refused)
+    assert ranks(scenario_refused) == {0}
 
 
 def scenario_one_rank_cut_off(rank: int) -> None:
@@ -183,4 +183,4 @@ def scenario_one_rank_cut_off(rank: int) -> None:
 
 
 def test_stream_that_one_rank_loses_is_refused_on_all(ranks: Any) -> None:
-    ranks(scenario_one_rank_cut_off)
+    assert ranks(scenario_one_rank_cut_off) == {0}

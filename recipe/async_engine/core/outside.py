@@ -39,7 +39,7 @@ class FileFact:
         fault: Why it cannot be used (`does not exist`, ...), or None.
         rows: Rows of a data file, where known.
         columns: Columns of a data file, where known.
-        largest_tensor: Name and number of elements of a model's largest tensor, where known.
+        largest_tensor: Name and number of elements of a model's largest tensor, where known and needed.
     """
 
     setting: str

@@ -339,12 +339,12 @@ class RolloutScheduler:
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
         """Take in what a trajectory yields."""
         async for event, payload in call.events():
-            if event is not None:
-                slot.free()
+            if event is None:
+                run.payloads[n] = payload
+                continue
+            slot.free()
             if isinstance(event, TrajectoryScored):
                 run.scored[n] = event
-            elif event is None:
-                run.payloads[n] = payload
 
     def _count_generating(self, change: int) -> None:
         with self._changed:
