@@ -115,6 +115,34 @@ def test_a_runnable_configuration_has_no_problems() -> None:
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+PROXIMAL = "async_training.proximal_log_probs"
+SERVERS = {"model_engine_server.backend": "fsdp2"}
+REFERENCE, KL = "model_engine_server.reference_replicas", "actor_rollout_ref.actor.use_kl_loss"
+MEGATRON_SERVERS = {"model_engine_server.backend": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "proximal"),
+    [
+        ({}, "recompute"),
+        ({"algorithm.rollout_correction": {"bypass_mode": True}}, "bypass"),
+        ({PROXIMAL: "loglinear", "algorithm.rollout_correction": {"bypass_mode": True}}, "loglinear"),
+        (SERVERS | {"algorithm.rollout_correction": {"bypass_mode": True}}, "server"),
+        (SERVERS | {PROXIMAL: "server"}, "server"),
+    ],
+)
+def test_source_of_proximal_log_probs_is_asked_for_or_follows_from_the_rest(
+    changes: dict[str, Any], proximal: str
+) -> None:
+    config = configured(changes)
+    assert validate(config, dataset_rows=500) == []
+    assert derive(config, dataset_rows=500).proximal == proximal
+
+
+def test_log_prob_servers_count_among_the_accelerators() -> None:
+    problem = refused(SERVERS, available=Resources(accelerators=15))["rollout.n_gpus_per_node"]
+    assert "4 trainer ranks and 4 for rollout replicas and 8 for log-prob servers" in problem.advice
+    assert refused(SERVERS, available=Resources(accelerators=16)) == {}
 
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
@@ -160,6 +188,15 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"trainer.test_freq": "often"}, "trainer.test_freq", "-1 for never"),
         ({"async_training.staleness_threshold": -0.5}, "async_training.staleness_threshold", "a number >= 0"),
         ({"async_training.staleness_threshold": float("nan")}, "async_training.staleness_threshold", "a number >= 0"),
+        ({"async_training.staleness_threshold": float("inf")}, "async_training.staleness_threshold", "a number >= 0"),
+        ({"async_training.timeouts.reward": float("inf")}, "async_training.timeouts.reward", "a number > 0"),
+        ({f"{ACTOR}.checkpoint": {"async_save": True}}, f"{ACTOR}.checkpoint.async_save", "when all of it is written"),
+        ({"trainer.resume_mode": "always"}, "trainer.resume_mode", "auto, disable, resume_path"),
+        ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_N"),
+        ({"trainer.default_hdfs_dir": "hdfs://x"}, "trainer.default_hdfs_dir", "resume_mode=disable"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": -1}, f"{ROLLOUT}.tensor_model_parallel_size", "an integer >= 1"),
+        ({"data.train_files": 3.5}, "data.train_files", "a path, or a list of paths"),
+        ({"ray_kwargs": 3}, "ray_kwargs", "a section of settings"),
         ({"async_training.trigger_parameter_sync_step": 0}, "async_training.trigger_parameter_sync_step", ">= 1"),
         ({"async_training.require_batches": 0}, "async_training.require_batches", ">= 1"),
         ({"async_training.require_batches": True}, "async_training.require_batches", "an integer"),
@@ -202,6 +239,37 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         (CPU | {f"{ROLLOUT}.free_cache_engine": True}, f"{ROLLOUT}.free_cache_engine", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.max_num_batched_tokens": 1024}, f"{ROLLOUT}.max_num_batched_tokens", "max_model_len, 2048"),
+        ({PROXIMAL: "server"}, PROXIMAL, "add model_engine_server=fsdp2"),
+        ({PROXIMAL: "recalculate"}, PROXIMAL, "bypass or recompute or server or loglinear"),
+        (SERVERS | {PROXIMAL: "bypass"}, PROXIMAL, "set model_engine_server=disabled"),
+        (
+            {PROXIMAL: "loglinear", f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+            f"{ACTOR}.policy_loss.loss_mode",
+            "vanilla with async_training.proximal_log_probs=loglinear",
+        ),
+        (SERVERS | {"model_engine_server.backend": "fsdp"}, "model_engine_server.backend", "fsdp2 or megatron"),
+        (SERVERS | {"model_engine_server.anchor": "newest"}, "model_engine_server.anchor", "generation or latest"),
+        (SERVERS | {"model_engine_server.replicas": 3}, "model_engine_server.replicas", "a divisor of 8"),
+        ({REFERENCE: 1, KL: True}, REFERENCE, "0 without log-prob servers"),
+        (SERVERS | {REFERENCE: 1}, REFERENCE, "set actor_rollout_ref.actor.use_kl_loss"),
+        (SERVERS | {REFERENCE: 1, KL: True, "actor_rollout_ref.model.lora_rank": 8}, REFERENCE, "0 with LoRA"),
+        (
+            SERVERS
+            | {
+                "model_engine_server.n_gpus_per_node": 3,
+                "model_engine_server.nnodes": 4,
+                "model_engine_server.replicas": 3,
+            },
+            "model_engine_server.replicas",
+            "fill whole nodes of 3",
+        ),
+        (SERVERS | {"model_engine_server.max_batch_token": 1}, "model_engine_server.max_batch_token", "_tokens?"),
+        (
+            MEGATRON_SERVERS | {"model_engine_server.engine.tensor_model_parallel_size": 3},
+            "model_engine_server.engine.tensor_model_parallel_size",
+            "divides a server's 8 ranks",
+        ),
+        (CPU | MEGATRON_SERVERS, "model_engine_server.backend", "take model_engine_server=fsdp2"),
         (
             CPU | {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
             f"{ROLLOUT}.checkpoint_engine.backend",
@@ -275,7 +343,7 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     plan = derive(configured({}), dataset_rows=500)
     assert (plan.batch_groups, plan.batches_per_version, plan.version_groups) == (32, 2, 64)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.answers_per_group) == (4, 2, 8)
-    assert (plan.max_concurrent_groups, plan.max_concurrent_trajectories) == (32, 256)
+    assert plan.max_concurrent_trajectories == 256
     assert (plan.total_steps, plan.total_versions, plan.total_groups) == (31, 16, 1000)
 
 

@@ -102,6 +102,20 @@ def test_rollout_is_idle_only_while_nothing_generates(clock: Clock) -> None:
     assert timeline.rollout_occupancy == (2 * 4 + 4 * 1) / (8 * 4)
 
 
+def test_the_use_of_a_part_of_the_time_is_a_difference(clock: Clock) -> None:
+    rollout = Timeline(clock, rollout_capacity=0).rollout
+    clock.now += 5
+    rollout.set_capacity(4)
+    before = rollout.offered_seconds, rollout.used_seconds
+    rollout.set_running(3)
+    clock.now += 2
+    rollout.set_running(0)
+    rollout.set_capacity(0)
+    clock.now += 7
+    rollout.advance(clock())
+    assert (rollout.offered_seconds - before[0], rollout.used_seconds - before[1]) == (8, 6)
+
+
 def test_idle_time_is_weighted_by_the_capacity_of_its_moment(clock: Clock) -> None:
     timeline = Timeline(clock, rollout_capacity=4)
     clock.now += 1

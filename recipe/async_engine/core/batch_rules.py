@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
-from recipe.async_engine.core.config import soft_depth, staleness_bound, step_limits
+from recipe.async_engine.core.config import SHARED, soft_depth, staleness_bound, step_limits, synchronous_batch
 from recipe.async_engine.core.problems import Problem
 
 
@@ -40,7 +40,7 @@ def staleness(case: Case) -> Iterator[Problem]:
 
 def batch(case: Case) -> Iterator[Problem]:
     training = case.settings.async_training
-    whole, train = training.whole_batches, case.get("data.train_batch_size", 0)
+    whole, train = synchronous_batch(training), case.get("data.train_batch_size", 0)
     if not whole and train not in (0, None):
         advice = f"Set the prompts of a step with {ACTOR}.ppo_mini_batch_size (times async_training.require_batches)."
         yield case.problem("data.train_batch_size", "0", advice)
@@ -94,6 +94,24 @@ def whole_batches(case: Case) -> Iterator[Problem]:
         yield case.problem("async_training.partial_rollout", "false with whole batches", advice)
     if training.on_overdue != "wait":
         yield case.problem("async_training.on_overdue", "wait with whole batches", "Remove the setting.")
+
+
+def shared_placement(case: Case) -> Iterator[Problem]:
+    training = case.settings.async_training
+    if training.placement != SHARED:
+        return
+    if training.trigger_parameter_sync_step != 1:
+        advice = "The two sides take turns: every batch is followed by a weight sync. Remove the setting."
+        yield case.problem("async_training.trigger_parameter_sync_step", "1 with placement=shared", advice)
+    if not training.partial_rollout:
+        advice = (
+            "Answers are interrupted when the batch is complete and go on in the next turn; for synchronous training,"
+            " in which none is, set async_training.staleness_threshold=0."
+        )
+        yield case.problem("async_training.partial_rollout", "true with placement=shared", advice)
+    if training.whole_batches:
+        advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."
+        yield case.problem("async_training.whole_batches", "false with placement=shared", advice)
 
 
 def _countable(case: Case) -> Mapping[str, Any]:

@@ -25,6 +25,9 @@ from typing import Any
 
 from recipe.async_engine.core.knobs import knob, read_section, subsection
 from recipe.async_engine.core.problems import ConfigError, Problem
+from recipe.async_engine.core.server_settings import LogProbServers, Proximal, proximal
+
+SHARED = "shared"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +56,20 @@ class Timeouts:
     )
     validation: float = knob(3600.0, "One validation pass over all prompts.", unit="s", above=0)
     checkpoint: float = knob(1800.0, "Writing or reading one checkpoint.", unit="s", above=0)
+    stall: float = knob(
+        5400.0,
+        "Longest time in which nothing at all begins or ends: no answer, no reward, no stage of the trainer. Then the"
+        " run ends and says who waits for whom. Longer than the longest stage, and than the deadlines that name a"
+        " cause themselves.",
+        unit="s",
+        above=0,
+    )
+    stop: float = knob(
+        900.0,
+        "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off.",
+        unit="s",
+        above=0,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +103,20 @@ class AsyncTraining:
         choices=("wait", "drop"),
     )
     trigger_parameter_sync_step: int = knob(4, "Batches trained from one weight sync to the next.", minimum=1)
+    placement: str = knob(
+        "separate",
+        "Where the two sides run: `separate` gives the rollout replicas accelerators of their own (`rollout.nnodes`,"
+        " `rollout.n_gpus_per_node`); `shared` has both sides take turns on the trainer's, and the two settings have no"
+        " effect. Each mode's own configuration sets it.",
+        choices=("separate", "shared"),
+    )
+    off_policy_mask: int | None = knob(
+        None,
+        "Tokens that were sampled more versions ago than this give no policy gradient (0: off-policy tokens give none);"
+        " the rest of their answers does. null: every token does.",
+        unit="versions",
+        minimum=0,
+    )
     require_batches: int = knob(
         1,
         "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
@@ -101,13 +132,47 @@ class AsyncTraining:
         "At a weight sync: true interrupts running answers and continues them under the new version; false waits for"
         " them (`timeouts.drain`). No interrupted answer is trained as a complete one either way.",
     )
-    concurrent_samples_per_replica: int = knob(
-        16, "Prompt groups a rollout replica works on at the same time.", unit="groups", minimum=1
+    concurrent_samples_per_replica: int | None = knob(
+        16,
+        "Prompt groups a rollout replica works on at the same time. null: as many answers as its engine has room for,"
+        " `actor_rollout_ref.rollout.max_num_seqs`.",
+        unit="groups",
+        minimum=1,
+    )
+    proximal_log_probs: str | None = knob(
+        None,
+        "Whose log-probs an update starts from: `bypass`, those of the policy that sampled; `recompute`, those of the"
+        " newest published version, by the trainer; `server`, by the log-prob servers; `loglinear`, interpolated"
+        " between sampling and current policy in the loss. null: `server` if there are any, else by"
+        " `algorithm.rollout_correction.bypass_mode`, which otherwise follows from this.",
+        choices=tuple(Proximal),
     )
     max_group_retries: int = knob(
         2,
         "How often a failed group is generated again, on another replica if there is one, before it counts as failed.",
         minimum=0,
+    )
+    max_replica_restarts: int = knob(
+        3,
+        "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
+        " goes on meanwhile and without them; a new one takes part from the next weight sync on. Without effect where"
+        " trainer and rollout share their accelerators.",
+        minimum=0,
+    )
+    reward_processes: int = knob(
+        1,
+        "Processes of each reward worker (`reward.num_workers`) that call a synchronous reward function, with"
+        " `timeouts.reward` for each call. 0: threads of the reward worker, as in verl; a call that never returns is"
+        " given up, but goes on.",
+        minimum=0,
+    )
+    reward_memory_gib: float | None = knob(
+        None, "Address space of each process that scores; null: no limit.", unit="GiB", above=0
+    )
+    ledger_journal: bool = knob(
+        True,
+        "Where checkpoints are saved: keep what the rollout does between them in `ledger_journal.sqlite` in"
+        " `trainer.default_local_dir`, so that a run that was killed finds the answers completed since its checkpoint.",
     )
     prefork_workers: bool = knob(
         True,
@@ -180,6 +245,7 @@ class Settings:
     async_training: AsyncTraining
     rollout: RolloutResources
     builtin_task: BuiltinTask | None
+    servers: LogProbServers
 
 
 SECTIONS: Mapping[str, type[Any]] = {
@@ -187,6 +253,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "async_training.timeouts": Timeouts,
     "rollout": RolloutResources,
     "builtin_task": BuiltinTask,
+    "model_engine_server": LogProbServers,
 }
 
 
@@ -199,7 +266,13 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
     if config.get("builtin_task") is not None:
         task, more = read_section(BuiltinTask, config["builtin_task"], "builtin_task")
         problems += more
-    return Settings(training, rollout, task), problems
+    servers = config.get("model_engine_server")
+    if isinstance(servers, Mapping):
+        # verl's own type, which verl reads.
+        servers = {key: value for key, value in servers.items() if key != "engine"}
+    log_probs, more = read_section(LogProbServers, servers, "model_engine_server")
+    problems += more
+    return Settings(training, rollout, task, log_probs), problems
 
 
 def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
@@ -226,7 +299,8 @@ class RunPlan:
         rollout_replicas: Replicas that generate.
         total_steps: Steps at most; filtered and failed groups can only make it fewer.
         total_groups: Prompt groups issued at most, or None where only `total_steps` bounds them.
-        max_concurrent_groups: Groups in generation at the same time, over all replicas.
+        max_concurrent_trajectories: Trajectories in generation at the same time, over all replicas.
+        proximal: Where the proximal log-probs come from.
         settings: The settings it was derived from.
     """
 
@@ -239,7 +313,8 @@ class RunPlan:
     rollout_replicas: int
     total_steps: int
     total_groups: int | None
-    max_concurrent_groups: int
+    max_concurrent_trajectories: int
+    proximal: Proximal
     settings: Settings
 
     @property
@@ -251,11 +326,6 @@ class RunPlan:
     def total_versions(self) -> int:
         """Weight syncs after training steps, the last one included."""
         return math.ceil(self.total_steps / self.batches_per_version)
-
-    @property
-    def max_concurrent_trajectories(self) -> int:
-        """Trajectories in generation at the same time, over all replicas."""
-        return self.max_concurrent_groups * self.answers_per_group
 
 
 def staleness_bound(training: AsyncTraining) -> int:
@@ -277,19 +347,51 @@ def replica_size(config: Mapping[str, Any]) -> int:
     return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
 
 
+def synchronous_batch(training: AsyncTraining) -> bool:
+    """Whether a step trains `data.train_batch_size` prompts in mini-batches, as synchronous training does."""
+    return training.whole_batches or training.placement == SHARED
+
+
+def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
+    """Accelerators that the rollout replicas run on: their own, or those that they share with the trainer."""
+    if settings.async_training.placement == SHARED:
+        return trainer_ranks(config)
+    return settings.rollout.nnodes * settings.rollout.n_gpus_per_node
+
+
+def trainer_ranks(config: Mapping[str, Any]) -> int:
+    """Processes of the training engine, one for each of its accelerators."""
+    return int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1))
+
+
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """b, the prompt groups of a step; 0 where the settings do not say.
 
-    `data.train_batch_size` in the modes with whole batches, as in synchronous training; where that is 0, and in the
-    other modes, `ppo_mini_batch_size * require_batches`.
+    `data.train_batch_size` where a step is one of synchronous training (whole batches, shared placement); where that
+    is 0, and in the other modes, `ppo_mini_batch_size * require_batches`.
     """
-    whole = int(lookup(config, "data.train_batch_size") or 0) if training.whole_batches else 0
+    whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
+
+
+def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
+    """Trajectories that one replica generates at the same time; at least a group's."""
+    answers = int(lookup(config, "actor_rollout_ref.rollout.n", 1))
+    groups = training.concurrent_samples_per_replica
+    if groups is not None:
+        return groups * answers
+    return max(answers, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", answers)))
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
     """Prompts used of each pass over the data: whole batches leave out the last, incomplete one, as verl does."""
     return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
+
+
+def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
+    """Where the run's proximal log-probs come from."""
+    bypass = bool(lookup(config, "algorithm.rollout_correction.bypass_mode"))
+    return proximal(settings.async_training.proximal_log_probs, settings.servers, bypass)
 
 
 def step_limits(
@@ -337,17 +439,18 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
     issued = [] if settings.rollout.total_rollout_steps is None else [settings.rollout.total_rollout_steps]
     if dataset_rows is not None and epochs is not None:
         issued.append(int(epochs) * epoch_prompts(dataset_rows, batch_groups, training))
-    replicas = settings.rollout.nnodes * settings.rollout.n_gpus_per_node // replica_size(config)
+    replicas = rollout_accelerators(config, settings) // replica_size(config)
     return RunPlan(
         batch_groups=batch_groups,
         batches_per_version=training.trigger_parameter_sync_step,
         answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n", 1)),
         max_staleness=staleness_bound(training),
         pipeline_depth=soft_depth(training),
-        trainer_ranks=int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1)),
+        trainer_ranks=trainer_ranks(config),
         rollout_replicas=replicas,
         total_steps=min(limits.values()),
         total_groups=min(issued) if issued else None,
-        max_concurrent_groups=replicas * training.concurrent_samples_per_replica,
+        max_concurrent_trajectories=replicas * slots_per_replica(config, training),
+        proximal=proximal_source(config, settings),
         settings=settings,
     )

@@ -73,11 +73,11 @@ class Group:
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
 
     @classmethod
-    def from_row(cls, row: Sequence[Any], version: int) -> Group:
-        """The group of a record; one that was running starts anew, at this version."""
+    def from_row(cls, row: Sequence[Any], version: int | None) -> Group:
+        """The group of a record; one that was running starts anew at this version, or goes on where that is None."""
         group_id, index, epoch, uid, start, state_name, attempts, batch = row
         state = GroupState(state_name)
-        oldest = version if state is GroupState.RUNNING else start
+        oldest = start if version is None or state is not GroupState.RUNNING else version
         return cls(group_id, PromptRef(index, epoch, uid), oldest, state, attempts, batch=batch)
 
 

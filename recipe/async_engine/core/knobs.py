@@ -19,6 +19,7 @@ reports every fault at once: unknown keys (with the closest known name), wrong t
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +98,8 @@ def _in_range(value: object, limits: Mapping[str, Any]) -> bool:
     if limits["choices"]:
         return value in limits["choices"]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        # Written so that a NaN, which compares false with everything, is out of range.
+        if not math.isfinite(value):
+            return False
         if limits["minimum"] is not None and not value >= limits["minimum"]:
             return False
         return limits["above"] is None or value > limits["above"]

@@ -33,7 +33,7 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from recipe.async_engine.core.batches import WholeBatches
 from recipe.async_engine.core.errors import (
@@ -326,17 +326,18 @@ class SampleLedger:
         target_groups: int | None = None,
         issue_limit: int | None = None,
         whole_batches: bool = False,
-    ) -> SampleLedger:
+        keeps_partial: bool = False,
+    ) -> Self:
         """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
 
-        Ready groups stay ready, with their starts. Running groups stay running and start at the current version: the
-        scheduler generates them from scratch. A batch that was leased is ready again, so it is trained exactly once
-        relative to the weights of the checkpoint.
+        Ready groups stay ready, with their starts. Running groups stay running: with `keeps_partial` with their starts,
+        because the tokens that they have go on; without, they start at the current version, generated from scratch. A
+        batch that was leased is ready again, so it is trained exactly once relative to the weights of the checkpoint.
         """
         check_restorable(snapshot, settings, whole_batches)
         ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit, whole_batches=whole_batches)
         version = snapshot["version"]
-        groups = [Group.from_row(row, version) for row in snapshot["live"]]
+        groups = [Group.from_row(row, None if keeps_partial else version) for row in snapshot["live"]]
         ledger._live = {group.id: group for group in groups}
         try:
             ledger._gate = StalenessGate(

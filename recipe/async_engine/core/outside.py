@@ -29,6 +29,25 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFault:
+    """Rows of a data file that cannot be used.
+
+    Attributes:
+        column: Where the fault is.
+        what: What it is.
+        first: The first such row, from 0.
+        count: How many rows have it, at least.
+        most: Of prompts that are too long, the tokens of the longest one.
+    """
+
+    column: str
+    what: Literal["empty", "too long"]
+    first: int
+    count: int
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class FileFact:
     """What was found at a path that a setting names.
 
@@ -39,6 +58,7 @@ class FileFact:
         fault: Why it cannot be used (`does not exist`, ...), or None.
         rows: Rows of a data file, where known.
         columns: Columns of a data file, where known.
+        row_faults: Rows of a data file that cannot be used.
         largest_tensor: Name and number of elements of a model's largest tensor, where known and needed.
     """
 
@@ -49,3 +69,4 @@ class FileFact:
     rows: int | None = None
     columns: tuple[str, ...] | None = None
     largest_tensor: tuple[str, int] | None = None
+    row_faults: tuple[RowFault, ...] = ()

@@ -35,6 +35,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+STATIC = 0
+"""The version of weights that never change: those of the reference policy."""
+
 
 class Anchor(StrEnum):
     """Whose log-probs the proximal ones are."""
@@ -96,8 +99,9 @@ class Promotion:
 class ScoringQueue:
     """A server's requests and versions. The owner does what `next` says and reports it with `scored` or `promoted`."""
 
-    def __init__(self, settings: ScoringSettings) -> None:
-        self.live: int | None = None
+    def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
+        """``live``: the version that the weights have from the start, if they are not only placeholders."""
+        self.live = live
         self.paused = False
         self._settings = settings
         self._loading: int | None = None

@@ -104,6 +104,16 @@ class RolloutOccupancy:
         self._offered = self._used = self._idle = 0.0
 
     @property
+    def offered_seconds(self) -> float:
+        """Capacity-seconds accounted so far."""
+        return self._offered
+
+    @property
+    def used_seconds(self) -> float:
+        """Capacity-seconds that generated so far."""
+        return self._used
+
+    @property
     def idle_share(self) -> float:
         """Share of the accounted capacity-seconds in which no trajectory generated, 0.0 if there were none."""
         return self._idle / self._offered if self._offered else 0.0
@@ -122,13 +132,30 @@ class Timeline:
         self._began = clock()
         self._stopped: float | None = None
         self._tracks: dict[str, _Track] = {}
+        self._noted: dict[str, float] = {}
+        self.note("the run began")
         self.rollout = RolloutOccupancy(self._now, rollout_capacity)
+
+    def note(self, what: str) -> None:
+        """Something has begun or been finished: the run is not standing still. Callable from any thread."""
+        self._noted[what] = self._clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the newest note; every phase that begins or ends makes one."""
+        return self._clock() - max(self._noted.values())
+
+    def notes(self) -> list[tuple[str, float]]:
+        """What was noted and how many seconds ago, newest first."""
+        now = self._clock()
+        return sorted(((what, now - at) for what, at in dict(self._noted).items()), key=lambda note: note[1])
 
     @contextmanager
     def phase(self, track: str, name: str) -> Iterator[None]:
         """Count the time inside the `with` block to this phase, except for phases entered within it."""
         record = self._track(track)
         record.advance(self._now())
+        self.note(f"{track}: {name} begins")
         record.entered.append(name)
         depth = len(record.entered)
         try:
@@ -137,6 +164,7 @@ class Timeline:
             if len(record.entered) != depth:
                 raise TimelineError(f"phase {name!r} of {track!r} ends while {record.entered} are entered")
             record.advance(self._now())
+            self.note(f"{track}: {name} ends")
             record.entered.pop()
 
     def seconds(self, track: str) -> dict[str, float]:

@@ -21,11 +21,12 @@ case for each rule.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe.async_engine.core import batch_rules
+from recipe.async_engine.core import batch_rules, data_rules, saving_rules, server_rules
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
-from recipe.async_engine.core.config import read_settings, replica_size
+from recipe.async_engine.core.config import SHARED, read_settings, replica_size, rollout_accelerators
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.problems import ConfigError, Problem
+from recipe.async_engine.core.shapes import well_formed
 
 __all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
 
@@ -46,7 +47,6 @@ ADVANTAGE_ESTIMATORS = (
 )
 # Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
 GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gpg", "reinforce_plus_plus"}
-REWARD_COLUMNS = ("reward_model",)
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -91,7 +91,8 @@ def _algorithm(case: Case) -> Iterator[Problem]:
 def _rollout(case: Case) -> Iterator[Problem]:
     if case.get(f"{ROLLOUT}.name") != "vllm":
         yield case.problem(f"{ROLLOUT}.name", "vllm", "Other rollout engines are not supported yet in this mode.")
-    if case.get("actor_rollout_ref.hybrid_engine"):
+    shared = case.settings.async_training.placement == SHARED
+    if case.get("actor_rollout_ref.hybrid_engine") and not shared:
         advice = "This mode gives training and generation resources of their own; remove the setting."
         yield case.problem("actor_rollout_ref.hybrid_engine", "false", advice)
     if not case.get(f"{ROLLOUT}.calculate_log_probs"):
@@ -100,7 +101,7 @@ def _rollout(case: Case) -> Iterator[Problem]:
     if case.get(f"{ROLLOUT}.full_determinism"):
         advice = "verl then gives every request the same seed, so the answers to one prompt come out equal."
         yield case.problem(f"{ROLLOUT}.full_determinism", "false", advice)
-    if case.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive":
+    if case.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive" and not shared:
         backend = "recipe_gloo" if case.on_cpu else "nccl"
         advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
         yield case.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
@@ -129,7 +130,8 @@ def _cpu(case: Case) -> Iterator[Problem]:
         if case.get(setting, True):
             advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
             yield case.problem(setting, "false where trainer.device=cpu", advice)
-    if case.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", "nixl", "hccl"):
+    separate = case.settings.async_training.placement != SHARED
+    if separate and case.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", "nixl", "hccl"):
         advice = (
             "It needs an accelerator; set the backend to recipe_gloo and custom_backend_module to"
             " recipe.async_engine.weights.gloo_engine."
@@ -163,22 +165,28 @@ def _bucket(case: Case) -> Iterator[Problem]:
 
 def _resources(case: Case) -> Iterator[Problem]:
     nodes, per_node = case.count("trainer.nnodes"), case.count("trainer.n_gpus_per_node")
-    rollout, size = case.settings.rollout, replica_size(case.config)
-    generation = rollout.nnodes * rollout.n_gpus_per_node
+    shared = case.settings.async_training.placement == SHARED
+    if shared and (nodes is None or per_node is None):
+        return
+    generation, size = rollout_accelerators(case.config, case.settings), replica_size(case.config)
+    setting = "trainer.n_gpus_per_node" if shared else "rollout.n_gpus_per_node"
     if generation % size:
         advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
-        yield case.problem("rollout.n_gpus_per_node", f"such that {generation} divides by {size}", advice)
+        yield case.problem(setting, f"such that {generation} divides by {size}", advice)
     if case.available is None or nodes is None or per_node is None:
         return
     training, there = nodes * per_node, case.available.accelerators
-    reward = _reward_model_accelerators(case)
-    if training + generation + reward > there:
-        parts = f"{training} trainer ranks and {generation} for rollout replicas" + (
-            f" and {reward} for the reward model" if reward else ""
+    generation = 0 if shared else generation
+    reward, scoring = _reward_model_accelerators(case), case.settings.servers.accelerators
+    if training + generation + reward + scoring > there:
+        parts = (
+            f"{training} trainer ranks" if shared else f"{training} trainer ranks and {generation} for rollout replicas"
         )
+        parts += f" and {reward} for the reward model" if reward else ""
+        parts += f" and {scoring} for log-prob servers" if scoring else ""
         local = " On a CPU they are logical: raise ray_kwargs.ray_init.num_gpus." if case.on_cpu else ""
         advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
-        yield case.problem("rollout.n_gpus_per_node", f"at most what is there, {there} accelerators in all", advice)
+        yield case.problem(setting, f"at most what is there, {there} accelerators in all", advice)
 
 
 def _builtin_task(case: Case) -> Iterator[Problem]:
@@ -196,40 +204,23 @@ def _reward_model_accelerators(case: Case) -> int:
     return (case.count(f"{model}.nnodes") or 0) * (case.count(f"{model}.n_gpus_per_node") or 0)
 
 
-def _files(case: Case) -> Iterator[Problem]:
-    prompt = str(case.get("data.prompt_key", "prompt"))
-    source = str(case.get("data.reward_fn_key", "data_source"))
-    needed = [prompt]
-    if case.get("reward.reward_manager.source", "register") == "register":
-        needed += [source, *REWARD_COLUMNS]
-    wanted = {
-        "model": "a local directory with a config.json, or the name of a model on the hub",
-        "data": "existing files",
-        "code": "an existing Python file",
-    }
-    for fact in case.files:
-        if fact.fault is not None:
-            yield Problem(fact.setting, fact.path, wanted[fact.kind], f"It {fact.fault}; correct the path.")
-        elif fact.columns is not None and case.get("data.custom_cls.path") is None:
-            missing = [name for name in needed if name not in fact.columns]
-            if missing:
-                advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(fact.columns)}."
-                yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
-
-
 RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _amounts,
     batch_rules.staleness,
     batch_rules.whole_batches,
+    batch_rules.shared_placement,
     batch_rules.batch,
     batch_rules.division,
     _algorithm,
     _engine,
     _rollout,
     _cpu,
+    server_rules.proximal_log_probs,
+    server_rules.log_prob_servers,
     _resources,
     _builtin_task,
-    _files,
+    data_rules.files,
+    saving_rules.saving,
 )
 
 
@@ -248,7 +239,9 @@ def validate(
         available: What there is to place workers on, where known.
         files: What was found at the paths that the configuration names.
     """
-    settings, problems = read_settings(config)
+    config, problems = well_formed(config)
+    settings, own = read_settings(config)
+    problems += own
     if dataset_rows is None:
         rows = [fact.rows for fact in files if fact.setting == "data.train_files"]
         known = [count for count in rows if count is not None]

@@ -1,0 +1,66 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rules of validation on data files and other paths; `recipe.async_engine.core.validation` applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipe.async_engine.core.case import Case
+from recipe.async_engine.core.outside import FileFact, RowFault
+from recipe.async_engine.core.problems import Problem
+
+REWARD_COLUMNS = ("reward_model",)
+WANTED = {
+    "model": "a local directory with a config.json, or the name of a model on the hub",
+    "data": "existing files",
+    "code": "an existing Python file",
+}
+
+
+def files(case: Case) -> Iterator[Problem]:
+    """Paths that cannot be used, columns that are missing, rows whose prompts cannot be used."""
+    needed = [str(case.get("data.prompt_key", "prompt"))]
+    if case.get("reward.reward_manager.source", "register") == "register":
+        needed += [str(case.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
+    for fact in case.files:
+        if fact.fault is not None:
+            yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the path.")
+        elif case.get("data.custom_cls.path") is None:
+            yield from _data(case, fact, needed)
+
+
+def _data(case: Case, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
+    missing = [name for name in needed if fact.columns is not None and name not in fact.columns]
+    if missing:
+        advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(fact.columns or ())}."
+        yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
+    if fact.rows == 0:
+        yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
+    for fault in fact.row_faults:
+        yield _row(case, fact, fault)
+
+
+def _row(case: Case, fact: FileFact, fault: RowFault) -> Problem:
+    others = "" if fault.count == 1 else f" and {fault.count - 1} more"
+    place = f"Row {fault.first}{others} (counted from 0), column {fault.column}:"
+    if fault.what == "empty":
+        allowed, advice = "data whose prompts have text", f"{place} no text. Remove the rows, or fill them."
+    else:
+        allowed = f"prompts of at most data.max_prompt_length={case.get('data.max_prompt_length')} tokens"
+        advice = (
+            f"{place} up to {fault.most} tokens without the chat template. Raise data.max_prompt_length, shorten or"
+            " remove the rows, or set data.filter_overlong_prompts=True to leave them out."
+        )
+    return Problem(fact.setting, fact.path, allowed, advice)

@@ -1,0 +1,60 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Where the answered parts of a trajectory ended up in its response.
+
+A part is what one generation request returned, with all that came before it as context. Pure. Shown by
+tests/core/test_parts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One answered request: the version that sampled ``tokens``, which follow ``context``."""
+
+    version: int
+    context: Sequence[int]
+    tokens: Sequence[int]
+
+
+def place(
+    parts: Sequence[Part], prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Position in the response and number of tokens used, for each part.
+
+    A part's log-probs hold for the response only if its context is what stands before it there. Returns None if for
+    some part it is not, or if a token that is marked as sampled (``mask`` 1) is in no part: the agent loop has then
+    rewritten what was generated.
+    """
+    sequence = [*prompt, *response]
+    places, covered = [], [False] * len(response)
+    for part in parts:
+        begin = len(part.context)
+        end = min(begin + len(part.tokens), len(sequence))
+        if begin > len(sequence):
+            places.append((len(response), 0))
+            continue
+        if begin < len(prompt) or sequence[:begin] != list(part.context):
+            return None
+        if sequence[begin:end] != list(part.tokens[: end - begin]):
+            return None
+        places.append((begin - len(prompt), end - begin))
+        covered[begin - len(prompt) : end - len(prompt)] = [True] * (end - begin)
+    if any(sampled and not found for sampled, found in zip(mask, covered, strict=True)):
+        return None
+    return places

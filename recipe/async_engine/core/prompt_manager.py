@@ -1,0 +1,243 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which trajectory generates next, where generation and training take turns on the same accelerators.
+
+Contract. The prompt manager stands on the sample ledger: the ledger knows the groups, this knows the trajectories of
+those that are not complete yet. A trajectory is PENDING, RUNNING, INTERRUPTED or SAMPLED, and
+
+- no trajectory runs outside a generation turn, and never more than `slots` of them do;
+- a free slot goes to an interrupted trajectory before one that never ran, and to an issued group before a new prompt;
+  among equals to the oldest group, which has the earliest deadline;
+- a new prompt is issued only if the ledger admits it (its staleness gate, its bound on live groups), so the number of
+  groups in flight is bounded, and a slot is filled trajectory by trajectory;
+- closing a turn interrupts what runs and loses nothing.
+
+    PENDING -> RUNNING <-> INTERRUPTED        a failed attempt leads back to PENDING
+    RUNNING or INTERRUPTED -> SAMPLED         (a last token may be reported after its turn was closed)
+
+Plain state: no clock, no threads, no events. Its caller holds the ledger's lock. Tests:
+tests/core/test_prompt_manager.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompts import PromptRef
+
+
+class TurnError(RecipeError):
+    """A call to the prompt manager that its state does not permit."""
+
+
+class TrajectoryState(StrEnum):
+    """The one state of a trajectory whose group is not complete."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    SAMPLED = "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The `index`-th answer to a group's prompt."""
+
+    group_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """Number of groups by what they do, and of running and interrupted trajectories.
+
+    running: at least one of its trajectories runs, or all are sampled and a reward is missing. interrupted: none runs
+    and one was. pending: none of the two. complete: ready, waiting for a batch or in the one that is being trained.
+    """
+
+    pending: int
+    running: int
+    interrupted: int
+    complete: int
+    running_trajectories: int
+    interrupted_trajectories: int
+
+
+# What a free slot is given first; the states that wait for one.
+_RANK = {TrajectoryState.INTERRUPTED: 0, TrajectoryState.PENDING: 1}
+
+
+class PromptManager:
+    """See the module's contract.
+
+    ledger: shared with whoever takes batches. group_size: trajectories of a group. slots: trajectories that may run at
+    once.
+    """
+
+    def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
+        if group_size < 1 or slots < 1:
+            raise TurnError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
+        self.ledger = ledger
+        self.group_size = group_size
+        self.slots = slots
+        self.turns = 0
+        self.is_open = False
+        self.running = 0
+        self._states: dict[int, list[TrajectoryState]] = {}
+        # (rank, start, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
+        self._waiting: list[tuple[int, int, int, int]] = []
+
+    def open_turn(self) -> int:
+        """Begin a generation turn; returns its number, counted from 1."""
+        if self.is_open:
+            raise TurnError(f"generation turn {self.turns} is open already")
+        self.is_open = True
+        self.turns += 1
+        return self.turns
+
+    def close_turn(self) -> list[Trajectory]:
+        """Interrupt everything that runs; returns what was interrupted."""
+        if not self.is_open:
+            raise TurnError("no generation turn is open")
+        self.is_open = False
+        interrupted = [
+            Trajectory(group_id, index)
+            for group_id, states in self._states.items()
+            for index, state in enumerate(states)
+            if state is TrajectoryState.RUNNING
+        ]
+        for trajectory in interrupted:
+            self._set(trajectory, TrajectoryState.INTERRUPTED)
+        return interrupted
+
+    def next(self) -> Trajectory | None:
+        """Give a free slot to the next trajectory, which runs from now on; None if none may run or none waits."""
+        if not self.is_open or self.running >= self.slots:
+            return None
+        while self._waiting:
+            rank, _, group_id, index = heapq.heappop(self._waiting)
+            states = self._states.get(group_id)
+            if states is not None and _RANK.get(states[index]) == rank:
+                trajectory = Trajectory(group_id, index)
+                self._set(trajectory, TrajectoryState.RUNNING)
+                return trajectory
+        return None
+
+    def wants_prompt(self) -> bool:
+        """Whether a slot is free for a new prompt; ask when `next` gives nothing."""
+        return self.is_open and self.running < self.slots and not self._anything_waits() and self.ledger.can_issue()
+
+    def issue(self, prompt: PromptRef) -> Group:
+        """Issue a group for this prompt; its trajectories wait for slots."""
+        if not self.is_open:
+            raise TurnError("a prompt is issued in a generation turn only")
+        group = self.ledger.issue(prompt)
+        self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
+        return group
+
+    def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
+        """Take over a running group, new or of a checkpoint; none of its trajectories runs."""
+        if group.state is not GroupState.RUNNING or group.id in self._states:
+            raise TurnError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
+        if len(states) != self.group_size or TrajectoryState.RUNNING in states:
+            raise TurnError(f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}")
+        self._states[group.id] = list(states)
+        for index in range(self.group_size):
+            self._wait(Trajectory(group.id, index))
+
+    def state(self, trajectory: Trajectory) -> TrajectoryState:
+        """The state of a trajectory of a group that is not complete."""
+        if trajectory.group_id not in self._states:
+            raise TurnError(f"group {trajectory.group_id} is complete, ended or was never issued")
+        return self._states[trajectory.group_id][trajectory.index]
+
+    def sampled(self, trajectory: Trajectory) -> None:
+        """The trajectory's last token is sampled: its slot is free."""
+        self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED)
+        self._set(trajectory, TrajectoryState.SAMPLED)
+
+    def begin_again(self, trajectory: Trajectory) -> None:
+        """The attempt failed and its tokens are lost: the trajectory waits for a slot again."""
+        self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED, TrajectoryState.SAMPLED)
+        self._set(trajectory, TrajectoryState.PENDING)
+
+    def complete(self, group_id: int, oldest_version: int) -> Group:
+        """All trajectories are sampled and rewarded: the group is ready to be trained."""
+        unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
+        if unfinished:
+            raise TurnError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
+        del self._states[group_id]
+        return self.ledger.mark_ready(group_id, oldest_version)
+
+    def forget(self, group_id: int) -> None:
+        """The group is given up; the slots of its trajectories are free. The caller filters or fails it."""
+        for index in range(self.group_size):
+            self._set(Trajectory(group_id, index), TrajectoryState.SAMPLED)
+        del self._states[group_id]
+
+    def counts(self) -> PromptCounts:
+        """Number of groups and trajectories by state."""
+        groups = Counter(_group_state(states) for states in self._states.values())
+        trajectories = Counter(state for states in self._states.values() for state in states)
+        ledger = self.ledger.counts()
+        return PromptCounts(
+            pending=groups[TrajectoryState.PENDING],
+            running=groups[TrajectoryState.RUNNING],
+            interrupted=groups[TrajectoryState.INTERRUPTED],
+            complete=ledger.ready + ledger.taken,
+            running_trajectories=trajectories[TrajectoryState.RUNNING],
+            interrupted_trajectories=trajectories[TrajectoryState.INTERRUPTED],
+        )
+
+    def _anything_waits(self) -> bool:
+        while self._waiting:
+            rank, _, group_id, index = self._waiting[0]
+            states = self._states.get(group_id)
+            if states is not None and _RANK.get(states[index]) == rank:
+                return True
+            heapq.heappop(self._waiting)
+        return False
+
+    def _expect(self, trajectory: Trajectory, *states: TrajectoryState) -> None:
+        state = self.state(trajectory)
+        if state not in states:
+            raise TurnError(f"{trajectory} is {state}, expected {' or '.join(states)}")
+
+    def _set(self, trajectory: Trajectory, state: TrajectoryState) -> None:
+        states = self._states[trajectory.group_id]
+        self.running -= states[trajectory.index] is TrajectoryState.RUNNING
+        self.running += state is TrajectoryState.RUNNING
+        states[trajectory.index] = state
+        self._wait(trajectory)
+
+    def _wait(self, trajectory: Trajectory) -> None:
+        """Queue the trajectory if it waits for a slot."""
+        rank = _RANK.get(self.state(trajectory))
+        group = self.ledger.find(trajectory.group_id)
+        if rank is not None and group is not None:
+            heapq.heappush(self._waiting, (rank, group.start, group.id, trajectory.index))
+
+
+def _group_state(states: Iterable[TrajectoryState]) -> TrajectoryState:
+    present = set(states)
+    if TrajectoryState.RUNNING in present or present == {TrajectoryState.SAMPLED}:
+        return TrajectoryState.RUNNING
+    return TrajectoryState.INTERRUPTED if TrajectoryState.INTERRUPTED in present else TrajectoryState.PENDING

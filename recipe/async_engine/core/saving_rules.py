@@ -1,0 +1,46 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rules of validation on checkpoints; `recipe.async_engine.core.validation` applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipe.async_engine.core.case import ACTOR, Case
+from recipe.async_engine.core.config import SHARED
+from recipe.async_engine.core.problems import Problem
+
+RESUME_MODES = ("auto", "disable", "resume_path")
+
+
+def saving(case: Case) -> Iterator[Problem]:
+    """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
+    if case.get(f"{ACTOR}.checkpoint.async_save"):
+        advice = "A checkpoint is committed when all of it is written; remove the setting."
+        yield case.problem(f"{ACTOR}.checkpoint.async_save", "false", advice)
+    training = case.settings.async_training
+    if training.ledger_journal and training.placement == SHARED:
+        advice = "The journal cannot keep unfinished answers yet; the mode's checkpoints do. Remove the setting."
+        yield case.problem("async_training.ledger_journal", "false with async_training.placement=shared", advice)
+    mode = case.get("trainer.resume_mode", "auto")
+    if mode not in RESUME_MODES:
+        advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."
+        yield case.problem("trainer.resume_mode", f"one of {', '.join(RESUME_MODES)}", advice)
+    path = case.get("trainer.resume_from_path")
+    if mode == "resume_path" and "global_step_" not in str(path):
+        advice = "Name the checkpoint's folder, global_step_N."
+        yield case.problem("trainer.resume_from_path", "a folder of a checkpoint with resume_mode=resume_path", advice)
+    if mode != "disable" and case.get("trainer.default_hdfs_dir") is not None:
+        advice = "verl cannot load from there. Set it to null, or trainer.resume_mode=disable."
+        yield case.problem("trainer.default_hdfs_dir", "null where a run may resume", advice)

@@ -1,0 +1,295 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The prompt manager under random schedules of finishing, failing and interrupted trajectories."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import GroupState
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState, TurnError
+from recipe.async_engine.core.prompts import PromptRef
+
+
+def new_manager(batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4) -> PromptManager:
+    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth)), size, slots)
+
+
+def prompt(index: int) -> PromptRef:
+    return PromptRef(index, 0, f"0-{index}")
+
+
+def fill(manager: PromptManager, first: int = 0) -> list[Trajectory]:
+    """Give away every free slot, to new prompts from ``first`` on where nothing waits."""
+    given = []
+    while True:
+        picked = manager.next()
+        if picked is None:
+            if not manager.wants_prompt():
+                return given
+            manager.issue(prompt(first))
+            first += 1
+            continue
+        given.append(picked)
+
+
+def finish(manager: PromptManager, group_id: int, version: int = 0) -> None:
+    for index in range(manager.group_size):
+        manager.sampled(Trajectory(group_id, index))
+    manager.complete(group_id, version)
+
+
+def train(manager: PromptManager) -> None:
+    """Close the turn with a batch, train it and publish."""
+    manager.ledger.take()
+    manager.close_turn()
+    manager.ledger.mark_trained()
+    manager.ledger.publish()
+
+
+def test_slots_are_filled_trajectory_by_trajectory() -> None:
+    manager = new_manager(size=2, slots=3)
+    manager.open_turn()
+    assert fill(manager) == [Trajectory(0, 0), Trajectory(0, 1), Trajectory(1, 0)]
+    manager.sampled(Trajectory(0, 1))
+    assert fill(manager, 2) == [Trajectory(1, 1)]
+    manager.sampled(Trajectory(0, 0))
+    assert fill(manager, 2) == [Trajectory(2, 0)]
+
+
+def test_oversampling_ends_at_the_ledgers_limit() -> None:
+    manager = new_manager(batch=2, depth=1, slots=100)
+    manager.open_turn()
+    assert len({trajectory.group_id for trajectory in fill(manager)}) == 4
+    assert not manager.wants_prompt()
+
+
+def test_interrupted_go_first_and_the_oldest_of_them_first() -> None:
+    manager = new_manager(batch=1, depth=2, bound=2, size=1, slots=2)
+    manager.open_turn()
+    assert fill(manager) == [Trajectory(0, 0), Trajectory(1, 0)]
+    finish(manager, 0)
+    assert fill(manager, 2) == [Trajectory(2, 0)]
+    train(manager)
+    manager.open_turn()
+    assert fill(manager, 3) == [Trajectory(1, 0), Trajectory(2, 0)]
+    manager.begin_again(Trajectory(1, 0))
+    manager.close_turn()
+    manager.open_turn()
+    # A new start is worth less than kept tokens, and more than a new prompt.
+    assert fill(manager, 3) == [Trajectory(2, 0), Trajectory(1, 0)]
+
+
+def test_nothing_runs_between_turns() -> None:
+    manager = new_manager()
+    assert manager.next() is None
+    assert not manager.wants_prompt()
+    with pytest.raises(TurnError, match="in a generation turn only"):
+        manager.issue(prompt(0))
+    manager.open_turn()
+    running = fill(manager)
+    assert manager.close_turn() == running
+    assert manager.running == 0
+    assert manager.counts().interrupted_trajectories == len(running)
+    with pytest.raises(TurnError, match="no generation turn is open"):
+        manager.close_turn()
+
+
+def test_a_last_token_may_be_reported_after_its_turn() -> None:
+    manager = new_manager(size=1)
+    manager.open_turn()
+    late = fill(manager)[0]
+    manager.close_turn()
+    manager.sampled(late)
+    manager.complete(late.group_id, 0)
+    assert manager.counts().complete == 1
+    manager.open_turn()
+    assert late not in fill(manager, 10)
+
+
+def test_an_incomplete_group_is_never_complete() -> None:
+    manager = new_manager(size=2)
+    manager.open_turn()
+    fill(manager)
+    manager.sampled(Trajectory(0, 0))
+    with pytest.raises(TurnError, match="not complete"):
+        manager.complete(0, 0)
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns with random work; every call the manager permits is legal for the ledger too."""
+
+    @initialize(
+        batch=st.integers(1, 3),
+        bound=st.integers(0, 3),
+        depth=st.fractions(0, 1, max_denominator=4),
+        size=st.integers(1, 3),
+        slots=st.integers(1, 8),
+    )
+    def begin(self, batch: int, bound: int, depth: Any, size: int, slots: int) -> None:
+        self.settings = GateSettings(batch, 1, bound, depth * bound)
+        self.manager = PromptManager(SampleLedger(self.settings), size, slots)
+        self.prompts = 0
+        self.versions: dict[int, int] = {}
+        self.running: list[Trajectory] = []
+        self.trained = 0
+
+    def _open_group_ids(self) -> list[int]:
+        return [group.id for group in self.manager.ledger.in_state(GroupState.RUNNING)]
+
+    @rule()
+    @precondition(lambda self: not self.manager.is_open)
+    def open(self) -> None:
+        self.manager.open_turn()
+
+    @rule(count=st.integers(1, 8))
+    @precondition(lambda self: self.manager.is_open)
+    def pick(self, count: int) -> None:
+        for _ in range(count):
+            waiting = self._waiting()
+            picked = self.manager.next()
+            if picked is None:
+                assert not waiting or self.manager.running == self.manager.slots
+                if not self.manager.wants_prompt():
+                    return
+                self.manager.issue(prompt(self.prompts))
+                self.prompts += 1
+                continue
+            assert picked == waiting[0], "the first to wait is the first to run"
+            self.versions.setdefault(picked.group_id, self.manager.ledger.version)
+
+    def _waiting(self) -> list[Trajectory]:
+        order = []
+        for rank, wanted in enumerate((TrajectoryState.INTERRUPTED, TrajectoryState.PENDING)):
+            for group in self.manager.ledger.in_state(GroupState.RUNNING):
+                for index in range(self.manager.group_size):
+                    if self.manager.state(Trajectory(group.id, index)) is wanted:
+                        order.append((rank, group.start, group.id, index))
+        return [Trajectory(group_id, index) for _, _, group_id, index in sorted(order)]
+
+    def _in_state(self, *states: TrajectoryState) -> list[Trajectory]:
+        ids = [Trajectory(group, index) for group in self._open_group_ids() for index in range(self.manager.group_size)]
+        return [trajectory for trajectory in ids if self.manager.state(trajectory) in states]
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def sample(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            unfinished = self._in_state(TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED)
+            if unfinished:
+                self.manager.sampled(data.draw(st.sampled_from(unfinished)))
+
+    @rule()
+    def complete(self) -> None:
+        for group_id in self._open_group_ids():
+            states = {self.manager.state(Trajectory(group_id, index)) for index in range(self.manager.group_size)}
+            if states == {TrajectoryState.SAMPLED}:
+                self.manager.complete(group_id, self.versions[group_id])
+
+    @rule(data=st.data())
+    def fail_an_attempt(self, data: st.DataObject) -> None:
+        began = self._in_state(TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED, TrajectoryState.SAMPLED)
+        if began:
+            self.manager.begin_again(data.draw(st.sampled_from(began)))
+
+    @rule(data=st.data())
+    def give_up_a_group(self, data: st.DataObject) -> None:
+        if self._open_group_ids():
+            group_id = data.draw(st.sampled_from(self._open_group_ids()))
+            self.manager.forget(group_id)
+            self.manager.ledger.fail(group_id, "test")
+
+    @rule()
+    @precondition(lambda self: self.manager.is_open)
+    def close(self) -> None:
+        """A turn ends with its batch; the ledger's own checks raise if a group were past its bound."""
+        ledger = self.manager.ledger
+        if ledger.next_batch() is None:
+            return
+        ledger.take()
+        self.manager.close_turn()
+        ledger.mark_trained()
+        ledger.publish()
+        self.trained += self.settings.batch_groups
+
+    @rule()
+    @precondition(lambda self: not self.manager.is_open)
+    def resume_from_a_checkpoint(self) -> None:
+        """What was interrupted is interrupted, with its start; the order of resumption is the same."""
+        waiting, old = self._waiting(), self.manager
+        snapshot = json.loads(json.dumps(old.ledger.snapshot()))
+        ledger = SampleLedger.restore(snapshot, self.settings, keeps_partial=True)
+        self.manager = PromptManager(ledger, old.group_size, old.slots)
+        for group in ledger.in_state(GroupState.RUNNING):
+            known = old.ledger.find(group.id)
+            assert known is not None and known.start == group.start
+            self.manager.adopt(group, [old.state(Trajectory(group.id, index)) for index in range(old.group_size)])
+        assert self._waiting() == waiting
+
+    @invariant()
+    def the_promises_hold(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        manager, ledger = self.manager, self.manager.ledger
+        ledger.check_identity()
+        counts, in_ledger = manager.counts(), ledger.counts()
+        running = self._in_state(TrajectoryState.RUNNING)
+        assert manager.running == len(running) == counts.running_trajectories <= manager.slots
+        assert manager.is_open or not running
+        assert counts.pending + counts.running + counts.interrupted == in_ledger.running
+        assert in_ledger.live <= (1 + self.settings.pipeline_depth) * self.settings.batch_groups
+        assert ledger.staleness.max <= self.settings.max_staleness
+        assert in_ledger.trained == self.trained
+
+
+Turns.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTurns = Turns.TestCase
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_turns_never_come_to_a_stop(bound: int) -> None:
+    """Whatever is interrupted how often, each turn ends with a batch once its trajectories do."""
+    manager = new_manager(batch=2, depth=bound, bound=bound, size=2, slots=3)
+    issued = 0
+    for turn in range(20):
+        manager.open_turn()
+        for _ in range(100):
+            given = fill(manager, issued)
+            issued = manager.ledger.counts().issued
+            if manager.ledger.next_batch() is not None:
+                break
+            unfinished = [
+                Trajectory(group.id, index)
+                for group in manager.ledger.in_state(GroupState.RUNNING)
+                for index in range(2)
+                if manager.state(Trajectory(group.id, index)) is TrajectoryState.RUNNING
+            ]
+            assert given or unfinished
+            # The newest first: the oldest groups, whose deadline is the nearest, are interrupted most often.
+            last = unfinished[-1]
+            manager.sampled(last)
+            states = {manager.state(Trajectory(last.group_id, index)) for index in range(2)}
+            if states == {TrajectoryState.SAMPLED}:
+                group = manager.ledger.find(last.group_id)
+                assert group is not None
+                manager.complete(group.id, group.start)
+        train(manager)
+        assert manager.ledger.counts().trained == 2 * (turn + 1)
