@@ -66,12 +66,14 @@ class Scenario:
     tensor: int = 1
     pipeline: int = 1
     packed: bool = True
+    bf16: bool = False
 
     @property
     def name(self) -> str:
         tied = "tied" if self.tied else "untied"
         layout = f"dp{self.data}-tp{self.tensor}-pp{self.pipeline}"
-        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}"
+        precision = "-bf16" if self.bf16 else ""
+        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}{precision}"
 
     @property
     def ranks(self) -> int:
@@ -81,6 +83,7 @@ class Scenario:
 SCENARIOS = (
     Scenario("fsdp2", "qwen3", tied=False, packed=False),
     Scenario("fsdp2", "qwen2", tied=True, data=2, packed=False),
+    Scenario("fsdp2", "qwen3", tied=False, packed=False, bf16=True),
     Scenario("megatron", "qwen3", tied=False),
     Scenario("megatron", "qwen2", tied=True, packed=False),
     Scenario("megatron", "qwen3", tied=True, tensor=2),
@@ -118,12 +121,13 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
     rollout = RolloutConfig(name="vllm")
     batches = {"use_dynamic_bsz": True, "infer_max_token_len_per_gpu": 32, "infer_micro_batch_size_per_gpu": 2}
     if scenario.backend == "fsdp2":
-        precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        short, long = ("bf16", "bfloat16") if scenario.bf16 else ("fp32", "float32")
+        precision = {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         engine = FSDPEngineConfig(
             strategy="fsdp2",
             forward_only=True,
-            model_dtype="fp32",
-            dtype="float32",
+            model_dtype=short,
+            dtype=long,
             mixed_precision=precision,
             use_torch_compile=False,
             **batches,
@@ -169,6 +173,21 @@ def largest_difference(adapter: ModelEngineServerAdapter, scenario: Scenario, se
     return largest
 
 
+def rounding_of_bf16(scenario: Scenario, seed: int) -> float:
+    """Largest difference that Hugging Face's own forward in bf16 has from fp32, over the same log-probs."""
+    largest, model, rounded = 0.0, make_model(scenario, seed), make_model(scenario, seed).bfloat16()
+    for tokens in sequences():
+        with torch.no_grad():
+            columns = [
+                torch.log_softmax(which(tokens[None]).logits[0, :-1].float() / TEMPERATURE, -1).gather(
+                    -1, tokens[1:, None]
+                )
+                for which in (model, rounded)
+            ]
+        largest = max(largest, (columns[0] - columns[1]).abs().max().item())
+    return largest
+
+
 def load(adapter: ModelEngineServerAdapter, weights: dict[str, torch.Tensor], broken_after: int | None = None) -> None:
     """In any order, through one buffer that is used again for each tensor, as a transport does."""
     items = list(weights.items())
@@ -207,6 +226,8 @@ def play(scenario: Scenario, path: str) -> dict[str, Any]:
     seen["staged"] = largest_difference(adapter, scenario, seed=0)
     adapter.promote()
     seen["promoted"] = largest_difference(adapter, scenario, seed=1)
+    if scenario.bf16:
+        return seen | {"rounding": rounding_of_bf16(scenario, seed=0)}
     exported = {key: tensor.clone() for key, tensor in adapter.worker.engine.get_per_tensor_param()[0]}
     seen["exported"] = all(torch.equal(exported[key].float(), new[key]) for key in exported)
     return seen

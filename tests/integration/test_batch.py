@@ -28,7 +28,13 @@ from recipe.async_engine.core.errors import StalenessViolation, VersionRecordErr
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
 from recipe.async_engine.rollout.group_run import GroupRun
-from recipe.async_engine.trainer.batch import TOKEN_VERSIONS, assemble, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.batch import (
+    TOKEN_VERSIONS,
+    assemble,
+    mask_off_policy,
+    sampled_tokens,
+    staleness_metrics,
+)
 
 LENGTH = 6
 
@@ -117,3 +123,17 @@ def test_token_of_a_version_that_is_not_published_yet_is_refused() -> None:
 def test_batch_in_which_nothing_was_sampled_has_no_staleness() -> None:
     metrics = staleness_metrics(batch_of(output((-1, 3)), output()), version=3, bound=0)
     assert metrics["fully_async/staleness/token_mean"] == metrics["fully_async/staleness/oldest_token_max"] == 0
+
+
+@pytest.mark.parametrize(("limit", "masked"), [(0, 2), (1, 2), (2, 0)])
+def test_tokens_past_the_masks_limit_give_no_policy_gradient_and_the_others_do(limit: int, masked: int) -> None:
+    batch = batch_of(output((1, 2), (-1, 1), (3, 2)))
+    batch.batch["response_mask"] = torch.tensor([[1, 1, 0, 1, 1, 0]])
+    batch.batch["advantages"] = torch.full((1, LENGTH), 0.5)
+    metrics = mask_off_policy(batch, version=3, limit=limit)
+    assert batch.batch["advantages"].tolist() == [[0.0 if masked else 0.5] * 2 + [0.5] * 4]
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0, 1, 1, 0]]
+    assert metrics == {
+        "fully_async/off_policy/masked_tokens": masked,
+        "fully_async/off_policy/masked_ratio": masked / 4,
+    }

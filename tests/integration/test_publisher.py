@@ -38,6 +38,7 @@ class Replica:
         self.journal = journal
         self.loads = list(loads)
         self.alive = True
+        self.answers = True
         self.resumes: list[Any] = []
         self.workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping), update=self.update)]
         self.servers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping))]
@@ -49,6 +50,8 @@ class Replica:
     async def ping(self, function: Any) -> None:
         if not self.alive:
             raise ActorDiedError()
+        if not self.answers:
+            await asyncio.get_running_loop().create_future()
 
     async def update(self, version: int) -> None:
         step = self.loads.pop(0) if self.loads else None
@@ -299,3 +302,61 @@ def test_run_ends_when_no_replica_can_resume() -> None:
     with pytest.raises(NoReplicaLeft):
         fleet.publish(0)
     assert fleet.routed == []
+
+
+class LogProbServer(Replica):
+    """It gets weights, and nothing of what a sync does to generation."""
+
+    generates = False
+
+    async def abort_all_requests(self) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+
+def with_server(*scripts: tuple[Any, ...], loads: tuple[Any, ...] = ()) -> tuple[Fleet, LogProbServer]:
+    """Rollout replicas 0, 1, ... and log-prob server 9."""
+    fleet = Fleet(*scripts)
+    server = LogProbServer(9, fleet.journal, *loads)
+    fleet.publisher.add_replicas([server])
+    return fleet, server
+
+
+def test_log_prob_server_gets_weights_and_is_never_routed_to() -> None:
+    fleet, _ = with_server(())
+    fleet.publish(0)
+    assert ("commit 0", 9) in fleet.journal and ("commit 0", 0) in fleet.journal
+    assert fleet.routed == ["server-0"]
+    assert fleet.publisher.live_replicas == 1
+
+
+def test_sync_is_not_repeated_for_a_log_prob_server_that_refuses_the_weights() -> None:
+    fleet, _ = with_server((), loads=(WeightLoadError("no tensor a.b"),))
+    fleet.publish(0)
+    assert [event for event in fleet.journal if event[0] == "commit 0"] == [("commit 0", 0)]
+    fleet.publish(1)
+    assert ("commit 1", 9) in fleet.journal
+
+
+def test_dead_log_prob_server_takes_no_part_and_a_silent_one_none_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.05)
+    fleet, server = with_server(())
+    server.answers = False
+    fleet.publish(0)
+    assert ("commit 0", 9) not in fleet.journal and fleet.routed == ["server-0"]
+    server.answers = True
+    fleet.publish(1)
+    assert ("commit 1", 9) in fleet.journal
+    server.alive = False
+    fleet.publish(2)
+    server.alive = True
+    fleet.publish(3)
+    assert ("commit 2", 9) not in fleet.journal and ("commit 3", 9) not in fleet.journal
+
+
+def test_log_prob_servers_alone_do_not_keep_a_run_going() -> None:
+    fleet, _ = with_server(("die",))
+    with pytest.raises(NoReplicaLeft):
+        fleet.publish(0)

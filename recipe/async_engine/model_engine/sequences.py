@@ -23,9 +23,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some tokens of a sequence, and what came before them.
+
+    Attributes:
+        token_ids: int32 (L,), of the sequence up to the last token wanted.
+        first: position of the first token wanted.
+    """
+
+    token_ids: np.ndarray
+    first: int
 
 
 @dataclass(frozen=True)

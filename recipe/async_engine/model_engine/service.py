@@ -19,7 +19,8 @@ Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this d
   if its batch could not be computed, or with the error that closed the service. A caller that goes away takes its
   request along.
 - The engine is asked for one thing at a time: a batch, or a promotion.
-- A batch that fails costs that batch only; a promotion that fails closes the service, since ranks may disagree then.
+- A batch that fails costs that batch only. A promotion that fails closes the service, since ranks may disagree then,
+  and so does the loss of the engine.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -48,6 +49,10 @@ class ScoringFailed(RecipeError):
     """The engine could not compute a batch; its error is chained."""
 
 
+class EngineLost(RecipeError):
+    """The engine will compute nothing any more."""
+
+
 class ServiceClosed(RecipeError):
     """The server answers nothing any more."""
 
@@ -56,7 +61,11 @@ class ScoringEngine(Protocol):
     """The ranks behind a server."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
-        """Scores of the sequences by the live weights, in their order."""
+        """Scores of the sequences by the live weights, in their order.
+
+        Raises:
+            EngineLost: nothing will be computed any more. Any other error is this batch's.
+        """
 
     async def promote(self) -> None:
         """Make the staged weights the live ones on every rank."""
@@ -97,11 +106,16 @@ class ScoringService:
     """See the module's contract. All calls come from one event loop."""
 
     def __init__(
-        self, settings: ScoringSettings, engine: ScoringEngine, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: ScoringSettings,
+        engine: ScoringEngine,
+        clock: Callable[[], float] = time.monotonic,
+        live: int | None = None,
     ) -> None:
+        """``live``: see `ScoringQueue`."""
         self.counts = ServiceCounts()
         self._settings = settings
-        self._queue = ScoringQueue(settings)
+        self._queue = ScoringQueue(settings, live)
         self._engine = engine
         self._clock = clock
         self._wake = asyncio.Event()
@@ -109,6 +123,7 @@ class ScoringService:
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
         self._closed: BaseException | None = None
+        self._ended = asyncio.Event()
         self._loop = asyncio.create_task(self._run(), name="scoring service")
 
     @property
@@ -194,6 +209,12 @@ class ScoringService:
 
     # Life
 
+    async def ended(self) -> BaseException:
+        """Wait for the end of the service; returns its reason."""
+        await self._ended.wait()
+        assert self._closed is not None
+        return self._closed
+
     async def close(self, error: BaseException | None = None) -> None:
         """End the service; whoever waits gets the reason."""
         self._close(error or ServiceClosed("the server was stopped"))
@@ -202,6 +223,7 @@ class ScoringService:
 
     def _close(self, error: BaseException) -> None:
         self._closed = self._closed or error
+        self._ended.set()
         for request_id in list(self._answers):
             self._end(request_id, self._closed_error())
         self._place_free.set()
@@ -238,6 +260,8 @@ class ScoringService:
                 self._place_free.set()
             elif action is not None:
                 await self._compute(action)
+                if self._closed is not None:
+                    return
             else:
                 await self._sleep()
 
@@ -259,6 +283,9 @@ class ScoringService:
             failed.__cause__ = error
             for request in batch.requests:
                 self._end(request.id, failed)
+            if isinstance(error, EngineLost):
+                logger.error("the log-prob server lost its engine: %s", error)
+                self._close(error)
         else:
             self._count(batch, began)
             for request, result in zip(batch.requests, scores, strict=True):

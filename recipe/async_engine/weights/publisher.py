@@ -57,14 +57,33 @@ class PublishFailed(RecipeError):
     """The trainer's side of a weight sync failed, on every attempt."""
 
 
+def generates(replica: RolloutReplica) -> bool:
+    """Whether it is a rollout replica, and no log-prob server."""
+    return getattr(replica, "generates", True)
+
+
 @dataclass
 class ReplicaRecord:
-    """A replica and what the publisher knows of it."""
+    """A replica and what the publisher knows of it.
+
+    Those that do not generate (log-prob servers) get weights, are never routed to, and a sync goes on without one that
+    does not answer: it is ``absent`` until the next sync.
+    """
 
     replica: RolloutReplica
     routed: bool = False
+    absent: bool = False
     dead: bool = False
     error: BaseException | None = None
+
+    @property
+    def generates(self) -> bool:
+        return generates(self.replica)
+
+    @property
+    def name(self) -> str:
+        kind = "replica" if self.generates else "log-prob server"
+        return f"{kind} {self.replica.replica_rank}"
 
     @property
     def server_id(self) -> str:
@@ -89,6 +108,18 @@ class WeightPublisher(CheckpointEngineManager):
         self._timeout_s = timeout_s
         self.seconds = 0.0
 
+    def add_replicas(self, replicas: list[RolloutReplica]) -> None:
+        """Replicas that take part from the next sync on; see verl's method of this name."""
+        super().add_replicas(replicas)
+        self._records += [ReplicaRecord(replica) for replica in replicas]
+
+    def take_lost(self) -> list[RolloutReplica]:
+        """Those that died; they are forgotten here, so each is given once."""
+        lost = [record.replica for record in self._records if record.dead]
+        self._records = [record for record in self._records if not record.dead]
+        self.remove_replicas(lost)
+        return lost
+
     @property
     def live_replicas(self) -> int:
         """Replicas in routing: each holds the version that was announced last."""
@@ -112,6 +143,7 @@ class WeightPublisher(CheckpointEngineManager):
         return {**metrics, "fully_async/weight_sync/seconds": seconds}
 
     async def _publish(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+        await self._look_for_log_prob_servers()
         paused_at = time.monotonic()
         await self._each("pause", self._candidates(), self._pause)
         metrics: dict[str, float] = {}
@@ -122,9 +154,10 @@ class WeightPublisher(CheckpointEngineManager):
             if not candidates:
                 break
             loaded, metrics, trainer_error = await self._load(candidates, version)
-            if len(loaded) == len(candidates):
+            if len(loaded) < len(candidates):
+                logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self._errors())
+            if all(record in loaded for record in candidates if record.generates):
                 break
-            logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self._errors())
             await self._each("answer", self._candidates(), self._ping, PING_TIMEOUT_S)
             # In a collective transfer one engine that takes no weights fails it for all: the others go on without it.
             refused = [record for record in candidates if isinstance(record.error, WeightLoadError)]
@@ -134,7 +167,7 @@ class WeightPublisher(CheckpointEngineManager):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         loaded = [record for record in loaded if not record.dead]
         await self._unroute([record for record in self._records if record not in loaded])
-        if not loaded:
+        if not any(record.generates for record in loaded):
             cause = next((record.error for record in self._records if record.error is not None), None)
             raise NoReplicaLeft(f"no rollout replica holds version {version}: {self._errors()}") from cause
         announce()
@@ -149,10 +182,15 @@ class WeightPublisher(CheckpointEngineManager):
         return trainer_error is not None and all(record.error is trainer_error for record in self._candidates())
 
     def _candidates(self) -> list[ReplicaRecord]:
-        return [record for record in self._records if not record.dead]
+        return [record for record in self._records if not record.dead and not record.absent]
 
     def _errors(self) -> str:
-        errors = [f"replica {r.replica.replica_rank}: {r.error}" for r in self._records if r.error is not None]
+        # Ray's own wrapping would add the remote traceback, which is in the log.
+        errors = [
+            f"{record.name}: {getattr(record.error, 'cause', None) or record.error}"
+            for record in self._records
+            if record.error is not None
+        ]
         return "; ".join(errors) or "no replica reported an error"
 
     async def _each(
@@ -175,9 +213,25 @@ class WeightPublisher(CheckpointEngineManager):
                 record.error = error
                 record.dead = True
             if record.dead:
-                logger.error("rollout replica %d is given up: %s", record.replica.replica_rank, record.error)
+                logger.error("%s is given up: %s", record.name, record.error)
 
         await asyncio.gather(*[guarded(record) for record in records])
+
+    async def _look_for_log_prob_servers(self) -> None:
+        """Before generation pauses: one that is gone would be missed in the middle of the transfer, by everyone."""
+
+        async def look(record: ReplicaRecord) -> None:
+            try:
+                await asyncio.wait_for(self._ping(record), PING_TIMEOUT_S)
+                record.absent = False
+            except TimeoutError:
+                record.absent = True
+                logger.warning("%s does not answer: this weight sync goes on without it", record.name)
+            except Exception as error:  # it may fail in any way; the others go on without it
+                record.error, record.dead = error, True
+                logger.error("%s is given up: %s", record.name, error)
+
+        await asyncio.gather(*[look(record) for record in self._records if not record.generates and not record.dead])
 
     @staticmethod
     async def _pause(record: ReplicaRecord) -> None:
@@ -255,6 +309,7 @@ class WeightPublisher(CheckpointEngineManager):
         Of a replica whose weight worker died the server still lives, paused, with requests that wait at it. A server
         that is dead itself has failed them already.
         """
+        records = [record for record in records if record.generates]
         leaving = [record for record in records if record.routed]
         for record in records:
             record.routed = False
@@ -272,7 +327,11 @@ class WeightPublisher(CheckpointEngineManager):
         await self._each("resume", records, resume)
         lost = [record for record in records if record.dead]
         await self._unroute(lost)
-        fresh = [record for record in records if not record.dead and not record.routed]
+        await self._route([record for record in records if not record.dead])
+
+    async def _route(self, records: list[ReplicaRecord]) -> None:
+        """Take replicas that generate into routing, if they are not in it."""
+        fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
             await asyncio.wait_for(self._load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)

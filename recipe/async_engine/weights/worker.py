@@ -23,12 +23,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Generator
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator
 from typing import Any
 
+import ray
 import torch
 import zmq
 from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
@@ -146,11 +149,22 @@ class DeadlineWeightSender(BucketedWeightSender):
             raise
 
 
+def run_id() -> str:
+    """Tells this run from every other one on the host, on all of its nodes.
+
+    verl names the socket between weight worker and engine by Ray's job id (vllm_rollout.py:141), which is a first job's
+    in every run that starts Ray itself: two such runs on one host would load each other's weights.
+    """
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}"
+
+
 class DeadlineServerAdapter(ServerAdapter):
     """Loads weights into the vLLM server next to it, within a deadline and off the event loop."""
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), run_id())
         self._timeout_s = timeout_s
 
     @torch.no_grad()
@@ -183,7 +197,7 @@ class DeadlineServerAdapter(ServerAdapter):
             interrupt=interrupt,
         )
         try:
-            await asyncio.to_thread(lambda: asyncio.run(sender.async_send_weights(weights)))
+            await asyncio.to_thread(_run_on, get_platform().current_device(), sender.async_send_weights(weights))
             await self._in_time(watcher, "finish the load")
         finally:
             watcher.cancel()
@@ -210,6 +224,12 @@ class DeadlineServerAdapter(ServerAdapter):
             await load
         except Exception as error:  # whatever the engine raised is the reason of this load's failure
             interrupt.set(error)
+
+
+def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` on a thread of its own; the current device is each thread's own too."""
+    get_platform().set_device(device)
+    asyncio.run(work)
 
 
 class RolloutWeightWorker(CheckpointEngineWorker):

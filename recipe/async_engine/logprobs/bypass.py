@@ -1,0 +1,47 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The loss where the policy that sampled is itself the proximal one: verl's, with the mismatch metrics of every source.
+
+verl's trainers ask for its loss ``bypass_mode`` after the workers have been given their configuration
+(rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` had no effect there; here it is asked for before.
+Shown by tests/integration/test_loglinear.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, register_policy_loss
+
+from recipe.async_engine.logprobs.mismatch import mismatch_metrics
+
+LOSS = "recipe_bypass"
+
+
+@register_policy_loss(LOSS)
+def bypass_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """verl's signature of a policy loss, tensors (rows, R)."""
+    loss, metrics = compute_policy_loss_bypass_mode(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+    return loss, mismatch_metrics(log_prob.detach(), old_log_prob, response_mask) | metrics

@@ -1,0 +1,49 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How far the proximal policy is from the one that sampled, whether or not anything is corrected for it.
+
+verl's metrics under verl's names (``rollout_corr/*``); those of the importance weights it computes only where weights
+are applied, so they are computed here. Shown by tests/integration/test_log_prob_columns.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
+
+SAFETY_BOUND = 20.0
+"""verl's: log ratios are clamped to it before they are exponentiated."""
+
+
+def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mask: torch.Tensor) -> dict[str, float]:
+    """Metrics of the untruncated token ratios ``exp(proximal - sampled)``.
+
+    Args:
+        proximal: log-probs of the proximal policy, (rows, R).
+        sampled: of the policy that sampled, (rows, R).
+        response_mask: 1 for the tokens that are trained, (rows, R).
+
+    Returns:
+        verl's KL, perplexity and chi-squared metrics, mean and maximum of the ratios, and the effective sample size
+        as a share of the tokens, ``1 / mean((w / mean(w))^2)``.
+    """
+    metrics = compute_rollout_corr_metrics_from_logprobs(proximal, sampled, response_mask)
+    ratios = torch.exp((proximal - sampled).clamp(-SAFETY_BOUND, SAFETY_BOUND))[response_mask.bool()]
+    mean = ratios.mean()
+    return metrics | {
+        "rollout_corr/rollout_is_mean": mean.item(),
+        "rollout_corr/rollout_is_max": ratios.max().item(),
+        "rollout_corr/rollout_is_min": ratios.min().item(),
+        "rollout_corr/rollout_is_eff_sample_size": (1.0 / (ratios / mean).square().mean()).item(),
+    }

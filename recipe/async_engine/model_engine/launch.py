@@ -1,0 +1,97 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""From settings to running log-prob servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
+
+from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.server_settings import LogProbServers
+from recipe.async_engine.model_engine.replica import ModelEngineReplica
+from recipe.async_engine.model_engine.worker import WorkerSettings
+
+
+def launch(
+    config: Any,
+    servers: LogProbServers,
+    timeout_s: float,
+    replica_class: type[ModelEngineReplica] = ModelEngineReplica,
+    numbers: Sequence[int] | None = None,
+    static: bool = False,
+) -> list[ModelEngineReplica]:
+    """Start servers; returns when all of them are up, holding the weights of the model's files.
+
+    Args:
+        config: the whole configuration.
+        servers: its settings of them.
+        timeout_s: longest wait of a server for weights and for its ranks.
+        replica_class: what a server is made of.
+        numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
+        static: they keep these weights.
+    """
+    actor = config.actor_rollout_ref
+    worker = WorkerSettings(
+        engine=engine_config(config.model_engine_server.engine, servers),
+        optimizer=_optimizer_config(servers.backend),
+        temperature=float(actor.rollout.temperature),
+        host_staging=servers.staging == "host",
+        timeout_s=timeout_s,
+    )
+    replicas = [
+        replica_class(
+            replica_rank=rank,
+            config=actor.rollout,
+            model_config=actor.model,
+            ranks=servers.ranks,
+            gpus_per_node=servers.n_gpus_per_node,
+            worker=worker,
+            # Of weights that stay, the newest are the only ones.
+            scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
+            static=static,
+        )
+        for rank in (range(servers.replicas) if numbers is None else numbers)
+    ]
+
+    async def start() -> None:
+        await asyncio.gather(*[replica.init_standalone() for replica in replicas])
+
+    asyncio.run(start())
+    return replicas
+
+
+def engine_config(engine: Any, servers: LogProbServers) -> Any:
+    engine = OmegaConf.create(OmegaConf.to_container(engine, resolve=True))
+    with open_dict(engine):
+        engine.param_offload = False
+        # verl offloads the parameters of an FSDP2 engine that is forward-only (fsdp/transformer_impl.py:459).
+        engine.forward_only = servers.backend == "megatron"
+        engine.use_dynamic_bsz = True
+        engine.infer_max_token_len_per_gpu = servers.max_batch_tokens
+        engine.infer_micro_batch_size_per_gpu = 1
+    return omega_conf_to_dataclass(engine)
+
+
+def _optimizer_config(backend: str) -> OptimizerConfig:
+    """verl's engines ask for one; nothing is optimised."""
+    if backend == "megatron":
+        return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
+    return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)

@@ -1,0 +1,126 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The resources and the life of one log-prob server.
+
+Contract: to the weight publisher it is a replica like those that generate, with workers that receive weights; what a
+sync does to generation (abort, caches, resume) means nothing to it, and it is never routed to. Shown by
+tests/integration/test_model_engine_server.py and tests/e2e/test_model_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.single_controller.ray import RayClassWithInitArgs
+from verl.workers.rollout.replica import RolloutReplica
+
+from recipe.async_engine.core.scoring import STATIC, ScoringSettings
+from recipe.async_engine.model_engine.server import ModelEngineServer
+from recipe.async_engine.model_engine.worker import ModelEngineWorker, WorkerSettings
+
+
+class ModelEngineReplica(RolloutReplica):
+    """See the module's contract.
+
+    Args:
+        replica_rank: number of the server.
+        config: verl's rollout configuration, for its checkpoint engine; its parallel sizes are not read.
+        model_config: the policy's.
+        ranks: processes of the engine.
+        gpus_per_node: accelerators of a node that are for log-prob servers.
+        worker: what each rank is told.
+        scoring: how the server forms batches and when it moves on.
+        static: it keeps the weights of the model's files, as version `STATIC`, and gets no others.
+    """
+
+    generates = False
+    worker_class: type[ModelEngineWorker] = ModelEngineWorker
+
+    def __init__(
+        self,
+        replica_rank: int,
+        config: Any,
+        model_config: Any,
+        ranks: int,
+        gpus_per_node: int,
+        worker: WorkerSettings,
+        scoring: ScoringSettings,
+        static: bool = False,
+    ) -> None:
+        super().__init__(replica_rank, config, model_config, gpus_per_node, name_suffix="model_engine")
+        self.world_size = ranks
+        self.gpus_per_replica_node = min(gpus_per_node, ranks)
+        self.nnodes = ranks // self.gpus_per_replica_node
+        self._worker, self._scoring, self._static = worker, scoring, static
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        """The workers of this replica."""
+        return RayClassWithInitArgs(
+            cls=ray.remote(self.worker_class),
+            rollout_config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+            settings=self._worker,
+        )
+
+    async def launch_servers(self) -> None:
+        """Start the server beside its first worker."""
+        timeout_s = self._worker.timeout_s
+        node = await asyncio.wait_for(
+            self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id()), timeout_s
+        )
+        server = (
+            ray.remote(ModelEngineServer)
+            .options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                max_concurrency=self.max_concurrency,
+            )
+            .remote(self._scoring, self.workers, timeout_s, STATIC if self._static else None)
+        )
+        await asyncio.wait_for(server.start.remote(), timeout_s)
+        await asyncio.wait_for(asyncio.gather(*[worker.attach.remote(server) for worker in self.workers]), timeout_s)
+        self.servers, self._server_handle = [server], server
+        self._server_address = f"model_engine_{self.replica_rank}"
+
+    async def pause_serving(self) -> None:
+        """See :meth:`ModelEngineServer.pause_serving`."""
+        await self._server_handle.pause_serving.remote()
+
+    async def resume_serving(self) -> None:
+        """See :meth:`ModelEngineServer.pause_serving`."""
+        await self._server_handle.resume_serving.remote()
+
+    async def wake_up(self) -> None:
+        """The weights stay where they compute, as for the next six."""
+
+    async def sleep(self) -> None:
+        """See `wake_up`."""
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Nothing is generated, so nothing is aborted: during a sync the live version goes on answering."""
+
+    async def resume_generation(self) -> None:
+        """See `abort_all_requests`."""
+
+    async def clear_kv_cache(self) -> None:
+        """See `wake_up`."""
+
+    async def release_kv_cache(self) -> None:
+        """See `wake_up`."""
+
+    async def resume_kv_cache(self) -> None:
+        """See `wake_up`."""

@@ -1,0 +1,157 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A log-prob server, as a Ray actor: the service, and the ranks that compute for it.
+
+Contract: a batch is dealt to the data-parallel shares of the engine, rows of equal number and tokens about equal; every
+rank of a share gets the same rows. A rank that dies or does not answer ends the server, whose process ends with it, so
+that callers go elsewhere. Shown by tests/integration/test_model_engine_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError
+
+from recipe.async_engine.core.scoring import ScoringSettings
+from recipe.async_engine.model_engine.sequences import Segment
+from recipe.async_engine.model_engine.service import Answer, EngineLost, ScoringService
+from recipe.async_engine.model_engine.worker import Place
+from recipe.async_engine.run.stacks import waits
+
+logger = logging.getLogger(__name__)
+
+
+def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Rows of a batch for each share, equally many each: a row may occur more than once to make up the number.
+
+    The longest rows first, to and fro over the shares.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    order += [order[-1]] * (-len(order) % shares)
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    for number, row in enumerate(order):
+        turn, seat = divmod(number, shares)
+        dealt[seat if turn % 2 == 0 else shares - 1 - seat].append(row)
+    return dealt
+
+
+class Ranks:
+    """`recipe.async_engine.model_engine.service.ScoringEngine` over the workers of one server."""
+
+    def __init__(self, workers: Sequence[ray.actor.ActorHandle], places: Sequence[Place], timeout_s: float) -> None:
+        self._workers = list(zip(workers, places, strict=True))
+        self._shares = places[0].shares
+        self._timeout_s = timeout_s
+
+    async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
+        """Log-probs and entropies of the tokens wanted, float32 (2, tokens) each."""
+        dealt = deal([len(sequence.token_ids) for sequence in sequences], self._shares)
+        rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
+        outputs = await self._all([worker.score.remote(rows[place.share]) for worker, place in self._workers])
+        scores: dict[int, np.ndarray] = {}
+        for (_, place), output in zip(self._workers, outputs, strict=True):
+            if place.has_output:
+                scores |= dict(zip(dealt[place.share], output, strict=True))
+        return [scores[row][:, sequence.first :] for row, sequence in enumerate(sequences)]
+
+    async def promote(self) -> None:
+        """See `ScoringEngine.promote`."""
+        await self._all([worker.promote.remote() for worker, _ in self._workers])
+
+    async def _all(self, answers: list[Any]) -> list[Any]:
+        try:
+            return await asyncio.wait_for(asyncio.gather(*answers), self._timeout_s)
+        except RayActorError as error:
+            raise EngineLost(f"a rank died: {error}") from error
+        except TimeoutError:
+            raise EngineLost(f"the ranks did not answer within {self._timeout_s:g} s") from None
+
+
+class ModelEngineServer:
+    """See the module's contract."""
+
+    def __init__(
+        self,
+        settings: ScoringSettings,
+        workers: Sequence[ray.actor.ActorHandle],
+        timeout_s: float,
+        live: int | None = None,
+    ) -> None:
+        """``live``: the version of the weights that the workers have from the start; None: they wait for some."""
+        self._settings = settings
+        self._live = live
+        self._workers = list(workers)
+        self._timeout_s = timeout_s
+        self._answered_tokens = 0
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        places = await asyncio.wait_for(
+            asyncio.gather(*[worker.place.remote() for worker in self._workers]), self._timeout_s
+        )
+        ranks = Ranks(self._workers, places, self._timeout_s)
+        self._service = ScoringService(self._settings, ranks, live=self._live)
+        self._watch = asyncio.create_task(self._end_with_service())
+
+    async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
+        """See :meth:`ScoringService.score`; scores are float32 (2, tokens wanted): log-probs and entropies."""
+        answer = await self._service.score(segment, tokens, version, start)
+        self._answered_tokens += answer.scores.shape[1]
+        return answer
+
+    async def pause_serving(self) -> None:
+        """Compute nothing until `resume_serving`; requests and weights are taken in."""
+        self._service.pause()
+
+    async def resume_serving(self) -> None:
+        """See `pause_serving`."""
+        self._service.resume()
+
+    async def begin_load(self, version: int, timeout_s: float) -> None:
+        """See :meth:`ScoringService.begin_load`."""
+        await self._service.begin_load(version, timeout_s)
+
+    async def staged(self) -> None:
+        """See :meth:`ScoringService.staged`."""
+        self._service.staged()
+
+    async def load_failed(self, reason: str) -> None:
+        """See :meth:`ScoringService.load_failed`."""
+        self._service.load_failed(reason)
+
+    async def describe(self) -> list[str]:
+        """Lines: its account, and where the coroutines wait."""
+        return [str(await self.account()), *(f"tasks: {line}" for line in waits())]
+
+    async def account(self) -> dict[str, Any]:
+        """Counts of the server's life so far, its live version and how many requests wait."""
+        return {
+            **asdict(self._service.counts),
+            "answered_tokens": self._answered_tokens,
+            "version": self._service.version,
+            "waiting": self._service.waiting,
+        }
+
+    async def _end_with_service(self) -> None:
+        error = await self._service.ended()
+        logger.error("the log-prob server ends: %s", error)
+        os._exit(1)

@@ -1,0 +1,190 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One rank of a log-prob server, as a Ray actor: takes weights in the broadcast that the rollout replicas get.
+
+Contract: the event loop is never blocked. The engine is used by one thread of its own; weights are received and staged
+on another one, while the live version computes. A rank takes no further weights before its staged ones are live. The
+leader tells the server what is on its way and what has arrived. Weights that the model does not take are a
+`WeightLoadError`, by which the publisher knows whose fault it is.
+
+Shown by tests/integration/test_model_engine_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.plugin.platform import get_platform
+from verl.single_controller.base.decorator import Dispatch, register
+
+from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
+from recipe.async_engine.model_engine.sequences import from_batch, to_batch
+from recipe.async_engine.model_engine.staging import StagingError
+from recipe.async_engine.weights.worker import WeightLoadError
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a rank is told once.
+
+    Attributes:
+        engine: verl's configuration of the training engine.
+        optimizer: verl's engines ask for one; nothing is optimised.
+        temperature: logits are divided by it, as in sampling.
+        host_staging: keep staged weights in host memory.
+        timeout_s: longest wait for weights, for the other ranks and for the server.
+    """
+
+    engine: Any
+    optimizer: Any
+    temperature: float
+    host_staging: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: which share of a batch it computes, of how many, and whether it has the results."""
+
+    share: int
+    shares: int
+    has_output: bool
+
+
+class ModelEngineWorker(CheckpointEngineWorker):
+    """See the module's contract."""
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, settings: WorkerSettings) -> None:
+        adapter = ModelEngineServerAdapter(
+            rollout_config,
+            model_config,
+            settings.engine,
+            settings.optimizer,
+            replica_rank=replica_rank,
+            host_staging=settings.host_staging,
+            timeout_s=settings.timeout_s,
+        )
+        super().__init__(rollout_config, model_config, server_adapter=adapter)
+        self._settings = settings
+        self._server: ray.actor.ActorHandle | None = None
+        self._staged = False
+        self._place_free = asyncio.Event()
+        self._device = get_platform().current_device()
+        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._use_device)
+
+    def place(self) -> Place:
+        """See :class:`Place`."""
+        engine = self.server_adapter.worker.engine
+        return Place(
+            engine.get_data_parallel_rank(), engine.get_data_parallel_size(), engine.is_mp_src_rank_with_outputs()
+        )
+
+    def attach(self, server: ray.actor.ActorHandle) -> None:
+        """The server that this rank belongs to."""
+        self._server = server
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        """Receive and stage version ``global_steps``.
+
+        Raises:
+            WeightLoadError: the weights did not arrive whole, or the model has other ones; the live version stays.
+        """
+        leads = self.server_adapter.is_leader_rank
+        if leads:
+            # The server moves on to what is staged, on all ranks, before it lets further weights in.
+            await self._tell("begin_load", global_steps, self._settings.timeout_s)
+        try:
+            await self._wait_for_place()
+            await asyncio.to_thread(self._receive, global_steps)
+        except StagingError as error:
+            if leads:
+                await self._tell("load_failed", str(error))
+            raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
+        except Exception as error:  # however the transfer broke: whoever waits for this version must learn of it
+            if leads:
+                await self._tell("load_failed", f"{type(error).__name__}: {error}")
+            raise
+        self._staged = True
+        if leads:
+            await self._tell("staged")
+
+    def _receive(self, version: int | None) -> None:
+        self._use_device()
+        weights = self.checkpoint_engine.receive_weights(global_steps=version)
+        asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
+
+    async def promote(self) -> None:
+        """Make the staged weights the live ones, on this rank."""
+        await self._on_engine(self.server_adapter.promote)
+        self._staged = False
+        self._place_free.set()
+
+    async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        """Score sequences of token ids, int32 (L,) each, by the live weights, with the ranks of the same share.
+
+        Returns:
+            For each one its log-probs and entropies, float32 (2, L), with 0 at position 0; None where there is no
+            output.
+        """
+        return await self._on_engine(lambda: self._score(rows))
+
+    async def _on_engine(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._engine, self._compute, work)
+
+    def _compute(self, work: Callable[[], Any]) -> Any:
+        """On the engine's thread; if it hangs, the stacks of all threads are in the log before the server gives up."""
+        faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__)
+        try:
+            return work()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        sequences = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+        output = self.server_adapter.score(to_batch(sequences, self._settings.temperature))
+        if output is None:
+            return None
+        scored = from_batch(output, len(rows))
+        return [torch.stack([scores.log_probs, scores.entropy]).numpy() for scores in scored]
+
+    async def _wait_for_place(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                while self._staged:
+                    self._place_free.clear()
+                    await self._place_free.wait()
+        except TimeoutError:
+            raise WeightLoadError(
+                f"log-prob server {self.server_adapter.replica_rank} did not take its last weights into use within "
+                f"{self._settings.timeout_s:g} s"
+            ) from None
+
+    async def _tell(self, what: str, *arguments: Any) -> None:
+        answer = getattr(self._server, what).remote(*arguments)
+        await asyncio.wait_for(answer, self._settings.timeout_s)
+
+    def _use_device(self) -> None:
+        """A thread starts on the first device, whichever one the process uses."""
+        get_platform().set_device(self._device)

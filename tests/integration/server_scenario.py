@@ -1,0 +1,249 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Two log-prob servers on real Ray, one of two ranks and one of one, fed by a real weight transfer.
+
+A process of its own, started by test_model_engine_server.py: it prints what it saw as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from model_engine_scenarios import TEMPERATURE, VOCABULARY, Scenario, make_model
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.workers.config import (
+    CheckpointEngineConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RolloutConfig,
+)
+
+from recipe.async_engine.core.scoring import ScoringSettings
+from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.model_engine.replica import ModelEngineReplica
+from recipe.async_engine.model_engine.sequences import Segment
+from recipe.async_engine.model_engine.worker import WorkerSettings
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.weights.publisher import WeightPublisher
+
+MODEL = Scenario("fsdp2", "qwen3", tied=False)
+BROKEN = "model.layers.1.mlp.up_proj.weight"
+TIMEOUT_S = 30.0
+START_S = 120.0
+LENGTHS = (13, 24, 7, 20, 9)
+ENGINE = {"recipe_gloo": {"timeout_s": 10.0}}
+MODULE = "recipe.async_engine.weights.gloo_engine"
+
+
+class Sender:
+    """The trainer's end of a transfer."""
+
+    def __init__(self) -> None:
+        __import__(MODULE)
+        self._engine = CheckpointEngineRegistry.new(
+            "recipe_gloo", bucket_size=1 << 20, is_master=True, **ENGINE["recipe_gloo"]
+        )
+
+    def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._engine, method)(*arguments, **named)
+
+    async def send(self, version: int, fault: str | None) -> Any:
+        return await asyncio.to_thread(lambda: asyncio.run(self._send(version, fault)))
+
+    async def _send(self, version: int, fault: str | None) -> Any:
+        return await self._engine.send_weights(stream(version, fault), global_steps=version)
+
+
+def stream(version: int, fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a version, with something wrong."""
+    for name, tensor in make_model(MODEL, seed=version).state_dict().items():
+        if name == BROKEN and fault == "cut_off":
+            raise ConnectionError("the trainer is gone")
+        if name == BROKEN and fault == "missing":
+            continue
+        yield name, tensor[:-1] if name == BROKEN and fault == "wrong_shape" else tensor
+    if fault == "unknown":
+        yield "model.layers.2.mlp.up_proj.weight", torch.zeros(3, 4)
+
+
+class TrainerGroup:
+    """verl's worker group of one trainer rank."""
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        self._sender = ray.remote(Sender).remote()
+        self.fault: str | None = None
+
+    def execute_checkpoint_engine(self, *arguments: Any, **named: Any) -> list[Any]:
+        first = [argument[0] for argument in arguments]
+        return [
+            self._sender.execute_checkpoint_engine.remote(*first, **{key: value[0] for key, value in named.items()})
+        ]
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        return [self._sender.send.remote(global_steps, self.fault)]
+
+
+class Sync(WeightPublisher):
+    """Publishes to servers only."""
+
+    def load(self, version: int) -> dict[str, str | None]:
+        """Each server's error, None if it has the version."""
+        for record in self._records:
+            record.error = None
+        asyncio.run(self._load(self._records, version))
+        return {record.server_id: None if record.error is None else str(record.error) for record in self._records}
+
+
+def sequences() -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).int().numpy() for length in LENGTHS]
+
+
+async def answers(client: ScoringClient, version: int, first: int = 4) -> list[Any]:
+    requests = [client.score(Segment(tokens, first), len(tokens), version, 0) for tokens in sequences()]
+    return await asyncio.gather(*requests)
+
+
+def difference(client: ScoringClient, asked: int, right: int, first: int = 4) -> float:
+    """Of what is answered to requests for version ``asked``, from Hugging Face's forward of version ``right``."""
+    model, largest = make_model(MODEL, seed=right), 0.0
+    for tokens, answer in zip(sequences(), asyncio.run(answers(client, asked, first)), strict=True):
+        assert answer.version == right and answer.scores.shape == (2, len(tokens) - first)
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            expected = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+        columns = expected.gather(-1, ids[1:, None])[:, 0], -(expected.exp() * expected).sum(-1)
+        for computed, column in zip(answer.scores, columns, strict=True):
+            largest = max(largest, float(np.abs(computed - column[first - 1 :].numpy()).max()))
+    return largest
+
+
+def refusal(client: ScoringClient, version: int) -> str | None:
+    try:
+        asyncio.run(answers(client, version))
+    except Unscored as error:
+        return str(error)
+    return None
+
+
+def make_replicas(path: str) -> list[ModelEngineReplica]:
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = FSDPEngineConfig(
+        strategy="fsdp2",
+        model_dtype="fp32",
+        dtype="float32",
+        mixed_precision=precision,
+        use_torch_compile=False,
+        use_dynamic_bsz=True,
+        infer_max_token_len_per_gpu=64,
+        infer_micro_batch_size_per_gpu=1,
+    )
+    settings = WorkerSettings(
+        engine, FSDPOptimizerConfig(lr=0.0, total_training_steps=1), TEMPERATURE, False, TIMEOUT_S
+    )
+    checkpoint_engine = CheckpointEngineConfig(
+        backend="recipe_gloo", custom_backend_module=MODULE, update_weights_bucket_megabytes=1, engine_kwargs=ENGINE
+    )
+    rollout = RolloutConfig(name="vllm", checkpoint_engine=checkpoint_engine)
+    override = {"attn_implementation": "sdpa"}
+    model = HFModelConfig(
+        path=path, use_remove_padding=False, enable_gradient_checkpointing=False, override_config=override
+    )
+    replicas = [
+        ModelEngineReplica(rank, rollout, model, ranks, 2, settings, ScoringSettings(max_batch_tokens=64))
+        for rank, ranks in enumerate((2, 1))
+    ]
+
+    async def start() -> None:
+        await asyncio.wait_for(asyncio.gather(*[replica.init_standalone() for replica in replicas]), START_S)
+
+    asyncio.run(start())
+    return replicas
+
+
+async def paused(replica: ModelEngineReplica, client: ScoringClient) -> list[bool]:
+    """Whether a request is answered while serving is paused, and after it goes on."""
+    await replica.pause_serving()
+    request = asyncio.ensure_future(answers(client, 1))
+    done, _ = await asyncio.wait({request}, timeout=1.0)
+    await replica.resume_serving()
+    await asyncio.wait_for(request, TIMEOUT_S)
+    return [bool(done), request.done()]
+
+
+def play(path: str) -> dict[str, Any]:
+    replicas = make_replicas(path)
+    handles = {replica.server_address: replica.server_handle for replica in replicas}
+    two_ranks, both = ScoringClient(dict([*handles.items()][:1]), TIMEOUT_S), ScoringClient(handles, TIMEOUT_S)
+    group = TrainerGroup()
+    config = CheckpointEngineConfig(backend="recipe_gloo", custom_backend_module=MODULE, engine_kwargs=ENGINE)
+    sync = Sync(config, group, [], None, TIMEOUT_S)
+    sync.add_replicas(replicas)
+    seen: dict[str, Any] = {"before_any": refusal(both, 0), "first": sync.load(0)}
+    seen["version_0"] = [difference(two_ranks, 0, 0), difference(both, 0, 0)]
+    seen["faults"] = {}
+    for fault in ("missing", "wrong_shape", "unknown", "cut_off"):
+        group.fault = fault
+        seen["faults"][fault] = {
+            "errors": sync.load(1),
+            "old_version": difference(two_ranks, 0, 0),
+            "new_version": refusal(two_ranks, 1),
+        }
+    group.fault = None
+    seen["then"] = sync.load(1)
+    # Nobody has asked for version 1 yet, so a late segment of version 0 is still scored by it.
+    seen["version_0_after_sync"] = difference(two_ranks, 0, 0)
+    seen["version_1"] = [difference(two_ranks, 1, 1), difference(both, 1, 1)]
+    seen["paused"] = asyncio.run(paused(replicas[0], two_ranks))
+    pid = ray.get(replicas[0].workers[1].__ray_call__.remote(lambda worker: os.getpid()), timeout=TIMEOUT_S)
+    os.kill(pid, signal.SIGKILL)
+    seen["after_a_rank_died"] = difference(both, 1, 1)
+    seen["asked_from_now_on"] = both.servers
+    return seen
+
+
+def main() -> None:
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    make_model(MODEL, seed=9).save_pretrained(f"{folder}/model")
+    with Prefork(CPU_ENVIRONMENT) as prefork:
+        runtime = prefork.runtime_env
+        runtime["env_vars"] = {**runtime["env_vars"], **CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
+        ray.init(
+            num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
+        )
+        prefork.joined(ray.get_runtime_context().get_job_id())
+        try:
+            sys.stdout.write(json.dumps(play(f"{folder}/model")) + "\n")
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Scores of log-prob servers on their way into a batch, and what happens to rows without any."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from verl import DataProto
+
+from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.server_settings import LogProbServers, Proximal
+from recipe.async_engine.logprobs.columns import Wanted, server_columns
+from recipe.async_engine.logprobs.mismatch import mismatch_metrics
+from recipe.async_engine.logprobs.sources import SCORED_BY, scores_column, source
+from recipe.async_engine.rollout.part_scores import SCORES, ResponseScores
+from recipe.async_engine.trainer.batch import TOKEN_VERSIONS
+
+SAMPLED_BY = torch.tensor([[2, 2, 3, -1], [3, -1, 3, 3]])
+
+
+def scores(versions: list[int], late: int = 0) -> ResponseScores:
+    """Log-prob -1 and entropy 2 for each token, wherever it is."""
+    size = len(versions)
+    return ResponseScores(
+        np.full(size, -1.0, np.float32), np.full(size, 2.0, np.float32), np.array(versions), late, 0.25
+    )
+
+
+def test_rows_are_taken_with_their_versions_and_nothing_is_left_where_nothing_was_sampled() -> None:
+    columns = server_columns([scores([2, 2, 3]), scores([3, -1, 3, 3])], SAMPLED_BY, Wanted(Anchor.GENERATION, 3))
+    assert not columns.missing.any() and columns.wrong == columns.late_tokens == 0
+    assert columns.log_probs.tolist() == [[-1, -1, -1, 0], [-1, 0, -1, -1]]
+    assert columns.entropy.tolist() == [[2, 2, 2, 0], [2, 0, 2, 2]]
+    assert torch.equal(columns.versions, SAMPLED_BY)
+    assert columns.queued_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted", "taken"),
+    [
+        (scores([2, 2, 3]), Wanted(Anchor.GENERATION, 3), True),
+        (scores([3, 3, 3]), Wanted(Anchor.GENERATION, 3), False),
+        (scores([3, 3, 3], late=2), Wanted(Anchor.GENERATION, 3), True),
+        (scores([1, 2, 3], late=2), Wanted(Anchor.GENERATION, 3), False),
+        (scores([3, 3, 3]), Wanted(Anchor.LATEST, 3), True),
+        (scores([2, 2, 2]), Wanted(Anchor.LATEST, 3), False),
+        (scores([2, 2, 2]), Wanted(Anchor.LATEST, 3, older_will_do=True), True),
+        (scores([-1, 2, 2]), Wanted(Anchor.LATEST, 3, older_will_do=True), False),
+    ],
+)
+def test_scores_of_another_version_are_refused(row: ResponseScores, wanted: Wanted, taken: bool) -> None:
+    columns = server_columns([row], SAMPLED_BY[:1], wanted)
+    assert (not columns.missing[0], columns.wrong) == (taken, not taken)
+    if not taken:
+        assert (columns.log_probs == 0).all() and (columns.versions == -1).all()
+
+
+def batch_of(rows: list[ResponseScores | None]) -> DataProto:
+    mask = (SAMPLED_BY >= 0).long()
+    tensors = {TOKEN_VERSIONS: SAMPLED_BY, "rollout_log_probs": torch.full((2, 4), -1.5), "response_mask": mask}
+    return DataProto.from_dict(tensors, non_tensors={SCORES: scores_column(rows)})
+
+
+def test_trainer_computes_only_what_servers_did_not() -> None:
+    asked = []
+
+    def recompute(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(len(batch))
+        return torch.full((2, 4), -9.0), torch.full((2, 4), 7.0)
+
+    servers = LogProbServers(backend="fsdp2")
+    by_servers = source(Proximal.SERVER, recompute, servers)
+    batch = batch_of([scores([2, 2, 3]), None])
+    metrics = by_servers.compute(batch, version=5)
+    assert asked == [2]
+    assert batch.batch["old_log_probs"].tolist() == [[-1, -1, -1, 0], [-9] * 4]
+    assert batch.batch[SCORED_BY].tolist() == [[2, 2, 3, -1], [5, -1, 5, 5]]
+    assert metrics["model_engine_server/fallback_rows"] == 1
+    # The next batch is the servers' again.
+    batch = batch_of([scores([2, 2, 3]), scores([3, -1, 3, 3])])
+    metrics = by_servers.compute(batch, version=5)
+    assert asked == [2] and metrics["model_engine_server/fallback_rows"] == 0
+    assert batch.batch["entropys"].tolist() == [[2, 2, 2, 0], [2, 0, 2, 2]]
+
+
+def test_mismatch_is_reported_where_nothing_is_corrected() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    ratios = torch.tensor([[2.0, 0.5, 100.0]])
+    metrics = mismatch_metrics(ratios.log(), torch.zeros(1, 3), mask)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.25)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.25**2 / ((4 + 0.25) / 2))
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.0)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(((2 - math.log(2) - 1) + (0.5 - math.log(0.5) - 1)) / 2)

@@ -1,0 +1,91 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Log-prob servers as Ray actors, from a weight transfer to answers; server_scenario.py plays it once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.model_engine.server import deal
+
+FP32 = 1e-5
+SCENARIO_S = 400
+SERVERS = {"model_engine_0", "model_engine_1"}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    finished = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("server_scenario.py"))],
+        capture_output=True,
+        text=True,
+        timeout=SCENARIO_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-8000:]
+    # Ray may write to the same stream, before and after.
+    return next(json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"before_any"'))
+
+
+def test_nothing_is_answered_before_the_first_weights_and_both_servers_take_them(seen: dict[str, Any]) -> None:
+    assert "version 0 is not here" in seen["before_any"]
+    assert seen["first"] == dict.fromkeys(SERVERS)
+    assert max(seen["version_0"]) <= FP32
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("missing", "tensors never came, among them model.layers.1.mlp.up_proj.weight"),
+        ("wrong_shape", "tensor model.layers.1.mlp.up_proj.weight has the shape"),
+        ("unknown", "the model has no tensor model.layers.2.mlp.up_proj.weight"),
+        ("cut_off", "the trainer is gone"),
+    ],
+)
+def test_old_version_keeps_serving_when_a_load_fails(seen: dict[str, Any], fault: str, words: str) -> None:
+    outcome = seen["faults"][fault]
+    assert outcome["errors"].keys() == SERVERS
+    assert all(words in error for error in outcome["errors"].values()), outcome["errors"]
+    assert outcome["old_version"] <= FP32
+    assert "version 1" in outcome["new_version"]
+
+
+def test_next_publication_works_and_late_segments_still_find_their_version(seen: dict[str, Any]) -> None:
+    assert seen["then"] == dict.fromkeys(SERVERS)
+    assert seen["version_0_after_sync"] <= FP32
+    assert max(seen["version_1"]) <= FP32
+
+
+def test_requests_wait_while_serving_is_paused(seen: dict[str, Any]) -> None:
+    assert seen["paused"] == [False, True]
+
+
+def test_when_a_rank_dies_its_server_ends_and_the_other_one_answers(seen: dict[str, Any]) -> None:
+    assert seen["after_a_rank_died"] <= FP32
+    assert seen["asked_from_now_on"] == ["model_engine_1"]
+
+
+def test_rows_are_dealt_in_equal_numbers_and_every_row_is_computed() -> None:
+    dealt = deal([3, 9, 4, 7, 5], shares=2)
+    assert [len(rows) for rows in dealt] == [3, 3]
+    assert {row for rows in dealt for row in rows} == set(range(5))
+    assert deal([8], shares=3) == [[0], [0], [0]]
+    tokens = [sum([10, 9, 8, 7][row] for row in rows) for rows in deal([10, 9, 8, 7], shares=2)]
+    assert tokens == [17, 17]
