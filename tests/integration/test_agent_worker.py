@@ -213,7 +213,7 @@ async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
     scored, payload = await run(make_worker(server, Reward(1.0)))
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
-    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3)
+    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2)
     assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
 
 

@@ -188,6 +188,27 @@ async def test_turns_that_an_agent_loop_runs_in_tasks_of_its_own_are_recorded_in
     assert (recorder.interruptions, recorder.reprefilled_tokens) == (1, len(PROMPT) + 1)
 
 
+class Scorer:
+    """Keeps what a trajectory has scored."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, list[int], list[int]]] = []
+
+    def add(self, version: int, context: list[int], tokens: list[int]) -> None:
+        self.parts.append((version, context, tokens))
+
+
+@pytest.mark.parametrize("images", [None, ["an image"]])
+async def test_log_prob_servers_are_sent_nothing_that_came_with_an_image(images: list[str] | None) -> None:
+    scorer = Scorer()
+    recorder = start_recording(scorer)
+    client = client_of(ScriptedServer(part([10], 3)))
+    await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 6}, image_data=images)
+    assert recorder.segments == [(3, (10,))]
+    assert (recorder.text_only, recorder.scorer) == ((True, scorer) if images is None else (False, None))
+    assert scorer.parts == ([(3, PROMPT, [10])] if images is None else [])
+
+
 async def test_trajectories_side_by_side_record_apart() -> None:
     clients = [client_of(ScriptedServer(part([token], version))) for version, token in enumerate([10, 20, 30])]
 

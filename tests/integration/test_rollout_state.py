@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from recipe.async_engine.trainer import rollout_state
-from recipe.async_engine.trainer.rollout_state import CheckpointError
+from recipe.async_engine.trainer.checkpoints import CheckpointError
 
 
 class Store:

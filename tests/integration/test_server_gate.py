@@ -28,6 +28,7 @@ from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.rollout.server import (
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
+    NoTrainer,
     SubmissionTimeout,
     WeightsGate,
 )
@@ -41,9 +42,13 @@ class Config(SimpleNamespace):
 
 
 class Engine:
-    """vLLM's engine: a request yields its first token, then waits to be finished or aborted."""
+    """vLLM's engine: a request yields its first token, then waits to be finished or aborted.
+
+    While it is ``prefilling`` there is no first token.
+    """
 
     def __init__(self) -> None:
+        self.prefilling = False
         self.output_processor = SimpleNamespace(request_states={})
         self.submitted = asyncio.Event()
         self.errored = False
@@ -55,7 +60,8 @@ class Engine:
         ended = asyncio.get_running_loop().create_future()
         self.output_processor.request_states[request_id] = ended
         self.submitted.set()
-        yield self._output([7], None)
+        if not self.prefilling:
+            yield self._output([7], None)
         reason = await ended
         del self.output_processor.request_states[request_id]
         yield self._output([7, 8], reason)
@@ -83,10 +89,19 @@ class Engine:
 @pytest.fixture
 def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda self, devices: None)
+    # Without Ray there is no run to name.
+    monkeypatch.setattr("recipe.async_engine.rollout.server.run_id", lambda: "run")
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "")
 
-    def make(load_format: str = "dummy", first_weights_s: float = SOON, pause_s: float = SOON) -> GatedVLLMHttpServer:
+    def make(
+        load_format: str = "dummy", first_weights_s: float = SOON, pause_s: float = SOON, has_trainer: bool = True
+    ) -> GatedVLLMHttpServer:
         server = object.__new__(GatedVLLMHttpServer)
-        settings = {"first_weights_timeout_s": first_weights_s, "pause_timeout_s": pause_s}
+        settings = {
+            "has_trainer": has_trainer,
+            "first_weights_timeout_s": first_weights_s,
+            "pause_timeout_s": pause_s,
+        }
         server.config = Config(
             load_format=load_format,
             custom={"recipe": settings},
@@ -202,6 +217,16 @@ async def test_server_that_loads_a_real_checkpoint_answers_at_once(make_server: 
     assert (await asyncio.wait_for(answering, SOON)).stop_reason == "completed"
 
 
+async def test_server_on_its_own_has_real_weights_and_no_gate_and_is_refused_dummy_ones(make_server: Any) -> None:
+    server = make_server("auto", has_trainer=False)
+    answering = request(server)
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await answering).stop_reason == "completed"
+    with pytest.raises(NoTrainer, match="load_format=auto"):
+        make_server("dummy", has_trainer=False)
+
+
 async def test_abort_resume_and_wake_up_open_nothing(make_server: Any) -> None:
     server = make_server(first_weights_s=0.05)
     waiting = request(server)
@@ -258,6 +283,30 @@ async def test_abort_gives_back_the_tokens_so_far_and_later_requests_wait_for_th
     await submitted(server)
     server.engine.finish_all()
     assert (await asyncio.wait_for(second, SOON)).extra_fields["submitted_version"] == 1
+
+
+async def test_end_of_a_turn_waits_for_no_first_token_and_stops_what_was_admitted(make_server: Any) -> None:
+    server = make_server()
+    await load(server, 0)
+    server.engine.prefilling = True
+    first = request(server, "first")
+    await submitted(server)
+    # Admitted, and not yet at the engine when that stops.
+    server._admitting += 1
+    ending = asyncio.create_task(server.abort_all_requests(reject_request=True))
+    assert (await asyncio.wait_for(first, SOON)).stop_reason == "aborted"
+    assert not ending.done()
+    server._admitting -= 1
+    assert (await asyncio.wait_for(ending, SOON))["request_ids"] == ["first"]
+    assert (await asyncio.wait_for(request(server, "late"), SOON)).token_ids == []
+
+
+async def test_turn_that_a_request_does_not_leave_fails(make_server: Any) -> None:
+    server = make_server(pause_s=0.02)
+    await load(server, 0)
+    server._admitting = 1
+    with pytest.raises(SubmissionTimeout, match="1 requests did not come back"):
+        await server.abort_all_requests(reject_request=True)
 
 
 async def test_request_at_a_server_that_stays_paused_fails_with_the_settings_name(make_server: Any) -> None:

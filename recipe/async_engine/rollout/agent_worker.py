@@ -17,7 +17,8 @@ Contract: ``run_trajectory`` yields ``TrajectoryGenerated`` when the last token 
 from then on), unless the reward is there at once, then ``TrajectoryScored`` with what the scheduler decides on, then
 the payload, which the caller keeps as an object reference and never unpacks. Any of verl's agent loops runs here
 unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
-retried on its own, the answer is kept.
+retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
+are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory.
 
 Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.py.
 """
@@ -26,6 +27,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +49,15 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.parts import Part
+from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import VersionSegments, align
-from recipe.async_engine.rollout.payload import pack
+from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.rewards.dispatch import LeastBusyWorker
+from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
+from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.run.stacks import waits
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +100,7 @@ class TrajectoryScored:
         exact_versions: False if the agent loop rewrote its answer so that tokens could not be matched to requests;
             every token then counts as sampled by the oldest version.
         interruptions: weight syncs that cut this trajectory and were resumed.
+        cut_tokens: tokens that were sampled before one of them, in the answer it cut.
         reprefilled_tokens: tokens sent to an engine again because of them.
         response_tokens: length of the response, tool tokens included.
     """
@@ -103,6 +112,7 @@ class TrajectoryScored:
     interruptions: int
     reprefilled_tokens: int
     response_tokens: int
+    cut_tokens: int = 0
 
 
 _generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
@@ -114,10 +124,49 @@ class TrajectoryWorker(AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         async_training = self.config.async_training
+        if self.reward_loop_worker_handles:
+            self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
         self._reward_timeout_s = float(async_training.timeouts.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._running: dict[str, asyncio.Task] = {}
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
+        self._scoring: ScoringClient | None = None
+        self._score_parts = False
+        self._reference: ScoringClient | None = None
+
+    async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
+        """Have log-prob servers, actor handles by name, score trajectories: at once if ``score_parts``."""
+        self._scoring = ScoringClient(servers, timeout_s)
+        self._score_parts = score_parts
+
+    async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
+        """Have servers of the reference policy, actor handles by name, score each finished trajectory."""
+        self._reference = ScoringClient(servers, timeout_s)
+
+    async def rescore(self, payload: bytes, version: int, start: int) -> ResponseScores | None:
+        """Have the response of a finished trajectory scored by ``version``, or a newer one.
+
+        Args:
+            payload: as :meth:`run_trajectory` yields it.
+            version: the newest published one.
+            start: of the trajectory's group; the oldest are scored first.
+
+        Returns:
+            The scores, of the whole padded response; None if no server answered in time.
+        """
+        assert self._scoring is not None
+        output = unpack(payload)
+        if output.multi_modal_inputs:
+            return None
+        response = output.response_ids[0].tolist()
+        length = int(output.attention_mask[0, -len(response) :].sum())
+        prompt = output.prompt_ids[0][output.attention_mask[0, : -len(response)].bool()].tolist()
+        try:
+            answer = await score(self._scoring, Part(version, prompt, response[:length]), start)
+        except Unscored as error:
+            logger.warning("a waiting trajectory has no log-probs of version %d: %s", version, error)
+            return None
+        return ResponseScores.empty(len(response)).with_part(answer, 0, length)
 
     async def run_trajectory(
         self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
@@ -164,6 +213,10 @@ class TrajectoryWorker(AgentLoopWorker):
         except Exception as error:  # a user's agent loop may raise anything
             raise _explained(AgentLoopError, "", error) from error
 
+    async def describe(self) -> list[str]:
+        """Lines: what runs and where the coroutines wait."""
+        return [f"trajectories: {', '.join(self._running) or 'none'}", *(f"tasks: {line}" for line in waits())]
+
     async def cancel(self, keys: list[str]) -> None:
         """End the named trajectories; each one's caller sees the cancellation as its error."""
         for key in keys:
@@ -173,14 +226,19 @@ class TrajectoryWorker(AgentLoopWorker):
     async def _trajectory(
         self, generated: asyncio.Event, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
     ) -> tuple[Any, TrajectoryRecorder]:
-        recorder = start_recording()
+        scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
+        recorder = start_recording(scorer)
         _generated.set(generated)
         sample.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
-        output = await self._run_agent_loop(
-            self._sampling_params(),
-            {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False},
-            **sample,
-        )
+        try:
+            output = await self._run_agent_loop(
+                self._sampling_params(),
+                {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False},
+                **sample,
+            )
+        finally:
+            if scorer is not None:
+                scorer.cancel()
         return output, recorder
 
     async def _run_agent_loop(
@@ -229,7 +287,23 @@ class TrajectoryWorker(AgentLoopWorker):
             output.extra_fields["exact_versions"] = alignment.exact
             output.extra_fields["min_global_steps"] = alignment.segments.oldest
             output.extra_fields["max_global_steps"] = alignment.segments.newest
-        return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        reference = None
+        if recorder is not None and recorder.text_only and self._reference is not None:
+            part = Part(STATIC, output.prompt_ids, output.response_ids)
+            reference = asyncio.create_task(score(self._reference, part, alignment.segments.oldest))
+        try:
+            padded = await super()._agent_loop_postprocess(output, validate, **kwargs)
+            if reference is not None:
+                with suppress(Unscored):
+                    padded.extra_fields[REFERENCE] = (await reference).scores[0]
+        finally:
+            if reference is not None:
+                reference.cancel()
+        if recorder is not None and recorder.scorer is not None:
+            scores = await recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
+            if scores is not None:
+                padded.extra_fields[SCORES] = scores
+        return padded
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl's, with a deadline and retries.
@@ -261,6 +335,7 @@ class TrajectoryWorker(AgentLoopWorker):
             interruptions=recorder.interruptions,
             reprefilled_tokens=recorder.reprefilled_tokens,
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
+            cut_tokens=recorder.cut_tokens,
         )
 
 
@@ -291,8 +366,10 @@ def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
 class TrajectoryManager(AgentLoopManager):
     """verl's manager over :class:`TrajectoryWorker` s; validation goes through its ``generate_sequences``."""
 
+    worker_class: type[TrajectoryWorker] = TrajectoryWorker
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.agent_loop_workers_class = ray.remote(TrajectoryWorker)
+        self.agent_loop_workers_class = ray.remote(self.worker_class)
         super().__init__(*args, **kwargs)
 
     def join(self, outputs: list[Any]) -> DataProto:

@@ -43,6 +43,8 @@ from recipe.async_engine.rollout.recorder import current_recorder
 
 logger = logging.getLogger(__name__)
 
+# What a request may have beside tokens, in verl's words.
+MODALITIES = ("image_data", "video_data", "audio_data")
 ABORTED = ("aborted", "abort")
 
 
@@ -110,6 +112,8 @@ class ResumingClient(LLMServerClient):
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
         versions: list[int] = []
         recorder = current_recorder()
+        if recorder is not None and any(kwargs.get(data) for data in MODALITIES):
+            recorder.without_text_only()
         while merged.stop_reason is None:
             part = await self._request(
                 request_id,
@@ -121,7 +125,8 @@ class ResumingClient(LLMServerClient):
                 continue
             versions.append(self._version(part))
             if recorder is not None:
-                recorder.record(versions[-1], part.token_ids)
+                recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
+                recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
             self._merge(merged, part)
             if part.stop_reason not in ABORTED:
                 merged.stop_reason = part.stop_reason or "completed"
@@ -163,7 +168,13 @@ class ResumingClient(LLMServerClient):
             logger.error("rollout server %s died under a request, which goes on elsewhere: %s", route, error)
             await self._load_balancer.remove_servers.remote(route)
             return None
-        return None if part.stop_reason in ABORTED and not part.token_ids else part
+        if part.stop_reason not in ABORTED:
+            return part
+        self._interrupted()
+        return part if part.token_ids else None
+
+    def _interrupted(self) -> None:
+        """A server gave a request back before it was complete; the answer goes on at once."""
 
     @staticmethod
     def _version(part: TokenOutput) -> int:

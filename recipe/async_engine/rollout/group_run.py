@@ -53,6 +53,7 @@ class SchedulerSettings:
 class GroupRun:
     """A live group: its prompt and what its trajectories have brought so far.
 
+    scores: where log-prob servers score what waits, object references of its scores by the newest version.
     keys: its calls under way. dropped: it was overdue. failed: one of its trajectories failed for good. No trajectory
     of a group that was dropped or failed is tried again.
     """
@@ -61,6 +62,7 @@ class GroupRun:
     row: dict[str, Any]
     scored: list[TrajectoryScored | None]
     payloads: list[Any]
+    scores: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     dropped: bool = False
     failed: bool = False

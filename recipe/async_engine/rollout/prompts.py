@@ -130,9 +130,11 @@ class PromptSource:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         self._iterator = None
+        if state["dataloader"] is not None:
+            self._dataloader.load_state_dict(state["dataloader"])
         if self._taken_in_epoch >= self._epoch_prompts:
-            # A loader's state at the end of an epoch marks it as used up; the next epoch starts from scratch.
+            # To its end, as `take` does: the next epoch's order is the one that it would have had.
+            for _ in self._dataloader:
+                pass
             self._epoch += 1
             self._taken_in_epoch = 0
-        elif state["dataloader"] is not None:
-            self._dataloader.load_state_dict(state["dataloader"])

@@ -21,6 +21,8 @@ tasks that an agent loop starts. Shown by tests/integration/test_client.py.
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from recipe.async_engine.rollout.part_scores import PartScorer
+
 
 @dataclass
 class TrajectoryRecorder:
@@ -29,16 +31,31 @@ class TrajectoryRecorder:
     Attributes:
         segments: (version, token ids) of every answer with tokens, in the order of the answers.
         interruptions: how often a weight sync cut an answer that was then resumed.
+        cut_tokens: tokens of the cut parts; all of them are in ``segments``.
         reprefilled_tokens: prompt and kept tokens that a resume sent to an engine again.
+        scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
+        text_only: nothing but tokens went to an engine. Log-prob servers know no images.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     interruptions: int = 0
+    cut_tokens: int = 0
     reprefilled_tokens: int = 0
+    scorer: PartScorer | None = None
+    text_only: bool = True
 
-    def record(self, version: int, token_ids: list[int]) -> None:
-        if token_ids:
-            self.segments.append((version, tuple(token_ids)))
+    def without_text_only(self) -> None:
+        """A request has something else than tokens: log-prob servers cannot score this trajectory."""
+        self.text_only = False
+        self.scorer = None
+
+    def record(self, version: int, token_ids: list[int], context: list[int]) -> None:
+        """``token_ids`` were sampled by ``version`` after ``context``."""
+        if not token_ids:
+            return
+        self.segments.append((version, tuple(token_ids)))
+        if self.scorer is not None:
+            self.scorer.add(version, context, token_ids)
 
 
 _current: ContextVar[TrajectoryRecorder | None] = ContextVar("recipe_trajectory_recorder", default=None)
@@ -49,8 +66,8 @@ def current_recorder() -> TrajectoryRecorder | None:
     return _current.get()
 
 
-def start_recording() -> TrajectoryRecorder:
+def start_recording(scorer: PartScorer | None = None) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder."""
-    recorder = TrajectoryRecorder()
+    recorder = TrajectoryRecorder(scorer=scorer)
     _current.set(recorder)
     return recorder

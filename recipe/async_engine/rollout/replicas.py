@@ -18,6 +18,7 @@ routed to only when the weight publisher says that it holds a complete version.
 """
 
 import asyncio
+import itertools
 from typing import Any
 
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -39,6 +40,23 @@ class ReplicaManager(LLMServerManager):
             load_balancer_cls=self._load_balancer_cls,
         )
 
-    def launch(self) -> None:
-        """Start every replica's workers and servers; returns when all of them are up."""
+    def start_another(self) -> GatedVLLMReplica:
+        """One more replica, on resources of its own; returns when its server is up, holding no weights."""
+        replica = self.rollout_replica_class(
+            replica_rank=next(self._numbers),
+            config=self.rollout_config,
+            model_config=self.model_config,
+            gpus_per_node=self.rollout_config.n_gpus_per_node,
+        )
+        asyncio.run(replica.init_standalone())
+        return replica
+
+    def launch(self, worker_group: Any = None) -> None:
+        """Start every replica's servers, and its workers or those of ``worker_group``, which it then shares.
+
+        Returns when all of them are up.
+        """
+        self.worker_group = worker_group
         asyncio.run(self._initialize_llm_servers())
+        # Names of servers and sockets have the number in them: no two replicas of a run have the same.
+        self._numbers = itertools.count(self.start_rank + len(self.rollout_replicas))

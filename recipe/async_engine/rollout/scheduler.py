@@ -29,21 +29,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState, OnOverdue
-from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
+from recipe.async_engine.core.overlap import RewardOverlap
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import (
     RewardError,
     TrajectoryCancelled,
+    TrajectoryGenerated,
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
+from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.run.stall import Stalled
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +62,21 @@ class RolloutScheduler:
         pool: WorkerPool,
         settings: SchedulerSettings,
         timeline: Timeline,
+        rescore: bool = False,
     ) -> None:
+        """``rescore``: have log-prob servers score each group that waits by the newest version."""
         self.ledger = ledger
         self._source = source
         self._pool = pool
         self._settings = settings
         self._timeline = timeline
+        self._rescore = rescore
+        self._overlap = RewardOverlap(time.monotonic)
         self._changed = threading.Condition()
         self._runs: dict[int, GroupRun] = {}
         self._waiting: deque[GroupRun] = deque()
         self._generating = 0
-        self._issuing = False
+        self._issuing = self._ending = False
         self._failures_in_a_row = 0
         self._error: BaseException | None = None
         self.interrupted_trajectories = 0
@@ -82,6 +90,8 @@ class RolloutScheduler:
 
     def start(self) -> None:
         """Begin to issue groups; restored ones go first."""
+        with self._changed:
+            self._score(self.ledger.in_state(GroupState.READY))
         self._issuing = True
         self._thread.start()
 
@@ -93,7 +103,7 @@ class RolloutScheduler:
             self._thread.join(timeout_s)
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        """Lease the next batch, oldest groups first; None when no further batch can form.
+        """Lease the next batch, oldest groups first; None when no further batch can form, or none is wanted.
 
         Raises:
             RolloutFailed: generation cannot go on.
@@ -103,6 +113,8 @@ class RolloutScheduler:
         with self._changed:
             while True:
                 self._raise_error()
+                if self._ending:
+                    return None
                 if self.ledger.next_batch() is not None:
                     batch = [self._runs[group.id] for group in self.ledger.take()]
                     break
@@ -110,9 +122,17 @@ class RolloutScheduler:
                     return None
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise BatchTimeout(self._diagnosis(timeout_s))
+                self._overlap.wait(True)
                 self._changed.wait(remaining)
+            self._overlap.wait(False)
         self._poke()
         return batch
+
+    def want_no_more(self) -> None:
+        """Whoever waits for a batch, or asks for one from now on, gets None; callable from any thread."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
 
     def batch_trained(self) -> Any:
         """The leased batch is in the weights; returns the staleness of its groups."""
@@ -127,6 +147,7 @@ class RolloutScheduler:
         """Every live replica has committed the next version. Returns it."""
         with self._changed:
             version = self.ledger.publish()
+            self._score(self.ledger.in_state(GroupState.READY))
         self._poke()
         return version
 
@@ -183,6 +204,16 @@ class RolloutScheduler:
                 else:
                     self._waiting.append(run)
 
+    def answers(self, group_id: int) -> tuple[list[TrajectoryScored | None], list[Any]]:
+        """What a complete group has brought: scores, and object references of payloads. Under the ledger's lock."""
+        run = self._runs[group_id]
+        return list(run.scored), list(run.payloads)
+
+    def counts(self) -> LedgerCounts:
+        """The ledger's counts; callable from any thread."""
+        with self._changed:
+            return self.ledger.counts()
+
     def idle_share(self) -> float:
         """Share of the rollout's time so far in which no trajectory generated."""
         with self._changed:
@@ -198,6 +229,9 @@ class RolloutScheduler:
                 "fully_async/rollouter/groups_ready": counts.ready,
                 "fully_async/rollouter/idle_ratio": self._timeline.rollout_idle_share,
                 "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
+                "fully_async/rewards/scoring": self._overlap.scoring,
+                "fully_async/rewards/seconds": self._overlap.seconds,
+                "fully_async/rewards/hidden_share": self._overlap.hidden_share,
                 "fully_async/partial/interrupted_trajectories": self.interrupted_trajectories,
                 "fully_async/partial/reprefilled_tokens": self.reprefilled_tokens,
             }
@@ -218,9 +252,14 @@ class RolloutScheduler:
     def _finished(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())
+            self.fail(task.exception())
 
-    def _fail(self, error: BaseException) -> None:
+    def describe(self) -> list[str]:
+        """Lines: what runs, and where the coroutines wait. Without the lock: whoever stands still may have it."""
+        return [self._state(), *(f"tasks: {line}" for line in waits(self._loop))]
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for a batch gets this error; callable from any thread."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -300,13 +339,17 @@ class RolloutScheduler:
                 f"({run.group.prompt}) with: {error}"
             )
             failed.__cause__ = error
-            self._fail(failed)
+            self.fail(failed)
 
     def _ready(self, run: GroupRun) -> None:
+        self._count_parts(run)
+        run.group = self.ledger.mark_ready(run.group.id, max(run.group.start, run.oldest_version))
+        self._score([run.group])
+
+    def _count_parts(self, run: GroupRun) -> None:
         for scored in run.scored:
             self.interrupted_trajectories += scored.interruptions > 0
             self.reprefilled_tokens += scored.reprefilled_tokens
-        run.group = self.ledger.mark_ready(run.group.id, max(run.group.start, run.oldest_version))
 
     def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
         transition()
@@ -338,17 +381,31 @@ class RolloutScheduler:
 
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
         """Take in what a trajectory yields."""
-        async for event, payload in call.events():
-            if event is None:
-                run.payloads[n] = payload
-                continue
-            slot.free()
-            if isinstance(event, TrajectoryScored):
-                run.scored[n] = event
+        scoring = False
+        try:
+            async for event, payload in call.events():
+                self._timeline.note("a trajectory's event")
+                if event is None:
+                    run.payloads[n] = payload
+                    continue
+                slot.free()
+                if isinstance(event, TrajectoryGenerated):
+                    scoring = True
+                    self._count_scoring(1)
+                elif isinstance(event, TrajectoryScored):
+                    run.scored[n] = event
+        finally:
+            if scoring:
+                self._count_scoring(-1)
+
+    def _count_scoring(self, change: int) -> None:
+        with self._changed:
+            self._overlap.change(scoring=change)
 
     def _count_generating(self, change: int) -> None:
         with self._changed:
             self._generating += change
+            self._overlap.change(generating=change)
             self._timeline.rollout.set_running(self._generating)
             self._changed.notify_all()
         self._wake.set()
@@ -382,9 +439,17 @@ class RolloutScheduler:
 
     # Under the condition variable.
 
+    def _score(self, groups: Iterable[Group]) -> None:
+        """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""
+        if not self._rescore:
+            return
+        for group in sorted(groups, key=lambda group: (group.start, group.id)):
+            run = self._runs[group.id]
+            run.scores = [self._pool.rescore(payload, self.ledger.version, group.start) for payload in run.payloads]
+
     def _raise_error(self) -> None:
         if self._error is not None:
-            if isinstance(self._error, RolloutFailed):
+            if isinstance(self._error, RolloutFailed | Stalled):
                 raise self._error
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
@@ -396,12 +461,17 @@ class RolloutScheduler:
         return not self.ledger.batch_possible(self._source.prompts_left)
 
     def _diagnosis(self, timeout_s: float) -> str:
+        return (
+            f"no training batch became ready within {timeout_s:g} s (async_training.timeouts.batch_wait) at version "
+            f"{self.ledger.version}: {self._state()}"
+        )
+
+    def _state(self) -> str:
         counts = self.ledger.counts()
         running = self.ledger.in_state(GroupState.RUNNING)
         oldest = min(running, key=lambda group: (group.start, group.id), default=None)
         return (
-            f"no training batch became ready within {timeout_s:g} s (async_training.timeouts.batch_wait) at version "
-            f"{self.ledger.version}: {counts.running} groups run ({self._generating} trajectories generate, "
+            f"{counts.running} groups run ({self._generating} trajectories generate, "
             f"the others wait for their reward), {counts.ready} are ready, {len(self._waiting)} wait for a slot; "
             f"the oldest running group is {oldest}; agent-loop workers alive: {self._pool.alive}"
         )

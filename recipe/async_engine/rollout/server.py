@@ -26,8 +26,11 @@ Contract:
 Shown by tests/integration/test_server_gate.py and, with the real engine, by tests/e2e/test_fully_async.py.
 """
 
+import argparse
 import asyncio
 import logging
+import os
+import time
 from typing import Any
 
 import ray
@@ -38,15 +41,23 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.prefork.run import use_for_spawned_processes
 from recipe.async_engine.rollout.client import EngineDied
-from recipe.async_engine.weights.worker import RolloutWeightWorker
+from recipe.async_engine.rollout.http_gate import guard
+from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
 logger = logging.getLogger(__name__)
+
+STRAGGLER_S = 0.002
 
 CPU_WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
 
 
 class FirstWeightsTimeout(RecipeError):
     """A request waited for weights longer than ``async_training.timeouts.first_weights``."""
+
+
+class NoTrainer(RecipeError):
+    """A server was to start with dummy weights, and nobody would ever send it real ones."""
 
 
 class SubmissionTimeout(RecipeError):
@@ -111,17 +122,26 @@ class WeightsGate:
 class GatedVLLMHttpServer(vLLMHttpServer):
     """verl's vLLM server behind a :class:`WeightsGate`; see the module's contract.
 
-    Settings are read from ``rollout.custom["recipe"]`` (seconds): ``first_weights_timeout_s``, ``pause_timeout_s``.
+    Settings are read from ``rollout.custom["recipe"]``: ``has_trainer``, and ``first_weights_timeout_s`` and
+    ``pause_timeout_s`` (seconds).
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         use_for_spawned_processes()
+        # Read by the engine's worker, for the name of the socket that weights come through.
+        os.environ["VERL_RAY_JOB_ID"] = run_id()
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
+        if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
+            raise NoTrainer(
+                f"actor_rollout_ref.rollout.load_format={self.config.load_format} makes a server wait for a trainer's "
+                "weights, and this one has no trainer; use load_format=auto for a server on its own"
+            )
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
         self._submitted_versions: dict[str, int | None] = {}
+        self._answered = 0
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -140,6 +160,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
             output.extra_fields["submitted_version"] = self._submitted_versions.get(request_id, self.global_steps)
+            self._answered += 1
             return output
         except Exception as error:
             if self.engine.errored:
@@ -167,6 +188,56 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
+    async def run_server(self, args: argparse.Namespace) -> None:
+        """As verl's, with the gate over the HTTP endpoints too."""
+        args.middleware = [*args.middleware, guard(self)]
+        await super().run_server(args)
+
+    async def admit(self) -> None:
+        """Wait until a request over HTTP may reach the engine.
+
+        Raises:
+            FirstWeightsTimeout: the server holds no complete weights and got none in time.
+            SubmissionTimeout: the server stayed paused for too long, or has left routing.
+        """
+        deadline = time.monotonic() + self._pause_timeout_s
+        while True:
+            is_open = await self._gate.wait_open(self._first_weights_timeout_s)
+            if not is_open or (self._submission_paused and self._rejecting):
+                raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
+            if not self._submission_paused:
+                return
+            try:
+                await asyncio.wait_for(self._resume_event.wait(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise SubmissionTimeout(f"this rollout server was paused for {self._pause_timeout_s:g} s") from None
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As verl's, but where late requests are rejected, which ends a generation turn, the engine stops at once.
+
+        verl waits until every admitted request has its first token before it stops the engine
+        (vllm_async_server.py:970). Here the engine stops after its present step, and gives back what reaches it later.
+
+        Raises:
+            SubmissionTimeout: an admitted request did not come back.
+        """
+        if not reject_request or self.node_rank != 0:
+            return await super().abort_all_requests(reset_prefix_cache, reject_request)
+        self._submission_paused = self._rejecting = True
+        self._resume_event.clear()
+        aborted: set[str] = set()
+        deadline = time.monotonic() + self._pause_timeout_s
+        while True:
+            aborted |= self.engine.output_processor.request_states.keys()
+            await self.engine.pause_generation(clear_cache=reset_prefix_cache)
+            if not self._admitting:
+                return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
+            if time.monotonic() > deadline:
+                raise SubmissionTimeout(
+                    f"{self._admitting} requests did not come back within {self._pause_timeout_s:g} s"
+                )
+            await asyncio.sleep(STRAGGLER_S)
+
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""
         self._gate.begin_load(global_steps)
@@ -187,6 +258,20 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         # Wakes the requests parked at the pause; they see the rejection. The pause itself stays.
         self._resume_event.set()
         self._resume_event.clear()
+
+    async def answered_requests(self) -> int:
+        """Answers that this server has given, cut ones included."""
+        return self._answered
+
+    async def describe(self) -> list[str]:
+        """Lines: whether it answers, what its engine has, and where the coroutines wait."""
+        gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
+        requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
+        return [
+            f"weights {gate}; version {self.global_steps}; paused: {self._submission_paused}; requests at the engine: "
+            f"{requests}, on their way to it: {self._admitting}",
+            *(f"tasks: {line}" for line in waits()),
+        ]
 
     async def committed_version(self) -> int | None:
         """The complete version this server answers with, or None while it holds none."""

@@ -60,6 +60,10 @@ class TrajectoryCall:
     group: Group
     rollout_n: int
 
+    def arguments(self) -> tuple[Any, ...]:
+        """What the worker's ``run_trajectory`` is called with."""
+        return self.key, sample_of(self.row, self.group), self.group.prompt.index, self.rollout_n, self.group.start
+
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
         """(event, None) for each event, then (None, payload's object reference).
 
@@ -73,9 +77,7 @@ class TrajectoryCall:
             stream = (
                 self.pool.actor(self.worker_id)
                 .run_trajectory.options(num_returns="streaming")
-                .remote(
-                    self.key, sample_of(self.row, self.group), self.group.prompt.index, self.rollout_n, self.group.start
-                )
+                .remote(*self.arguments())
             )
             scored = False
             async for reference in stream:
@@ -147,6 +149,17 @@ class WorkerPool:
         for worker_id, worker_keys in by_worker.items():
             if worker_id in self._actors:
                 self._actors[worker_id].cancel.remote(worker_keys)
+
+    def rescore(self, payload: Any, version: int, start: int) -> Any:
+        """Object reference of the scores of a finished trajectory; see :meth:`TrajectoryWorker.rescore`.
+
+        Raises:
+            NoWorkers: none is alive.
+        """
+        if not self._actors:
+            raise NoWorkers("every agent-loop worker has died; the first one's error is in the log above")
+        worker_id = min(self._actors, key=lambda candidate: self._running[candidate])
+        return self._actors[worker_id].rescore.remote(payload, version, start)
 
     def began(self, call: TrajectoryCall) -> None:
         self._running[call.worker_id] += 1

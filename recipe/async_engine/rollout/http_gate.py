@@ -1,0 +1,77 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The gate of a rollout server over its HTTP endpoints, as middleware of vLLM's application.
+
+Contract: a request that may generate or change the engine (any but GET, HEAD and OPTIONS) waits like one over the
+actor's interface: for the first complete weights, through a load, and through a pause; what waits too long, or finds a
+server that has left routing, is answered with status 503 and the reason. Shown by tests/integration/test_http_gate.py
+and, with the real server, tests/e2e/test_replacement.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from recipe.async_engine.core.errors import RecipeError
+
+HARMLESS = ("GET", "HEAD", "OPTIONS")
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Admission(Protocol):
+    """What a server has for the gate."""
+
+    async def admit(self) -> None:
+        """Wait until a request may reach the engine.
+
+        Raises:
+            RecipeError: it may not, and why.
+        """
+
+
+_server: Admission | None = None
+
+
+def guard(server: Admission) -> str:
+    """Make ``server`` the one of this process; returns the import path that vLLM takes as middleware."""
+    global _server
+    _server = server
+    return f"{__name__}.{HttpGate.__name__}"
+
+
+class HttpGate:
+    """See the module's contract."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] not in HARMLESS:
+            assert _server is not None, "guard() comes before the application is made"
+            try:
+                await _server.admit()
+            except RecipeError as error:
+                await _refuse(send, str(error))
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(send: Any, why: str) -> None:
+    """As vLLM words its errors."""
+    body = json.dumps({"error": {"message": why, "type": "ServiceUnavailableError", "code": 503}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,125 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A trajectory's log-probs from the log-prob servers, part by part, while it goes on.
+
+Contract: a part is sent off when its request is answered, before weights can change again, so that the version that
+sampled it can score it. Nothing here fails a trajectory: what could not be scored is left out, and the trainer computes
+it. Shown by tests/e2e/test_model_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe.async_engine.core.parts import Part, place
+from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.model_engine.sequences import Segment
+from recipe.async_engine.model_engine.service import Answer
+
+logger = logging.getLogger(__name__)
+
+SCORES = "proximal_scores"
+"""Key in a trajectory's extra fields: :class:`ResponseScores`, absent where not all of it was scored."""
+
+REFERENCE = "reference_log_probs"
+"""Key in a trajectory's extra fields: the reference policy's, float32 (R,) over the response, absent if not scored."""
+
+UNSCORED = -1
+
+
+@dataclass(frozen=True)
+class ResponseScores:
+    """What log-prob servers computed of a response of R tokens.
+
+    Attributes:
+        log_probs: float32 (R,), 0 where nothing was sampled.
+        entropy: float32 (R,), likewise.
+        versions: int64 (R,), the version that computed each token's, ``UNSCORED`` where nothing was sampled.
+        late_tokens: tokens that another version than the one wanted computed.
+        queued_s: longest time that one of its requests waited at a server.
+    """
+
+    log_probs: np.ndarray
+    entropy: np.ndarray
+    versions: np.ndarray
+    late_tokens: int
+    queued_s: float
+
+    @classmethod
+    def empty(cls, length: int) -> ResponseScores:
+        return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
+
+    def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
+        """With ``count`` tokens of an answer at position ``first``, in place."""
+        where = slice(first, first + count)
+        self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
+        self.versions[where] = answer.version
+        late = self.late_tokens + count * answer.late
+        return ResponseScores(self.log_probs, self.entropy, self.versions, late, max(self.queued_s, answer.queued_s))
+
+
+class PartScorer:
+    """The parts of one trajectory, each being scored."""
+
+    def __init__(self, client: ScoringClient, start: int) -> None:
+        """``start``: version at the issue of the group; the oldest are scored first."""
+        self._client = client
+        self._start = start
+        self._parts: list[Part] = []
+        self._tasks: list[asyncio.Task[Answer]] = []
+
+    def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """A request has been answered."""
+        part = Part(version, list(context), list(tokens))
+        self._parts.append(part)
+        self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
+
+    async def collect(
+        self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
+    ) -> ResponseScores | None:
+        """The scores of the response as the agent loop made it; None if they are not those of all sampled tokens."""
+        answers = await asyncio.gather(*self._tasks, return_exceptions=True)
+        places = place(self._parts, prompt, response, mask)
+        if places is None:
+            logger.info("the agent loop rewrote its answer; the trainer computes its log-probs")
+            return None
+        scores = ResponseScores.empty(len(response))
+        for answer, (first, count) in zip(answers, places, strict=True):
+            if isinstance(answer, Unscored):
+                logger.warning("a trajectory goes to the trainer without log-probs: %s", answer)
+                return None
+            if isinstance(answer, BaseException):
+                raise answer
+            scores = scores.with_part(answer, first, count)
+        return scores
+
+    def cancel(self) -> None:
+        """The trajectory has ended, however it did."""
+        for task in self._tasks:
+            task.cancel()
+
+
+async def score(client: ScoringClient, part: Part, start: int) -> Answer:
+    """Have one part scored.
+
+    Raises:
+        Unscored: no server answered in time.
+    """
+    tokens = np.asarray([*part.context, *part.tokens], dtype=np.int32)
+    return await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)

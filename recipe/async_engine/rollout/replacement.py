@@ -1,0 +1,130 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Starts a new replica for each one that a run has lost, beside the run.
+
+Contract: nobody waits for it. On a thread of its own the lost one is cleared away, its processes and its resources, and
+another one started; `take` hands it out when it is up. Each attempt, whether it succeeds or not, counts against the
+budget; past it, what is lost stays lost, which the log says. An attempt longer than the deadline is given up.
+
+Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import remove_placement_group
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Attempt:
+    what: str
+    start: Callable[[], Any]
+    deadline: float
+    result: Future[Any]
+
+
+class Replacements:
+    """See the module's contract.
+
+    Args:
+        budget: attempts in all.
+        timeout_s: longest time for one.
+        clear: removes what is left of a lost replica.
+
+    Attributes:
+        begun: attempts so far.
+    """
+
+    def __init__(self, budget: int, timeout_s: float, clear: Callable[[Any], None]) -> None:
+        self.begun = 0
+        self._budget = budget
+        self._timeout_s = timeout_s
+        self._clear = clear
+        self._attempts: list[_Attempt] = []
+
+    @property
+    def under_way(self) -> int:
+        """Replicas that are being started, or are up and wait for the next weight sync."""
+        return len(self._attempts)
+
+    def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
+        """Have ``start`` make another replica in the place of ``lost``; ``what`` names it in the log."""
+        self._begin(what, lambda: self._clear(lost), start)
+
+    def take(self) -> list[Any]:
+        """Replicas that came up since the last call; they hold no weights yet."""
+        waiting, ready = [], []
+        for attempt in self._attempts:
+            if attempt.result.done() and attempt.result.exception() is None:
+                logger.warning("%s is up and takes part from the next weight sync on", attempt.what)
+                ready.append(attempt.result.result())
+            elif attempt.result.done() or time.monotonic() > attempt.deadline:
+                why = attempt.result.exception() if attempt.result.done() else f"not up after {self._timeout_s:g} s"
+                logger.error("%s could not be started: %s", attempt.what, why)
+                if attempt.result.done():
+                    self._begin(attempt.what, lambda: None, attempt.start, waiting)
+            else:
+                waiting.append(attempt)
+        self._attempts = waiting
+        return ready
+
+    def _begin(
+        self,
+        what: str,
+        clear: Callable[[], None],
+        start: Callable[[], Any],
+        attempts: list[_Attempt] | None = None,
+    ) -> None:
+        if self.begun >= self._budget:
+            logger.error(
+                "%s is not started: %d have been (async_training.max_replica_restarts=%d)",
+                what,
+                self.begun,
+                self._budget,
+            )
+            clear_only = threading.Thread(target=clear, name="clear a lost replica", daemon=True)
+            clear_only.start()
+            return
+        self.begun += 1
+        attempt = _Attempt(what, start, time.monotonic() + self._timeout_s, Future())
+        (self._attempts if attempts is None else attempts).append(attempt)
+
+        def work() -> None:
+            try:
+                clear()
+                attempt.result.set_result(start())
+            except BaseException as error:  # whatever it is, `take` reports it
+                attempt.result.set_exception(error)
+
+        threading.Thread(target=work, name=f"start {what}", daemon=True).start()
+
+
+def clear_replica(replica: Any) -> None:
+    """End what is left of a replica with resources of its own, and give those back."""
+    for actor in (*replica.servers, *replica.workers):
+        with suppress(Exception):  # it is dead already, in one way or another
+            ray.kill(actor)
+    for group in replica.resource_pool.pgs or ():
+        remove_placement_group(group)

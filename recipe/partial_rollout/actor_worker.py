@@ -1,0 +1,37 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The training worker whose accelerator a rollout engine shares."""
+
+from verl.single_controller.base.decorator import Dispatch, register
+
+from recipe.async_engine.trainer.actor_worker import ActorWorker
+from recipe.async_engine.weights.worker import DeadlineServerAdapter
+
+
+class HybridActorWorker(ActorWorker):
+    """verl's worker; what hands its weights to the engine beside it has deadlines and commits versions."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the models, then the adapter of the rollout engine."""
+        super().init_model()
+        if self.rollout is None:
+            return
+        settings = (self.rollout.config.custom or {}).get("recipe", {})
+        self.rollout = DeadlineServerAdapter(
+            config=self.rollout.config,
+            model_config=self.rollout.model_config,
+            device_mesh=self.rollout.device_mesh,
+            timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
+        )

@@ -1,0 +1,96 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The weight publisher where trainer and rollout share their accelerators.
+
+Contract: generation happens between :meth:`begin_generation` and :meth:`pause` only. `pause` returns when every live
+engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
+trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`publish` takes it back
+with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
+committed. A replica that died is out of routing for the rest of its turn; as its accelerators are the trainer's, the
+run ends at the next publication, with the cause.
+
+Shown by tests/integration/test_turn_publisher.py and tests/e2e/test_partial_rollout.py.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from recipe.async_engine.weights.publisher import (
+    PING_TIMEOUT_S,
+    NoReplicaLeft,
+    PublishFailed,
+    ReplicaRecord,
+    WeightPublisher,
+)
+
+
+class TurnPublisher(WeightPublisher):
+    """See the module's contract."""
+
+    def begin_generation(self) -> None:
+        """Let the replicas, which hold a complete version, answer requests.
+
+        Raises:
+            NoReplicaLeft: none of them is alive.
+        """
+        asyncio.run(self._begin())
+
+    async def _begin(self) -> None:
+        await self._each("resume", self._candidates(), self._open)
+        await self._route(self._candidates())
+        await self._unroute_dead()
+        if not self.live_replicas:
+            raise NoReplicaLeft(f"no rollout replica is alive: {self._errors()}")
+
+    def pause(self) -> float:
+        """Interrupt generation; returns the seconds until no engine generates."""
+        began = time.monotonic()
+        asyncio.run(self._each("stop generating", self._candidates(), self._stop_generating))
+        return time.monotonic() - began
+
+    def release(self) -> None:
+        """Free the memory of the replicas' engines, which hold no weights then."""
+        asyncio.run(self._each("free its memory", self._candidates(), self._sleep))
+
+    @staticmethod
+    async def _open(record: ReplicaRecord) -> None:
+        # The publication has taken the engine's memory back, its cache included.
+        await record.replica.resume_generation()
+
+    @staticmethod
+    async def _stop_generating(record: ReplicaRecord) -> None:
+        await record.replica.abort_all_requests(reject_request=True)
+
+    @staticmethod
+    async def _sleep(record: ReplicaRecord) -> None:
+        await record.replica.sleep()
+
+    async def _publish(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+        outcomes = await self._outcomes(self.actor_wg.update_weights(global_steps=version, mode=self.backend))
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+        if error is not None:
+            raise PublishFailed(f"version {version} did not reach every replica: {error}") from error
+        announce()
+        return {}
+
+    async def _unroute_dead(self) -> None:
+        """Take engines that died since the last turn out of routing; their requests have failed or will."""
+        lost = [record for record in self._records if record.dead and record.routed]
+        for record in lost:
+            record.routed = False
+        if lost:
+            servers = [record.server_id for record in lost]
+            await asyncio.wait_for(self._load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)

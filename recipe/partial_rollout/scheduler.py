@@ -1,0 +1,329 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The rollout scheduler of generation in turns.
+
+Contract: as :class:`RolloutScheduler`, with the prompt manager deciding which trajectory generates next. Trajectories
+outlive a turn: closing one interrupts them, they keep their tokens, and the next turn lets them go on, oldest deadline
+first, before it begins new ones. Taking a batch closes the turn under the same lock, so nothing begins after it. A
+snapshot holds what every unfinished trajectory has been answered; restored from it, no such token is generated again.
+
+Shown by tests/integration/test_turn_scheduler.py and tests/e2e/test_partial_rollout.py.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.agent_worker import RewardError, TrajectoryCancelled
+from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings, Slot
+from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.partial_rollout.pool import TurnCall, TurnPool
+from recipe.partial_rollout.turns import TokenAccount, cut_tokens
+
+LAST_WORDS_S = 5.0
+
+
+@dataclass
+class TurnRun(GroupRun):
+    """A live group and the state of its trajectories' attempts.
+
+    attempts: failed ones, by trajectory. avoid: the worker of the last failed one. records: what an earlier process
+    kept of it. calls: those under way. tasks: what follows them.
+    """
+
+    attempts: Counter[int] = field(default_factory=Counter)
+    avoid: dict[int, str] = field(default_factory=dict)
+    records: dict[int, bytes] = field(default_factory=dict)
+    calls: dict[int, TurnCall] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task] = field(default_factory=dict)
+
+
+@dataclass
+class InterruptedTokens:
+    """What became of the tokens of cut answers since the run began: cut = trained + lost + cached (in a snapshot)."""
+
+    cut: int = 0
+    trained: int = 0
+    lost: int = 0
+
+    def with_workers(self, account: TokenAccount) -> "InterruptedTokens":
+        """With what the workers counted since they began."""
+        return InterruptedTokens(self.cut + account.cut, self.trained, self.lost + account.lost)
+
+
+def _cut(run: GroupRun) -> int:
+    return sum(scored.cut_tokens for scored in run.scored if scored is not None)
+
+
+def _cached(saved: dict[str, Any]) -> int:
+    """Tokens of cut answers in a group of a snapshot."""
+    there = zip(saved["scored"], saved["payloads"], strict=True)
+    complete = sum(scored.cut_tokens for scored, payload in there if payload is not None)
+    return complete + sum(cut_tokens(record) for record in saved["kept"] if record is not None)
+
+
+class TurnScheduler(RolloutScheduler):
+    """See the module's contract. The trainer's thread calls the public methods."""
+
+    def __init__(
+        self,
+        ledger: SampleLedger,
+        source: PromptSource,
+        pool: TurnPool,
+        settings: SchedulerSettings,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(ledger, source, pool, settings, timeline)
+        self._turns = pool
+        self.manager = PromptManager(ledger, settings.group_size, settings.slots)
+        self.interruptions = 0
+        self.tokens = InterruptedTokens()
+        self.turn_occupancy = 0.0
+        self._turn_began = (0.0, 0.0)
+        self._timeline.rollout.set_capacity(0)
+
+    # The trainer's side.
+
+    def open_turn(self) -> None:
+        """Begin a generation turn: interrupted trajectories go on, then new ones begin."""
+        with self._changed:
+            self.manager.open_turn()
+            rollout = self._timeline.rollout
+            rollout.set_capacity(self._settings.slots)
+            self._turn_began = rollout.offered_seconds, rollout.used_seconds
+        self._poke()
+
+    def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
+        """As :meth:`RolloutScheduler.take_batch`; the turn is over when it returns."""
+        with self._changed:
+            try:
+                return super().take_batch(timeout_s)
+            finally:
+                self.interruptions += len(self.manager.close_turn())
+                self._account()
+                rollout = self._timeline.rollout
+                rollout.set_capacity(0)
+                offered, used = self._turn_began
+                offered, used = rollout.offered_seconds - offered, rollout.used_seconds - used
+                self.turn_occupancy = used / offered if offered else 0.0
+
+    def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
+        """Have every worker hold its trajectories at their next requests; done when each one does.
+
+        Its result is the account of the turns before: what this one cuts may be on its way still.
+        """
+        holding = self._turns.end_turn(self.manager.turns, timeout_s)
+        return asyncio.run_coroutine_threadsafe(holding, self._loop)
+
+    def batch_trained(self) -> Any:
+        """As :meth:`RolloutScheduler.batch_trained`."""
+        with self._changed:
+            for group in self.ledger.leased():
+                self.tokens.trained += _cut(self._runs[group.id])
+            return super().batch_trained()
+
+    def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
+        """Adopt the live groups of a checkpoint; call it before :meth:`start`.
+
+        Args:
+            groups: by group id, ``row``, ``scored``, ``payloads`` (object references) and ``kept`` (records of
+                unfinished trajectories); the last three by trajectory, None where there is nothing.
+        """
+        for state in (GroupState.READY, GroupState.RUNNING):
+            for group in self.ledger.in_state(state):
+                saved = groups[group.id]
+                run = self._new_run(group, saved["row"])
+                run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
+                if state is GroupState.RUNNING:
+                    run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
+                    self.manager.adopt(group, [self._restored(run, n) for n in range(self._settings.group_size)])
+                    if all(payload is not None for payload in run.payloads):
+                        # Its last payload came as the checkpoint was taken.
+                        self._ready(run)
+
+    @staticmethod
+    def _restored(run: TurnRun, n: int) -> TrajectoryState:
+        if run.payloads[n] is not None:
+            return TrajectoryState.SAMPLED
+        return TrajectoryState.INTERRUPTED if n in run.records else TrajectoryState.PENDING
+
+    def snapshot(self, timeout_s: float) -> dict[str, Any]:
+        """As :meth:`RolloutScheduler.snapshot`, with what unfinished trajectories keep; call it between turns."""
+        return asyncio.run_coroutine_threadsafe(self._kept_snapshot(timeout_s), self._loop).result(2 * timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """What the prompt manager holds at this moment, beside the other modes' metrics."""
+        with self._changed:
+            counts = self.manager.counts()
+            turns = {
+                "partial_rollout/groups_pending": counts.pending,
+                "partial_rollout/groups_interrupted": counts.interrupted,
+                "partial_rollout/groups_complete": counts.complete,
+                "partial_rollout/trajectories_interrupted": counts.interrupted_trajectories,
+                "partial_rollout/interruptions": self.interruptions,
+                "partial_rollout/turn_occupancy": self.turn_occupancy,
+            }
+        return {**super().metrics(), **turns}
+
+    # The event loop's side.
+
+    async def _issue_forever(self) -> None:
+        while True:
+            self._drop_overdue()
+            going_on = []
+            while (picked := self._pick()) is not None:
+                run, n = picked
+                if n in run.calls:
+                    going_on.append(run.calls[n])
+                else:
+                    self._begin(run, n)
+            self._turns.resume(going_on, self.manager.turns)
+            await self._wake.wait()
+            self._wake.clear()
+
+    def _pick(self) -> tuple[TurnRun, int] | None:
+        """The next trajectory that may generate now, of a new prompt if none waits."""
+        with self._changed:
+            trajectory = self.manager.next()
+            if trajectory is None and self.manager.wants_prompt():
+                prompt = self._source.take()
+                if prompt is None:
+                    self._changed.notify_all()
+                    return None
+                self._new_run(self.manager.issue(prompt.reference), prompt.row)
+                trajectory = self.manager.next()
+            self._account()
+            return None if trajectory is None else (self._runs[trajectory.group_id], trajectory.index)
+
+    def _new_run(self, group: Group, row: dict[str, Any]) -> TurnRun:
+        size = self._settings.group_size
+        run = TurnRun(group, row, scored=[None] * size, payloads=[None] * size)
+        self._runs[group.id] = run
+        return run
+
+    def _begin(self, run: TurnRun, n: int) -> None:
+        try:
+            call = self._turns.call_in(
+                self.manager.turns, run.row, run.group, n, run.attempts[n], run.avoid.get(n), run.records.get(n)
+            )
+        except RecipeError as error:
+            self._trajectory_failed(run, n, error, None)
+            return
+        run.calls[n] = call
+        run.keys.add(call.key)
+        run.tasks[n] = self._spawn(self._run_call(run, n, call))
+
+    async def _run_call(self, run: TurnRun, n: int, call: TurnCall) -> None:
+        """One attempt at a trajectory; its slot is free as soon as its last token is sampled."""
+        try:
+            await self._follow(call, run, n, Slot(lambda change: self._sampled(run, n)))
+        except RecipeError as error:
+            self._ended(run, n, call)
+            run.records.pop(n, None)
+            self._trajectory_failed(run, n, error, call.worker_id)
+        else:
+            self._ended(run, n, call)
+            if all(payload is not None for payload in run.payloads) and not run.failed:
+                self._failures_in_a_row = 0
+                self._change(lambda: self._ready(run))
+
+    @staticmethod
+    def _ended(run: TurnRun, n: int, call: TurnCall) -> None:
+        run.calls.pop(n, None)
+        run.tasks.pop(n, None)
+        run.keys.discard(call.key)
+
+    def _trajectory_failed(self, run: TurnRun, n: int, error: RecipeError, worker_id: str | None) -> None:
+        if run.failed:
+            return
+        final = isinstance(error, TrajectoryCancelled | RewardError) or worker_id is None
+        if not final and run.attempts[n] < self._settings.max_retries and not run.dropped:
+            run.attempts[n] += 1
+            run.avoid[n] = worker_id
+            run.scored[n] = None
+            self._change(lambda: self.manager.begin_again(Trajectory(run.group.id, n)))
+            return
+        run.failed = True
+        self._spawn(self._turns.cancel(set(run.keys)))
+        if run.dropped:
+            self._change(lambda: self._end(run, lambda: self.ledger.filter(run.group.id, OVERDUE_REASON)))
+        else:
+            self._give_up(run, error)
+
+    def _ready(self, run: GroupRun) -> None:
+        self._count_parts(run)
+        oldest = max(run.group.start, run.oldest_version)
+        run.group = self.manager.complete(run.group.id, oldest)
+
+    def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
+        self.manager.forget(run.group.id)
+        # Of the trajectories under way, their workers count them.
+        self.tokens.lost += _cut(run) + sum(cut_tokens(run.records[n]) for n in run.records.keys() - run.calls.keys())
+        super()._end(run, transition)
+        self._account()
+
+    def _sampled(self, run: TurnRun, n: int) -> None:
+        if run.failed:
+            return
+
+        def update() -> None:
+            self.manager.sampled(Trajectory(run.group.id, n))
+            self._account()
+
+        self._change(update)
+
+    async def _kept_snapshot(self, timeout_s: float) -> dict[str, Any]:
+        kept, account = await self._turns.export(timeout_s)
+        await self._last_words(kept)
+        snapshot = await self._snapshot()
+        with self._changed:
+            for group_id, saved in snapshot["groups"].items():
+                run = self._runs[group_id]
+                keys = {n: call.key for n, call in run.calls.items()}
+                records = {n: kept[key] for n, key in keys.items() if kept.get(key) is not None}
+                # One that has not begun again since the last restart keeps what it had then.
+                records = {**{n: r for n, r in run.records.items() if n not in keys}, **records}
+                saved["kept"] = [
+                    None if payload is not None else records.get(n) for n, payload in enumerate(saved["payloads"])
+                ]
+            snapshot["interrupted_tokens"] = vars(self.tokens.with_workers(account)) | {
+                "cached": sum(_cached(saved) for saved in snapshot["groups"].values())
+            }
+        return snapshot
+
+    async def _last_words(self, kept: dict[str, bytes | None]) -> None:
+        """Take in the payloads of trajectories that were over for their workers when these told what they keep."""
+        over = [
+            task
+            for run in self._runs.values()
+            for n, task in run.tasks.items()
+            if n in run.calls and run.calls[n].key not in kept
+        ]
+        if over:
+            await asyncio.wait(over, timeout=LAST_WORDS_S)
+
+    # Under the condition variable.
+
+    def _account(self) -> None:
+        self._generating = self.manager.running
+        self._timeline.rollout.set_running(self._generating)

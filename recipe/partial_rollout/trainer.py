@@ -1,0 +1,103 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The partial-rollout trainer: training and generation take turns on the same accelerators.
+
+Contract: a step is one generation turn and one training turn. The generation turn ends the moment its batch may be
+taken: the target number of complete groups, and closing it pushes no group past ``max_staleness``. What is unfinished
+then is interrupted, keeps its tokens, and goes on in the next turn under the new version. Validation and checkpoints
+happen between turns, while every unfinished trajectory waits, so they disturb none; a checkpoint holds them all.
+
+Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
+"""
+
+from typing import Any
+
+from recipe.async_engine.rollout.group_run import GroupRun
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.async_engine.trainer.setup import side_by_side, start_agents
+from recipe.partial_rollout.actor_worker import HybridActorWorker
+from recipe.partial_rollout.pool import TurnPool
+from recipe.partial_rollout.publisher import TurnPublisher
+from recipe.partial_rollout.scheduler import InterruptedTokens, TurnScheduler
+from recipe.partial_rollout.worker import TurnClient, TurnManager
+
+
+class PartialRolloutTrainer(AsyncPPOTrainer):
+    """See the module's contract."""
+
+    actor_worker = HybridActorWorker
+    actor_role = "actor_rollout"
+    publisher_class = TurnPublisher
+    keeps_partial = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.interrupted_tokens = InterruptedTokens()
+
+    def init_workers(self) -> None:
+        """Start every process of the run; engines follow the models, whose memory they share."""
+        started = side_by_side(
+            {
+                "the training workers": self._start_training,
+                "the agent loops": lambda: start_agents(self.config, TurnManager, TurnClient),
+            },
+            self.timeouts.startup,
+        )
+        rollout = started["the agent loops"]
+        side_by_side(
+            {"the rollout engines": lambda: rollout.replicas.launch(self.actor_rollout_wg)}, self.timeouts.startup
+        )
+        self._use_rollout(rollout)
+        self.publisher.pause()
+        self.publisher.release()
+
+    def _new_scheduler(self) -> TurnScheduler:
+        pool = TurnPool(self.async_rollout_manager.agent_loop_workers)
+        scheduler = TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
+        scheduler.tokens = self.interrupted_tokens
+        return scheduler
+
+    def _restored(self, snapshot: dict[str, Any]) -> None:
+        counts = snapshot["interrupted_tokens"]
+        self.interrupted_tokens = InterruptedTokens(counts["cut"], counts["trained"], counts["lost"])
+
+    def _next_groups(self) -> list[GroupRun] | None:
+        """One generation turn."""
+        self.publisher.begin_generation()
+        self.scheduler.open_turn()
+        groups = self.scheduler.take_batch(self.timeouts.batch_wait)
+        held = self.scheduler.end_turn(self.timeouts.drain)
+        seconds = self.publisher.pause()
+        workers = held.result(self.timeouts.drain)
+        account = self.scheduler.tokens.with_workers(workers)
+        self.metrics.update(
+            {
+                "partial_rollout/interrupt_seconds": seconds,
+                "partial_rollout/cut_tokens": account.cut,
+                "partial_rollout/lost_tokens": account.lost,
+                "partial_rollout/restored_tokens": workers.restored,
+                "partial_rollout/interrupted_in_tools": workers.in_tools,
+            }
+        )
+        if groups is not None:
+            self.publisher.release()
+        return groups
+
+    def _validate_now(self) -> dict[str, float]:
+        """Validate between turns: the engines answer validation only, training's trajectories wait."""
+        self.publisher.begin_generation()
+        try:
+            return super()._validate_now()
+        finally:
+            self.publisher.pause()

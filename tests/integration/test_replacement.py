@@ -1,0 +1,150 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What takes the place of a lost replica, with replicas of this process; real ones in tests/e2e/test_replacement.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.trainer.fleet import Fleet
+
+SOON_S = 5.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + SOON_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return result
+
+
+class Part:
+    """A replica of either kind."""
+
+    def __init__(self, number: int, generates: bool = True) -> None:
+        self.replica_rank, self.generates = number, generates
+        self.server_address, self.server_handle = f"server-{number}", SimpleNamespace(number=number)
+
+
+class Publisher:
+    """What `WeightPublisher` has of a fleet; ``dying`` is found dead at the next publication."""
+
+    def __init__(self, *replicas: Part) -> None:
+        self.replicas = list(replicas)
+        self.dying: list[Part] = []
+
+    def add_replicas(self, replicas: list[Part]) -> None:
+        self.replicas += replicas
+
+    def publish(self, version: int, announce: Any = None) -> dict[str, float]:
+        return {"version": version}
+
+    def take_lost(self) -> list[Part]:
+        lost, self.dying = self.dying, []
+        self.replicas = [replica for replica in self.replicas if replica not in lost]
+        return lost
+
+
+def test_lost_part_is_cleared_away_before_another_one_starts_and_handed_out_once() -> None:
+    events: list[Any] = []
+    replacements = Replacements(1, SOON_S, lambda lost: events.append(("clear", lost)))
+
+    def start() -> str:
+        events.append("start")
+        return "new"
+
+    replacements.begin("a replica", "old", start)
+    assert wait_for(replacements.take) == ["new"]
+    assert events == [("clear", "old"), "start"]
+    assert (replacements.take(), replacements.under_way, replacements.begun) == ([], 0, 1)
+
+
+def test_failed_start_is_repeated_until_the_budget_is_used_up(caplog: pytest.LogCaptureFixture) -> None:
+    replacements = Replacements(3, SOON_S, lambda lost: None)
+
+    def start() -> None:
+        raise OSError("no accelerator is free")
+
+    replacements.begin("a replica", "old", start)
+    wait_for(lambda: not replacements.take() and replacements.under_way == 0)
+    assert replacements.begun == 3
+    assert caplog.text.count("no accelerator is free") == 3
+    assert "async_training.max_replica_restarts=3" in caplog.text
+
+
+def test_past_the_budget_a_lost_part_is_cleared_away_and_not_replaced() -> None:
+    cleared: list[Any] = []
+    replacements = Replacements(0, SOON_S, cleared.append)
+    replacements.begin("a replica", "old", lambda: pytest.fail("it was started"))
+    wait_for(lambda: cleared == ["old"])
+    assert (replacements.begun, replacements.take()) == (0, [])
+
+
+def test_start_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    late = threading.Event()
+    replacements = Replacements(1, 0.02, lambda lost: None)
+    replacements.begin("a replica", "old", lambda: late.wait(SOON_S))
+    wait_for(lambda: not replacements.take() and replacements.under_way == 0)
+    late.set()
+    assert "not up after 0.02 s" in caplog.text
+
+
+def test_fleet_publishes_to_what_took_a_lost_ones_place_from_the_next_sync_on() -> None:
+    lost, other = Part(0), Part(1)
+    publisher = Publisher(lost, other)
+    replacements = Replacements(1, SOON_S, lambda part: None)
+    fleet = Fleet(publisher, replacements, lambda: Part(2))
+    publisher.dying = [lost]
+    assert fleet.publish(1) == {"version": 1}
+    assert publisher.replicas == [other]
+    wait_for(lambda: replacements._attempts[0].result.done())
+    fleet.publish(2)
+    assert [replica.replica_rank for replica in publisher.replicas] == [1, 2]
+    assert fleet.metrics(2)["fully_async/count/restarts"] == 1
+
+
+def test_agent_loops_are_told_of_the_log_prob_servers_that_are_there() -> None:
+    told: list[list[int]] = []
+    first, second = Part(0, generates=False), Part(1, generates=False)
+    publisher = Publisher(Part(0))
+    replacements = Replacements(1, SOON_S, lambda part: None)
+    fleet = Fleet(publisher, replacements, lambda: pytest.fail("no rollout replica was lost"))
+    fleet.use_servers(
+        [first, second],
+        lambda handles: told.append([handle.number for handle in handles.values()]),
+        lambda: Part(2, generates=False),
+    )
+    publisher.dying = [first]
+    fleet.publish(1)
+    wait_for(lambda: replacements._attempts[0].result.done())
+    fleet.publish(2)
+    fleet.publish(3)
+    assert told == [[0, 1], [1], [1, 2]]
+    assert fleet.servers[-1] in publisher.replicas
+
+
+def test_without_replacements_lost_parts_stay_with_the_publisher() -> None:
+    lost = Part(0)
+    publisher = Publisher(lost)
+    publisher.dying = [lost]
+    Fleet(publisher).publish(1)
+    assert publisher.replicas == [lost]

@@ -1,0 +1,148 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The publisher of shared accelerators: what happens between two generation turns, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from remote_fakes import Handle
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
+from recipe.partial_rollout.publisher import TurnPublisher
+
+
+class Engine:
+    """A replica on the trainer's accelerators."""
+
+    def __init__(self, rank: int, journal: list[Any]) -> None:
+        self.replica_rank = rank
+        self.server_address = f"server-{rank}"
+        self.server_handle = Handle(self)
+        self.workers: list[Any] = []
+        self.journal = journal
+        self.alive = True
+
+    async def _do(self, what: str) -> None:
+        if not self.alive:
+            raise ActorDiedError()
+        self.journal.append((what, self.replica_rank))
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        await self._do("refuse" if reject_request else "hold")
+
+    async def sleep(self) -> None:
+        await self._do("sleep")
+
+    async def resume_generation(self) -> None:
+        await self._do("open")
+
+    def leave_routing(self) -> None:
+        self.journal.append(("leave", self.replica_rank))
+
+
+class Ranks:
+    """The trainer's worker group: each rank loads the engine beside it."""
+
+    def __init__(self, journal: list[Any]) -> None:
+        self.journal = journal
+        self.error: BaseException | None = None
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        async def load(rank: int) -> None:
+            if self.error is not None and rank == 1:
+                raise self.error
+            self.journal.append((f"load {global_steps} {mode}", rank))
+
+        return [load(rank) for rank in range(2)]
+
+
+class Turn:
+    def __init__(self) -> None:
+        self.journal: list[Any] = []
+        self.engines = [Engine(rank, self.journal) for rank in range(2)]
+        self.ranks = Ranks(self.journal)
+        self.balancer = GlobalRequestLoadBalancer({})
+        config = SimpleNamespace(backend="naive", custom_backend_module=None)
+        self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), timeout_s=5.0)
+
+    def publish(self, version: int) -> None:
+        self.publisher.publish(version, announce=lambda: self.journal.append(("announce", version)))
+
+    @property
+    def routed(self) -> list[str]:
+        return sorted(self.balancer.get_all_servers())
+
+
+def test_a_version_is_announced_when_every_rank_has_it_and_nothing_generates_before_its_turn() -> None:
+    turn = Turn()
+    turn.publish(3)
+    loads = {("load 3 naive", 0), ("load 3 naive", 1)}
+    assert (set(turn.journal[:2]), turn.journal[2:]) == (loads, [("announce", 3)])
+    assert turn.routed == []
+    turn.publisher.begin_generation()
+    assert set(turn.journal[3:]) == {("open", 0), ("open", 1)}
+    assert turn.routed == ["server-0", "server-1"]
+
+
+def test_a_turn_ends_with_refusals_before_the_engines_give_up_their_memory() -> None:
+    turn = Turn()
+    turn.publisher.begin_generation()
+    turn.journal.clear()
+    assert turn.publisher.pause() >= 0
+    turn.publisher.release()
+    assert [event for event, _ in turn.journal] == ["refuse", "refuse", "sleep", "sleep"]
+    # They stay in routing: a request that comes now is refused and waits for its turn.
+    assert turn.routed == ["server-0", "server-1"]
+
+
+def test_a_dead_engine_leaves_routing_and_the_last_one_ends_the_run() -> None:
+    turn = Turn()
+    turn.publisher.begin_generation()
+    turn.engines[0].alive = False
+    turn.publisher.pause()
+    turn.publisher.begin_generation()
+    assert turn.publisher.live_replicas == 1
+    turn.engines[1].alive = False
+    with pytest.raises(NoReplicaLeft, match="no rollout replica is alive"):
+        turn.publisher.begin_generation()
+
+
+def test_a_rank_that_cannot_load_its_engine_ends_the_run_with_the_cause() -> None:
+    turn = Turn()
+    turn.ranks.error = ActorDiedError()
+    with pytest.raises(PublishFailed, match="version 1 did not reach every replica") as failed:
+        turn.publish(1)
+    assert isinstance(failed.value.__cause__, ActorDiedError)
+    assert ("announce", 1) not in turn.journal
+
+
+def test_an_engine_that_does_not_stop_in_time_is_given_up() -> None:
+    turn = Turn()
+    turn.publisher.begin_generation()
+    turn.publisher._timeout_s = 0.05
+
+    async def hang(reject_request: bool = False) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    turn.engines[0].abort_all_requests = hang
+    turn.publisher.pause()
+    turn.publisher._timeout_s = 5.0
+    turn.publisher.begin_generation()
+    assert turn.routed == ["server-1"]

@@ -1,0 +1,273 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The scheduler of generation in turns, over workers faked below the actor seam."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from remote_fakes import make_source, part
+from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, wait_until
+
+from recipe.async_engine.core.groups import Group, GroupState, OnOverdue
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompt_manager import TurnError
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.agent_worker import TrajectoryScored
+from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.workers import TrajectoryFailed
+from recipe.partial_rollout.scheduler import TurnScheduler
+from recipe.partial_rollout.turns import KeptAnswer, TokenAccount
+
+
+def record(tokens: int) -> bytes:
+    """What a worker exports of an answer that was cut after so many tokens."""
+    return pickle.dumps([KeptAnswer(b"asked", part([7] * tokens, 0, "aborted"))])
+
+
+class TurnPoolFake(ScriptedPool):
+    """Records what the scheduler tells the workers about turns; ``kept`` is what they export."""
+
+    def __init__(self, answer: Any = None) -> None:
+        super().__init__(answer)
+        self.admitted: dict[str, list[int]] = {}
+        self.records: dict[str, bytes | None] = {}
+        self.ended: list[int] = []
+        self.kept: dict[str, bytes | None] = {}
+        self.account = TokenAccount()
+
+    def call_in(
+        self, turn: int, row: Any, group: Group, n: int, attempt: int, avoid: str | None, record: bytes | None
+    ) -> ScriptedCall:
+        call = self.call(row, group, n, attempt, avoid)
+        self.admitted[call.key], self.records[call.key] = [turn], record
+        return call
+
+    def resume(self, calls: Iterable[ScriptedCall], turn: int) -> None:
+        with self._changed:
+            for call in calls:
+                self.admitted[call.key].append(turn)
+            self._changed.notify_all()
+
+    def resumed(self, call: ScriptedCall, turn: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.admitted[call.key][-1] == turn, SOON)
+
+    async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
+        self.ended.append(turn)
+        return self.account
+
+    async def export(self, timeout_s: float) -> tuple[dict[str, bytes | None], TokenAccount]:
+        return self.kept, self.account
+
+
+def new_turns(
+    ledger: SampleLedger, pool: TurnPoolFake, *, slots: int = 4, size: int = 2, retries: int = 1, rows: int = 16
+) -> TurnScheduler:
+    ticks = iter(range(10**9))
+    settings = SchedulerSettings(size, slots, retries, 2, OnOverdue.WAIT)
+    return TurnScheduler(ledger, make_source(rows), pool, settings, Timeline(lambda: float(next(ticks)), slots))
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    running: list[TurnScheduler] = []
+
+    def begin(scheduler: TurnScheduler) -> TurnScheduler:
+        running.append(scheduler)
+        scheduler.start()
+        return scheduler
+
+    yield begin
+    for scheduler in running:
+        scheduler.stop(SOON)
+
+
+def end(scheduler: TurnScheduler) -> list[int]:
+    """Take the batch, close the turn, train and publish; the group ids."""
+    batch = scheduler.take_batch(SOON)
+    assert batch is not None
+    scheduler.end_turn(SOON).result(SOON)
+    scheduler.batch_trained()
+    scheduler.version_published()
+    return [run.group.id for run in batch]
+
+
+def test_nothing_begins_before_the_first_turn_or_between_two(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool))
+    scheduler.snapshot(SOON)
+    assert not pool.calls
+    scheduler.open_turn()
+    pool.began(4)
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    assert end(scheduler) == [0]
+    began = len(pool.calls)
+    scheduler.snapshot(SOON)
+    assert len(pool.calls) == began
+    assert pool.ended == [1]
+
+
+def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool, slots=4))
+    scheduler.open_turn()
+    pool.began(4)
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    assert end(scheduler) == [0]
+    waiting = pool.of(1, 0), pool.of(1, 1)
+    assert scheduler.metrics()["partial_rollout/trajectories_interrupted"] >= 2
+    scheduler.open_turn()
+    for call in waiting:
+        assert pool.resumed(call, turn=2)
+        assert not call.cancelled
+    pool.of(1, 0).finish()
+    pool.of(1, 1).finish()
+    assert end(scheduler) == [1]
+
+
+def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=2, bound=1, depth=1), pool, slots=3))
+    scheduler.open_turn()
+    assert [call.key for call in pool.began(3)] == ["0-0-0", "0-1-0", "1-0-0"]
+    pool.of(0, 1).generate()
+    assert [call.key for call in pool.began(4)][3] == "1-1-0"
+
+
+def test_an_answer_that_ends_as_its_turn_is_closed_is_complete(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler.open_turn()
+    pool.began(4)
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    end(scheduler)
+    pool.of(1, 0).finish()
+    pool.of(1, 1).finish()
+    wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1)
+    scheduler.open_turn()
+    assert end(scheduler) == [1]
+
+
+def test_a_failed_attempt_begins_again_in_a_turn_only(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler.open_turn()
+    pool.began(4)
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    end(scheduler)
+    pool.of(1, 0).fail(TrajectoryFailed("its worker died"))
+    wait_until(scheduler, lambda: scheduler.manager.counts().interrupted_trajectories == 1)
+    assert not [call for call in pool.calls if call.key == "1-0-1"]
+    scheduler.open_turn()
+    again = pool.of(1, 0, attempt=1)
+    assert again.avoid == "worker-0"
+    again.finish()
+    pool.of(1, 1).finish()
+    assert end(scheduler) == [1]
+
+
+def test_a_group_that_fails_for_good_gives_its_slots_back(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0), pool, slots=2, retries=0))
+    scheduler.open_turn()
+    pool.began(2)
+    pool.of(0, 0).fail(TrajectoryFailed("no answer"))
+    pool.of(1, 0).finish()
+    pool.of(1, 1).finish()
+    assert pool.saw_cancel(pool.of(0, 1))
+    assert end(scheduler) == [1]
+    counts = scheduler.ledger.counts()
+    assert (counts.issued, counts.trained, counts.failed, counts.live) == (2, 1, 1, 0)
+
+
+def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool, slots=6))
+    scheduler.open_turn()
+    pool.began(6)
+    for n in (0, 1):
+        pool.of(0, n).finish()
+    assert end(scheduler) == [0]
+    pool.of(1, 0).finish()
+    wait_until(scheduler, lambda: scheduler._runs[1].payloads[0] is not None)
+    pool.kept = {"1-1-0": record(5), "2-0-0": record(3), "2-1-0": None}
+    pool.account = TokenAccount(cut=8)
+    saved = scheduler.snapshot(SOON)
+    assert saved["interrupted_tokens"] == {"cut": 8, "trained": 0, "lost": 0, "cached": 8}
+
+    ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings, keeps_partial=True)
+    assert [group.start for group in ledger.in_state(GroupState.RUNNING)] == [0, 0]
+    fresh = TurnPoolFake()
+    restored = new_turns(ledger, fresh, slots=6)
+    restored._source.restore(saved["source"])
+    restored.restore_groups(saved["groups"])
+    start(restored)
+    restored.open_turn()
+    began = {call.key for call in fresh.began(5)}
+    # What waits goes first: two records, then the one that had no token yet, then a new prompt.
+    assert began == {"1-1-0", "2-0-0", "2-1-0", "3-0-0", "3-1-0"}
+    assert [call.key for call in fresh.calls][:3] == ["1-1-0", "2-0-0", "2-1-0"]
+    assert fresh.records["1-1-0"] == record(5)
+    assert fresh.records["2-1-0"] is None
+    fresh.of(1, 1).finish(version=0)
+    assert end(restored) == [1]
+
+
+def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_snapshot(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler.open_turn()
+    pool.began(4)
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    end(scheduler)
+    pool.kept = {"1-1-0": None}
+    exported = pool.export
+
+    async def export_then_finish(timeout_s: float) -> Any:
+        pool.of(1, 0).finish()
+        return await exported(timeout_s)
+
+    pool.export = export_then_finish
+    saved = scheduler.snapshot(SOON)["groups"][1]
+    assert saved["payloads"] == ["payload-1-0-0", None]
+
+
+def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it() -> None:
+    pool = TurnPoolFake()
+    first = new_turns(new_ledger(b=1, bound=1), pool)
+    first.manager.open_turn()
+    group = first.manager.issue(first._source.take().reference)
+    ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings, keeps_partial=True)
+    restored = new_turns(ledger, TurnPoolFake())
+    scored = [TrajectoryScored(1.0, 0, 0, True, 0, 0, 6)] * 2
+    saved = {"row": {}, "scored": scored, "payloads": ["a", "b"], "kept": [None, None]}
+    restored.restore_groups({group.id: saved})
+    assert ledger.counts().ready == 1
+    assert ledger.next_batch() is not None
+
+
+def test_turns_cannot_overlap(start: Any) -> None:
+    scheduler = start(new_turns(new_ledger(b=1), TurnPoolFake()))
+    scheduler.open_turn()
+    with pytest.raises(TurnError, match="open already"):
+        scheduler.open_turn()

@@ -1,0 +1,223 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Turns at an agent-loop worker: who waits, who goes on, what is kept, and that what is kept is not asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from remote_fakes import Handle, ScriptedServer, balancer_of, part
+
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+from recipe.partial_rollout.turns import HeldTooLong, Ticket, TurnGate, cut_tokens, use_ticket
+from recipe.partial_rollout.worker import TurnClient
+
+PROMPT = [1, 2, 3]
+TOOL = [50, 51]
+SOON = 5.0
+
+
+def client_of(*servers: ScriptedServer, held_s: float = SOON) -> TurnClient:
+    timeouts = {"generation": SOON, "batch_wait": held_s, "weight_sync": 0, "checkpoint": 0, "validation": 0}
+    config = OmegaConf.create(
+        {
+            "async_training": {"partial_rollout": True, "timeouts": timeouts},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 16}},
+        }
+    )
+    return TurnClient(config, load_balancer_handle=Handle(balancer_of(*servers)))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def answer(client: TurnClient, ticket: Ticket | None, work: Any = None) -> tuple[Any, TrajectoryRecorder]:
+    """One trajectory: ``work`` of the client, by default one request."""
+    use_ticket(ticket)
+    recorder = start_recording()
+    if work is not None:
+        return await work(client), recorder
+    return await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8}), recorder
+
+
+async def two_turns(client: TurnClient, tool: Any = None) -> list[int]:
+    """An agent loop with a tool between two requests; it knows nothing of turns."""
+    first = await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8})
+    observed = TOOL if tool is None else await tool()
+    second = await client.generate(
+        "request", prompt_ids=[*PROMPT, *first.token_ids, *observed], sampling_params={"max_tokens": 8}
+    )
+    return [*first.token_ids, *observed, *second.token_ids]
+
+
+async def test_an_interrupted_answer_waits_for_its_next_turn_and_keeps_its_tokens() -> None:
+    server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
+    gate = TurnGate()
+    ticket = gate.begin("0-0-0", turn=1)
+    running = asyncio.create_task(answer(client_of(server), ticket))
+    await settle()
+    # The server stopped before the worker was told.
+    assert len(server.calls) == 1
+    gate.close(1)
+    await settle()
+    assert len(server.calls) == 1
+    gate.admit(["0-0-0"], turn=2)
+    result, recorder = await running
+    assert result.token_ids == [10, 11, 12]
+    assert [call["prompt_ids"] for call in server.calls] == [PROMPT, [*PROMPT, 10, 11]]
+    assert recorder.segments == [(0, (10, 11)), (1, (12,))]
+    assert (recorder.interruptions, recorder.cut_tokens, recorder.reprefilled_tokens) == (1, 2, 5)
+    assert gate.account.cut == 2
+
+
+async def test_a_refused_request_waits_and_is_no_interruption() -> None:
+    server = ScriptedServer(part([], 0, "aborted"), part([10], 1))
+    gate = TurnGate()
+    running = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+    await settle()
+    assert len(server.calls) == 1
+    gate.admit(["0-0-0"], turn=2)
+    result, recorder = await running
+    assert (result.token_ids, recorder.interruptions, gate.account.cut) == ([10], 0, 0)
+
+
+async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
+    server = ScriptedServer(part([10, 11], 0), part([12], 1))
+    gate, called = TurnGate(), asyncio.Event()
+
+    async def tool() -> list[int]:
+        await called.wait()
+        return TOOL
+
+    ticket = gate.begin("0-0-0", turn=1)
+    running = asyncio.create_task(answer(client_of(server), ticket, lambda client: two_turns(client, tool)))
+    await settle()
+    gate.close(1)
+    assert gate.account.in_tools == 1
+    called.set()
+    await settle()
+    assert len(server.calls) == 1, "the tool has answered, and its turn is over"
+    gate.admit(["0-0-0"], turn=2)
+    assert (await running)[0] == [10, 11, *TOOL, 12]
+
+
+async def test_validation_passes_while_trajectories_wait() -> None:
+    server = ScriptedServer(part([10], 0))
+    gate = TurnGate()
+    gate.close(1)
+    held = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+    assert (await answer(client_of(server), None))[0].token_ids == [10]
+    held.cancel()
+
+
+async def test_waiting_ends_with_an_error_that_names_its_settings() -> None:
+    gate = TurnGate()
+    gate.close(1)
+    with pytest.raises(HeldTooLong, match=r"async_training\.timeouts"):
+        await answer(client_of(ScriptedServer(), held_s=0.05), gate.begin("0-0-0", turn=1))
+
+
+async def interrupted_record(kept_turns: Any = two_turns) -> bytes:
+    """What is kept of a trajectory that was cut in its second request."""
+    gate = TurnGate()
+    server = ScriptedServer(part([10, 11], 0), part([12], 0, "aborted"))
+    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1), kept_turns))
+    await settle()
+    gate.close(1)
+    record = (await gate.export(SOON))["0-0-0"]
+    work.cancel()
+    await settle()
+    assert cut_tokens(record) == 1
+    return record
+
+
+async def test_a_restored_trajectory_asks_only_for_what_is_missing() -> None:
+    record = await interrupted_record()
+    server = ScriptedServer(part([13], 3))
+    gate = TurnGate()
+    result, recorder = await answer(client_of(server), gate.begin("0-0-0", turn=1, record=record), two_turns)
+    assert result == [10, 11, *TOOL, 12, 13]
+    assert [call["prompt_ids"] for call in server.calls] == [[*PROMPT, 10, 11, *TOOL, 12]]
+    assert recorder.segments == [(0, (10, 11)), (0, (12,)), (3, (13,))]
+    assert (gate.account.restored, gate.account.cut, gate.account.lost) == (3, 0, 0)
+    assert recorder.cut_tokens == 1
+
+
+async def test_a_record_is_kept_over_two_restarts() -> None:
+    record = await interrupted_record()
+    gate = TurnGate()
+    gate.close(1)
+    work = asyncio.create_task(
+        answer(client_of(ScriptedServer()), gate.begin("0-0-0", turn=1, record=record), two_turns)
+    )
+    await settle()
+    again = (await gate.export(SOON))["0-0-0"]
+    # Loaded: a pickle may write the elements of a set in another order.
+    assert pickle.loads(again) == pickle.loads(record)
+    work.cancel()
+
+
+async def test_what_a_tool_that_answers_differently_leaves_unused_of_the_record_is_lost() -> None:
+    record = await interrupted_record()
+
+    async def other_tool() -> list[int]:
+        return [60]
+
+    server = ScriptedServer(part([14], 3))
+    gate = TurnGate()
+    ticket = gate.begin("0-0-0", turn=1, record=record)
+    result, recorder = await answer(client_of(server), ticket, lambda client: two_turns(client, other_tool))
+    assert result == [10, 11, 60, 14]
+    gate.end("0-0-0", complete=True)
+    assert (gate.account.restored, gate.account.lost, recorder.cut_tokens) == (2, 1, 0)
+
+
+async def test_an_export_waits_for_requests_under_way() -> None:
+    back = asyncio.Event()
+
+    class Slow(ScriptedServer):
+        async def generate(self, **request: Any) -> Any:
+            await back.wait()
+            return await super().generate(**request)
+
+    gate = TurnGate()
+    server = Slow(part([10, 11], 0, "aborted"))
+    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+    await settle()
+    gate.close(1)
+    with pytest.raises(TimeoutError):
+        await gate.export(0.05)
+    export = asyncio.create_task(gate.export(SOON))
+    await settle()
+    assert not export.done()
+    back.set()
+    assert cut_tokens((await export)["0-0-0"]) == 2
+    work.cancel()
+
+
+async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost() -> None:
+    gate = TurnGate()
+    server = ScriptedServer(part([10, 11], 0, "aborted"))
+    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+    await settle()
+    work.cancel()
+    await settle()
+    gate.end("0-0-0", complete=False)
+    assert (gate.account.cut, gate.account.lost) == (2, 2)
