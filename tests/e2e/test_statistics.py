@@ -13,7 +13,7 @@
 # limitations under the License.
 """Final scores of the modes and staleness bounds over seeds, against those of synchronous training. `make test-all`.
 
-The runs are those of benchmarks/convergence.py, 24 of them, of about three minutes each. Name a file in
+The runs are those of benchmarks/convergence.py, 36 of them, of about three minutes each. Name a folder in
 RECIPE_CONVERGENCE_RESULTS to keep their rows, or to go on where an interrupted test stopped.
 """
 
@@ -36,16 +36,21 @@ SEEDS = 3
 VALIDATION_PROMPTS = 256
 
 
+Scores = dict[str, dict[str, list[dict[str, Any]]]]
+
+
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Rows by variant."""
+def scores(tmp_path_factory: pytest.TempPathFactory) -> Scores:
+    """Rows by the task's preset and the variant."""
     kept = os.environ.get("RECIPE_CONVERGENCE_RESULTS")
-    results = Path(kept) if kept else tmp_path_factory.mktemp("convergence") / "results.jsonl"
-    by_variant = defaultdict(list)
-    for row in convergence.sweep(results, convergence.STEPS, SEEDS):
-        by_variant[row["variant"]].append(row)
-    assert {variant: len(rows) for variant, rows in by_variant.items()} == dict.fromkeys(convergence.VARIANTS, SEEDS)
-    return by_variant
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("convergence")
+    by_task: Scores = {}
+    for preset, variants in convergence.TASKS.items():
+        by_variant = by_task[preset] = defaultdict(list)
+        for row in convergence.sweep(folder / f"{preset}.jsonl", convergence.STEPS, SEEDS, preset):
+            by_variant[row["variant"]].append(row)
+        assert {variant: len(rows) for variant, rows in by_variant.items()} == dict.fromkeys(variants, SEEDS)
+    return by_task
 
 
 def variance_of_mean(scores: list[float]) -> float:
@@ -56,8 +61,9 @@ def variance_of_mean(scores: list[float]) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_every_variant_learns_within_its_bound(scores: dict[str, list[dict[str, Any]]]) -> None:
-    for variant, rows in scores.items():
+@pytest.mark.parametrize("preset", convergence.TASKS)
+def test_every_variant_learns_within_its_bound(preset: str, scores: Scores) -> None:
+    for variant, rows in scores[preset].items():
         for row in rows:
             assert row["last"] >= row["first"] + 0.3, (variant, row["seed"])
             assert len(row["reward"]) == convergence.STEPS
@@ -66,11 +72,12 @@ def test_every_variant_learns_within_its_bound(scores: dict[str, list[dict[str, 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [variant for variant in convergence.VARIANTS if variant != "sync"])
-def test_asynchronous_training_ends_no_worse_than_synchronous(
-    variant: str, scores: dict[str, list[dict[str, Any]]]
-) -> None:
-    final = [row["last"] for row in scores[variant]]
-    synchronous = [row["last"] for row in scores["sync"]]
+@pytest.mark.parametrize(
+    ("preset", "variant"),
+    [(preset, variant) for preset, variants in convergence.TASKS.items() for variant in variants if variant != "sync"],
+)
+def test_asynchronous_training_ends_no_worse_than_synchronous(preset: str, variant: str, scores: Scores) -> None:
+    final = [row["last"] for row in scores[preset][variant]]
+    synchronous = [row["last"] for row in scores[preset]["sync"]]
     error = math.sqrt(variance_of_mean(final) + variance_of_mean(synchronous))
     assert statistics.mean(final) >= statistics.mean(synchronous) - 3 * error

@@ -145,6 +145,6 @@ def test_a_file_without_the_reward_function_is_refused(paths: dict[str, Path], s
 
 
 def test_more_replicas_than_rays_own_count_are_refused(paths: dict[str, Path]) -> None:
-    text = message(configured(paths, more=["rollout.n_gpus_per_node=2"]))
-    assert "1 trainer ranks and 2 for rollout replicas" in text
+    text = message(configured(paths, more=["rollout.n_gpus_per_node=4"]))
+    assert "1 trainer ranks and 4 for rollout replicas" in text
     assert "ray_kwargs.ray_init.num_gpus" in text

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, Prefork, use_for_spawned_processes
+from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, MODULES, Prefork, use_for_spawned_processes
 
 # Nothing else here imports it, so a process that has it was forked from the server.
 MARK = "colorsys"
@@ -104,6 +104,48 @@ def test_open_files_keep_their_numbers_and_random_numbers_differ(prefork: Prefor
     with os.fdopen(reading) as lines:
         first, second = lines.read().splitlines()
     assert not set(first.split()) & set(second.split())
+
+
+DRAWN = "import ray; print(ray.ObjectRef.from_random().hex())"
+ACTOR_CLASS = "import ray\n\n\n@ray.remote\nclass Actor:\n    pass\n"
+
+
+def drawn_in_forks(modules: list[str], folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """What two forks of a server that has imported ``modules``, some of them in ``folder``, draw."""
+    with Prefork({"PYTHONPATH": str(folder)}, modules=modules) as prefork:
+        return [run(prefork, "-c", DRAWN) for _ in range(2)]
+
+
+@pytest.mark.parametrize("own_module", [True, False])
+def test_forks_draw_names_of_their_own_for_objects(own_module: bool, tmp_path: Path) -> None:
+    """With an actor class in an imported module, and with all that a run imports."""
+    (tmp_path / "with_actor_class.py").write_text(ACTOR_CLASS)
+    first, second = drawn_in_forks(["with_actor_class"] if own_module else [*MODULES], tmp_path)
+    assert len(first.stdout) == len(second.stdout) == 57
+    assert first.stdout != second.stdout
+
+
+def test_modules_that_leave_forks_the_same_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text("import ray\n\nray.ObjectRef.from_random()\n")
+    first, _ = drawn_in_forks(["draws"], tmp_path)
+    assert first.returncode == 1
+    assert "async_training.prefork_workers=false" in first.stderr
+
+
+def test_upstream_still_uses_its_generator_for_actor_classes(tmp_path: Path) -> None:
+    """Without that, `server._actor_classes_named_by_the_system` can go."""
+    code = f"""
+import os
+{ACTOR_CLASS}
+for _ in range(2):
+    if os.fork() == 0:
+        print(ray.ObjectRef.from_random().hex(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=RUN_S, check=True)
+    first, second = printed.stdout.split()
+    assert first == second
 
 
 def test_without_a_server_it_is_the_plain_interpreter() -> None:

@@ -21,14 +21,17 @@ neither torch nor verl on the CPU platform: start-up is bound by imports.
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from ray.exceptions import RayActorError
 
 from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.config import RunPlan
@@ -44,9 +47,12 @@ from recipe.async_engine.platform.detect import (
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
+from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+from recipe.async_engine.run.stall import STALL_FILE, Stalled
+from recipe.async_engine.shadowing import check_not_shadowed
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +64,30 @@ class RunFailed(RecipeError):
 
 
 def main(config: DictConfig, mode: str, trainer_class: str) -> None:
-    """Run ``config`` and exit with status 1 if it cannot run or fails."""
+    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it."""
     try:
-        run(config, mode, trainer_class, began=psutil.Process().create_time())
+        summary = run(config, mode, trainer_class, began=psutil.Process().create_time())
     except RecipeError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.exit(1)
+    except EndAtOnce as end:
+        sys.exit(end.status)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    if summary["stopped_by"] is not None:
+        sys.exit(128 + signal.Signals[summary["stopped_by"]])
 
 
 def run(config: DictConfig, mode: str, trainer_class: str, began: float | None = None) -> dict[str, Any]:
     """Run ``config``; returns the summary. Times count from ``began`` (seconds since the epoch), by default from now.
 
     Raises:
+        ShadowedPackageError: another package has the name of one of the modes.
         ConfigError: the configuration cannot run.
         RunFailed: the run ended with an error.
     """
     began = time.time() if began is None else began
+    check_not_shadowed()
     choice = choose_platform(os.environ, inspect_machine(), config.ray_kwargs.ray_init.get("address"))
     apply_environment(choice)
     with open_dict(config):
@@ -83,6 +97,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     _fill_builtin_task(config)
     plan = check(config)
     record = RunRecord(config.trainer.default_local_dir, mode, began)
+    Path(config.trainer.default_local_dir, STALL_FILE).unlink(missing_ok=True)
     meter = MemoryMeter()
     display = None
     prefork = None
@@ -112,29 +127,46 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
 
 def _follow(config: DictConfig, plan: RunPlan, mode: str, trainer_class: str, record: RunRecord) -> Display:
     """Start the trainer's actor and take in what it yields until it ends."""
-    runner = ray.remote(TaskRunner).options(num_cpus=1).remote()
+    runner = ray.remote(TaskRunner).options(num_cpus=1, max_concurrency=2).remote()
     events = runner.run.options(num_returns="streaming").remote(
         OmegaConf.to_container(config, resolve=True), trainer_class
     )
     display = Display(mode, plan.total_steps)
     # Every wait inside the run has a deadline of its own, and the death of the actor ends the iteration.
-    for reference in events:
-        event = ray.get(reference, timeout=TASK_TIMEOUT_S)
-        if isinstance(event, Began):
-            record.begin_at(event.step)
-            record.update(event.state)
-            display.resume(event.step)
-        elif isinstance(event, Ended):
-            record.update(event.state)
-            if event.error is not None:
-                sys.stderr.write(f"\n{event.error['traceback']}")
-                record.fail(event.error)
-        else:
-            state, metrics = event
-            record.update(state)
-            record.step(metrics)
-            display.step(metrics)
+    with EndingOnSignal(runner.stop.remote, plan.settings.async_training.timeouts.stop):
+        try:
+            for reference in events:
+                _take_in(ray.get(reference, timeout=TASK_TIMEOUT_S), record, display)
+        except RayActorError as error:
+            stalled = _stalled(config)
+            if stalled is None:
+                raise
+            raise stalled from error
     return display
+
+
+def _stalled(config: DictConfig) -> Stalled | None:
+    """Why the trainer's process ended itself, if it did."""
+    report = Path(config.trainer.default_local_dir) / STALL_FILE
+    return Stalled(report.read_text().rstrip()) if report.exists() else None
+
+
+def _take_in(event: Any, record: RunRecord, display: Display) -> None:
+    """One event of the run."""
+    if isinstance(event, Began):
+        record.begin_at(event.step)
+        record.update(event.state)
+        display.resume(event.step)
+    elif isinstance(event, Ended):
+        record.update(event.state)
+        if event.error is not None:
+            sys.stderr.write(f"\n{event.error['traceback']}")
+            record.fail(event.error)
+    else:
+        state, metrics = event
+        record.update(state)
+        record.step(metrics)
+        display.step(metrics)
 
 
 def _fill_builtin_task(config: DictConfig) -> None:

@@ -45,6 +45,8 @@ class RunRecord:
             "mode": mode,
             "steps": 0,
             "versions": 0,
+            "stopped_by": None,
+            "resumed": {"step": 0, "groups_kept": 0},
             "validation": {"first": None, "last": None},
             "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
             "staleness": {"bound": None, "max": 0, "mean": 0.0},

@@ -47,7 +47,17 @@ class Ended:
 
 
 class TaskRunner:
-    """Builds a mode's trainer and drives it."""
+    """Builds a mode's trainer and drives it. `stop` is called while `run` goes on, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._stopped_by: str | None = None
+
+    def stop(self, why: str) -> None:
+        """Have the run end soon, by its own decision; see `AsyncPPOTrainer.request_stop`."""
+        self._stopped_by = why
+        if self._trainer is not None:
+            self._trainer.request_stop(why)
 
     def run(self, config: dict[str, Any], trainer_class: str) -> Iterator[Any]:
         """See the module's contract.
@@ -59,7 +69,9 @@ class TaskRunner:
         trainer: Any = None
         error: dict[str, str] | None = None
         try:
-            trainer = self._build(config, trainer_class)
+            trainer = self._trainer = self._build(config, trainer_class)
+            if self._stopped_by is not None:
+                trainer.request_stop(self._stopped_by)
             trainer.init_workers()
             steps = trainer.fit()
             next(steps)
@@ -83,8 +95,10 @@ class TaskRunner:
         from verl.utils.import_utils import load_class_from_fqn
 
         from recipe.async_engine.features import check_loaded
+        from recipe.async_engine.shadowing import check_not_shadowed
 
         check_loaded()
+        check_not_shadowed()
         from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
         conf = migrate_legacy_reward_impl(OmegaConf.create(config))

@@ -17,6 +17,11 @@ import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 
+from recipe.async_engine.logprobs import bypass, loglinear
+
+# The losses that verl finds by their names in this process.
+LOSSES = (bypass.LOSS, loglinear.LOSS)
+
 
 class ActorWorker(DetachActorWorker):
     """verl's worker, whose saved weights are copies on every platform.

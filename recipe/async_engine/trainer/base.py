@@ -21,13 +21,17 @@ after every step, so whoever drives it sees progress and may stop it.
 Shown by tests/e2e/test_fully_async.py, test_resume.py and test_faults.py.
 """
 
+import itertools
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
@@ -39,34 +43,54 @@ from verl.utils.tracking import Tracking
 from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnOverdue
+from recipe.async_engine.core.journal import JournaledLedger
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.logprobs.sources import scores_column, source
+from recipe.async_engine.model_engine.launch import launch
+from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
+from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.replacement import Replacements, clear_replica
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
-from recipe.async_engine.trainer import rollout_state
+from recipe.async_engine.run.stall import StallWatch
 from recipe.async_engine.trainer.actor_worker import ActorWorker
-from recipe.async_engine.trainer.batch import assemble, sampled_tokens, staleness_metrics
-from recipe.async_engine.trainer.setup import side_by_side, start_rollout
+from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.diagnosis import describe
+from recipe.async_engine.trainer.fleet import Fleet, Handles
+from recipe.async_engine.trainer.log_prob_stage import LogProbStage
+from recipe.async_engine.trainer.saving import RunState
+from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_rollout
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED = "published"
-TRAINED = "trained"
 
-
-class AsyncPPOTrainer(SeparateRayPPOTrainer):
+class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
     """See the module's contract.
 
     Args:
         config: the whole configuration, resolved; changed in place where verl reads derived values from it.
         tokenizer: of the policy.
         processor: of the policy, None for text.
+
+    Attributes:
+        actor_worker: class of the training workers.
+        actor_role: what one of them does, in verl's words.
+        publisher_class: what hands weights to the replicas.
+        keeps_partial: whether a checkpoint has the tokens of answers that were not complete.
     """
+
+    actor_worker: type[ActorWorker] = ActorWorker
+    actor_role = "actor"
+    publisher_class: type[WeightPublisher] = WeightPublisher
+    keeps_partial = False
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         dataset = IndexedDataset(
@@ -80,7 +104,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         )
         self.plan: RunPlan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
         derive_verl_settings(config, self.plan)
-        roles = {Role.ActorRollout: ray.remote(ActorWorker)}
+        roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
         if need_reference_policy(config):
             roles[Role.RefPolicy] = ray.remote(ActorWorker)
         trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
@@ -98,31 +122,82 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.timeline = Timeline(time.monotonic, self.plan.max_concurrent_trajectories)
+        self.saved = RunState(config, self.plan)
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
+        self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
         self.publisher: WeightPublisher | None = None
+        self.fleet: Fleet | None = None
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         self._saved_at = self._validated_at = -1
+        self.stopped_by: str | None = None
+        self._stall_watch: StallWatch | None = None
 
     # Start-up
 
     def init_workers(self) -> None:
         """Start every process of the run; see :mod:`recipe.async_engine.trainer.setup`."""
-        started = side_by_side(
-            {"the training workers": self._start_training, "the rollout side": lambda: start_rollout(self.config)},
-            self.timeouts.startup,
-        )
-        rollout = started["the rollout side"]
+        servers = self.plan.settings.servers
+        parts = {"the training workers": self._start_training, "the rollout side": lambda: start_rollout(self.config)}
+        if servers.enabled:
+            parts["the log-prob servers"] = lambda: self._launch_servers(servers)
+        if servers.reference_replicas:
+            parts["the servers of the reference policy"] = lambda: self._launch_reference(servers)
+        started = side_by_side(parts, self.timeouts.startup)
+        self._use_rollout(started["the rollout side"])
+        if servers.enabled:
+            self._use_servers(started["the log-prob servers"], servers)
+        if servers.reference_replicas:
+            self._use_reference(started["the servers of the reference policy"], servers)
+
+    def _use_rollout(self, rollout: RolloutSide) -> None:
+        """Give the rollout side its names in verl's trainer, and its replicas a publisher."""
         self.llm_server_manager = rollout.replicas
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
-        self.publisher = self.checkpoint_manager = WeightPublisher(
+        self.publisher = self.checkpoint_manager = self.publisher_class(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=rollout.replicas.get_replicas(),
             load_balancer=rollout.replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
         )
+        training = self.plan.settings.async_training
+        if training.placement == "separate":
+            replacements = Replacements(training.max_replica_restarts, self.timeouts.startup, clear_replica)
+            self.fleet = Fleet(self.publisher, replacements, rollout.replicas.start_another)
+        else:
+            self.fleet = Fleet(self.publisher)
+
+    def _launch_servers(
+        self, servers: LogProbServers, numbers: Sequence[int] | None = None
+    ) -> list[ModelEngineReplica]:
+        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers)
+
+    def _launch_reference(self, servers: LogProbServers) -> list[ModelEngineReplica]:
+        numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
+        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers, static=True)
+
+    def _use_reference(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
+        """Have agent-loop workers ask the servers of the reference policy; these get no weights."""
+        handles = {replica.server_address: replica.server_handle for replica in replicas}
+        workers = self.async_rollout_manager.agent_loop_workers
+        told = [worker.use_reference.remote(handles, servers.timeout) for worker in workers]
+        ray.get(told, timeout=self.timeouts.startup)
+
+    def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
+        """Give the log-prob servers weights from now on, and work."""
+        numbers = itertools.count(len(replicas) + servers.reference_replicas)
+        score_parts = servers.anchor == Anchor.GENERATION
+
+        def tell(handles: Handles) -> None:
+            workers = self.async_rollout_manager.agent_loop_workers
+            told = [worker.use_servers.remote(handles, servers.timeout, score_parts) for worker in workers]
+            for answer in told:
+                with suppress(RayActorError):  # a dead worker has no trajectories
+                    ray.get(answer, timeout=self.timeouts.weight_sync)
+
+        self.fleet.use_servers(replicas, tell, lambda: self._launch_servers(servers, [next(numbers)])[0])
 
     def _start_training(self) -> None:
         self._init_resource_pools()
@@ -133,7 +208,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
     def _create_actor_rollout_classes(self) -> None:
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
         self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role="actor"
+            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self.actor_role
         )
 
     def _new_ledger(self, snapshot: dict[str, Any] | None = None) -> SampleLedger:
@@ -149,21 +224,32 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             "issue_limit": plan.total_groups,
             "whole_batches": plan.settings.async_training.whole_batches,
         }
-        if snapshot is None:
-            return SampleLedger(settings, **rules)
-        return SampleLedger.restore(snapshot, settings, **rules)
+        ledger = (
+            JournaledLedger(settings, **rules)
+            if snapshot is None
+            else JournaledLedger.restore(snapshot, settings, keeps_partial=self.keeps_partial, **rules)
+        )
+        ledger.journal = self.saved.journal
+        return ledger
 
-    def _new_scheduler(self) -> RolloutScheduler:
+    def _scheduler_settings(self) -> SchedulerSettings:
         plan, training = self.plan, self.plan.settings.async_training
-        settings = SchedulerSettings(
+        return SchedulerSettings(
             group_size=plan.answers_per_group,
             slots=plan.max_concurrent_trajectories,
             max_retries=training.max_group_retries,
             max_consecutive_failures=plan.batch_groups,
             on_overdue=OnOverdue(training.on_overdue),
         )
+
+    def _new_scheduler(self) -> RolloutScheduler:
         pool = WorkerPool(self.async_rollout_manager.agent_loop_workers)
-        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline)
+        servers = self.plan.settings.servers
+        rescore = servers.enabled and servers.anchor == Anchor.LATEST
+        settings = self._scheduler_settings()
+        scheduler = RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore)
+        self.saved.follow(scheduler)
+        return scheduler
 
     # The loop
 
@@ -182,21 +268,47 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         groups = self._resume()
         self.scheduler = self._new_scheduler()
         self.scheduler.restore_groups(groups)
-        self.publisher.publish(self.ledger.version)
+        self.fleet.publish(self.ledger.version)
         self.timeline.restart()
         self.scheduler.start()
+        self._watch()
         # Generation of the first batch goes on during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         self.logger.log(data=first, step=self.global_steps)
         yield first
         if self.config.trainer.get("val_only", False):
             return
-        while self.global_steps < self.plan.total_steps:
+        while self.global_steps < self.plan.total_steps and self.stopped_by is None:
             metrics = self._step()
             if metrics is None:
                 break
             yield metrics
+        if self.stopped_by is not None:
+            self._save_where_stopped()
         self.timeline.stop()
+
+    def _watch(self) -> None:
+        """From now on, end the run if it stands still."""
+        thread = threading.get_ident()
+        self._stall_watch = StallWatch(
+            self.timeline,
+            self.timeouts.stall,
+            lambda silent_s: describe(self, thread, silent_s),
+            self.scheduler.fail,
+            self.config.trainer.default_local_dir,
+        )
+        self._stall_watch.start()
+
+    def request_stop(self, why: str) -> None:
+        """End after the step under way, with a checkpoint if the run saves any; callable from any thread."""
+        self.stopped_by = why
+        if self.scheduler is not None:
+            self.scheduler.want_no_more()
+
+    def _save_where_stopped(self) -> None:
+        if self.config.trainer.save_freq > 0 and self._saved_at != self.global_steps:
+            self._saved_at = self.global_steps
+            self._save_checkpoint()
 
     def _step(self) -> dict[str, Any] | None:
         """Train the next batch; None when no further one can form."""
@@ -204,7 +316,9 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
-                groups = self.scheduler.take_batch(self.timeouts.batch_wait)
+                groups = self._next_groups()
+            if groups is None and self.stopped_by is not None:
+                return None
             if groups is None:
                 self.is_last_step = True
                 self._save_and_validate()
@@ -220,9 +334,14 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         self._fit_experimental(batch)
         self.metrics["fully_async/sampled_tokens"] = sampled_tokens(batch)
         self.metrics["fully_async/trained_samples"] = len(batch)
+        self.metrics.update(self.fleet.metrics(self.ledger.version))
         self.metrics.update(self._progress())
         self.logger.log(data=self.metrics, step=self.global_steps)
         return self.metrics
+
+    def _next_groups(self) -> list[GroupRun] | None:
+        """The next batch's groups, leased; None when no further batch can form."""
+        return self.scheduler.take_batch(self.timeouts.batch_wait)
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
         """verl's stages, in verl's order, on one leased batch."""
@@ -232,6 +351,9 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         batch = self._fit_compute_log_prob(batch)
         batch = self._fit_compute_ref_log_prob(batch)
         batch = self._fit_compute_advantage(batch)
+        limit = self.plan.settings.async_training.off_policy_mask
+        if limit is not None:
+            self.metrics.update(mask_off_policy(batch, self.ledger.version, limit))
         batch = self._fit_update_actor(batch)
         self.scheduler.batch_trained()
         self._fit_dump_data(batch)
@@ -246,6 +368,8 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             [outputs[start : start + size] for start in range(0, len(outputs), size)],
             lambda rows: self.async_rollout_manager.join(rows),
         )
+        if groups[0].scores:
+            batch.non_tensor_batch[SCORES] = scores_column([score for group in groups for score in group.scores])
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         if self.config.trainer.balance_batch:
             self._balance_batch(batch, metrics=self.metrics)
@@ -253,22 +377,6 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
         batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
         return batch
-
-    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
-        """Proximal log-probs: those of the newest published version, for every batch of that version."""
-        trained_since = self.plan.batches_per_version - self.ledger.batches_left - 1
-        if self.plan.batches_per_version == 1:
-            return super()._compute_old_log_prob(batch)
-        if trained_since == 0:
-            self.actor_rollout_wg.save_model_to_cpu(PUBLISHED)
-            return super()._compute_old_log_prob(batch)
-        self.actor_rollout_wg.save_model_to_cpu(TRAINED)
-        self.actor_rollout_wg.restore_model_from_cpu(PUBLISHED)
-        try:
-            return super()._compute_old_log_prob(batch)
-        finally:
-            self.actor_rollout_wg.restore_model_from_cpu(TRAINED)
-            self.actor_rollout_wg.clear_cpu_model(TRAINED)
 
     def _end_version(self) -> None:
         """Publish, save and validate if the step was the last one of its version, or of the run."""
@@ -289,7 +397,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             self._validated_at = self.global_steps
             if self.ledger.batches_left < self.plan.batches_per_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
-                self.metrics.update(self.publisher.publish(version))
+                self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
 
     def _is_due(self, every: int, version: int) -> bool:
@@ -301,9 +409,7 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
             resume = training.partial_rollout
             if not resume:
                 self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
-            self.metrics.update(
-                self.publisher.publish(self.ledger.version + 1, announce=self.scheduler.version_published)
-            )
+            self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.scheduler.version_published))
             if not resume:
                 self.scheduler.resume_issuing()
 
@@ -324,47 +430,49 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         return metrics
 
     def _progress(self) -> dict[str, Any]:
-        counts = self.ledger.counts()
+        counts = self.scheduler.counts()
         return {
             "training/global_step": self.global_steps,
             "fully_async/count/current_param_version": self.ledger.version,
             "fully_async/count/live_replicas": self.publisher.live_replicas,
             "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
             **self.scheduler.metrics(),
+            **self.reward_loop_manager.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
         }
 
     # Checkpoints
 
     def _save_checkpoint(self) -> None:
-        """verl's checkpoint with the rollout side in it; verl announces the checkpoint last."""
-        folder = f"{self.config.trainer.default_local_dir}/global_step_{self.global_steps}"
+        """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
-        rollout_state.save(folder, snapshot, self.timeouts.checkpoint)
-        super()._save_checkpoint()
+        self.saved.save(self.global_steps, snapshot, super()._save_checkpoint)
 
     def _resume(self) -> dict[int, dict[str, Any]]:
-        """Load the newest checkpoint, if any; returns its live groups."""
+        """Load the newest complete checkpoint, if any, and what was done since; returns its live groups."""
         self.global_steps = 0
+        folder = self.saved.find()
         self._load_checkpoint()
-        if self.global_steps == 0:
+        snapshot = self.saved.load(folder, self.prompts)
+        if snapshot is None:
             return {}
-        folder = f"{self.config.trainer.default_local_dir}/global_step_{self.global_steps}"
-        if self.config.trainer.resume_mode == "resume_path":
-            folder = self.config.trainer.resume_from_path
-        snapshot = rollout_state.load(folder)
-        self.prompts.restore(snapshot["source"])
         self.ledger = self._new_ledger(snapshot["ledger"])
         self.validation = snapshot.get("validation", self.validation)
+        self._restored(snapshot)
         return snapshot["groups"]
+
+    def _restored(self, snapshot: dict[str, Any]) -> None:
+        """A checkpoint's rollout side has been read; a mode takes out what it put in."""
 
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
-        counts = self.ledger.counts()
+        counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         staleness = self.ledger.staleness
         return {
             "steps": self.global_steps,
             "versions": self.ledger.version,
+            "stopped_by": self.stopped_by,
+            "resumed": dict(self.saved.resumed),
             "validation": dict(self.validation),
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
@@ -375,9 +483,12 @@ class AsyncPPOTrainer(SeparateRayPPOTrainer):
         }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End generation and the dump thread."""
+        """End generation, the journal and the dump thread."""
+        if self._stall_watch is not None:
+            self._stall_watch.stop()
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
+        self.saved.close()
         self._shutdown_dump_executor()
 
 

@@ -101,6 +101,22 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     }
 
 
+def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, float]:
+    """Take the policy gradient of tokens that were sampled more than ``limit`` versions before ``version``, in place.
+
+    Their advantages become 0. They stay in the mask: a mini-batch of old tokens only has a loss of 0 then, where verl's
+    mean over no tokens would be no number (core_algos.py:1175).
+    """
+    versions = batch.batch[TOKEN_VERSIONS]
+    old = (versions != NOT_SAMPLED) & (versions < version - limit) & batch.batch["response_mask"].bool()
+    batch.batch["advantages"] = batch.batch["advantages"].masked_fill(old, 0.0)
+    masked, total = int(old.sum()), int(batch.batch["response_mask"].sum())
+    return {
+        "fully_async/off_policy/masked_tokens": masked,
+        "fully_async/off_policy/masked_ratio": masked / total if total else 0.0,
+    }
+
+
 def sampled_tokens(batch: DataProto) -> int:
     """Number of tokens in the batch that a policy sampled."""
     return int((batch.batch[TOKEN_VERSIONS] != NOT_SAMPLED).sum())

@@ -23,9 +23,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from verl.experimental.reward_loop import RewardLoopManager
-
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rewards.workers import ScoringManager
 from recipe.async_engine.rollout.agent_worker import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.replicas import ReplicaManager
@@ -41,19 +40,29 @@ class RolloutSide:
 
     replicas: ReplicaManager
     agents: TrajectoryManager
-    rewards: RewardLoopManager
+    rewards: ScoringManager
 
 
 def start_rollout(config: Any) -> RolloutSide:
     """Create the rollout side; returns when the replicas' servers are up, holding no weights yet."""
-    rewards = RewardLoopManager(config=config)
+    side = start_agents(config)
+    side.replicas.launch()
+    return side
+
+
+def start_agents(
+    config: Any,
+    manager: type[TrajectoryManager] = TrajectoryManager,
+    client: type[ResumingClient] = ResumingClient,
+) -> RolloutSide:
+    """Create the rollout side up to the replicas' servers, which are to be launched."""
+    rewards = ScoringManager(config=config)
     replicas = ReplicaManager(config)
-    agents = TrajectoryManager.create(
+    agents = manager.create(
         config=config,
-        llm_client=replicas.get_client(ResumingClient),
+        llm_client=replicas.get_client(client),
         reward_loop_worker_handles=rewards.reward_loop_worker_handles,
     )
-    replicas.launch()
     return RolloutSide(replicas, agents, rewards)
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.core.config import RunPlan
+from recipe.async_engine.core.config import SHARED, RunPlan
+from recipe.async_engine.core.server_settings import Proximal
+from recipe.async_engine.logprobs import bypass, loglinear
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -29,11 +31,29 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         config.trainer.total_training_steps = plan.total_steps
         config.data.gen_batch_size = 1
         rollout = config.actor_rollout_ref.rollout
-        rollout.nnodes, rollout.n_gpus_per_node = config.rollout.nnodes, config.rollout.n_gpus_per_node
+        shared = plan.settings.async_training.placement == SHARED
+        resources = config.trainer if shared else config.rollout
+        rollout.nnodes, rollout.n_gpus_per_node = resources.nnodes, resources.n_gpus_per_node
+        if shared:
+            # verl's name for handing weights over within one place.
+            rollout.checkpoint_engine.backend = "naive"
         custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
         custom["recipe"] = {
+            "has_trainer": True,
             "first_weights_timeout_s": timeouts.first_weights,
             "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
             "weight_sync_timeout_s": timeouts.weight_sync,
         }
         rollout.custom = custom
+        _log_probs(config, plan.proximal)
+
+
+def _log_probs(config: Any, source: Proximal) -> None:
+    """Before the workers are given their configuration: the loss is theirs."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    correction = config.algorithm.rollout_correction
+    correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)
+    if source is Proximal.LOGLINEAR:
+        loss.loss_mode, loss.rollout_correction = loglinear.LOSS, correction
+    elif source is Proximal.BYPASS and loss.loss_mode == "vanilla":
+        loss.loss_mode, loss.rollout_correction = bypass.LOSS, correction

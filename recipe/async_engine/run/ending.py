@@ -1,0 +1,83 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What SIGTERM and Ctrl-C do to a run.
+
+Contract: the first one asks the run to end after its present step, with a checkpoint if it saves any; the second one,
+or the deadline, ends it at once. Shown by tests/integration/test_ending.py and tests/e2e/test_signals.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class EndAtOnce(KeyboardInterrupt):
+    """A second signal came, or the run did not end in time. ``status``: what the process is to exit with."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+class EndingOnSignal:
+    """A context manager of the main thread; see the module's contract.
+
+    Args:
+        stop: asks the run to end; gets the signal's name, and must not wait.
+        deadline_s: from the first signal to the end of the run.
+
+    Attributes:
+        status: what the process is to exit with, None without a signal.
+    """
+
+    def __init__(self, stop: Callable[[str], Any], deadline_s: float) -> None:
+        self.status: int | None = None
+        self._stop = stop
+        self._deadline_s = deadline_s
+        self._timer: threading.Timer | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> EndingOnSignal:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.status is not None:
+            raise EndAtOnce(number)
+        self.status = 128 + number
+        name = signal.Signals(number).name
+        sys.stderr.write(
+            f"\n{name}: the run ends after the step under way, within {self._deadline_s:g} s "
+            "(async_training.timeouts.stop); a second signal ends it at once\n"
+        )
+        self._timer = threading.Timer(self._deadline_s, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
+        self._stop(name)

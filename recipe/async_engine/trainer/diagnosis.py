@@ -1,0 +1,71 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Who waits for whom in a run, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from recipe.async_engine.run.stacks import thread_stack
+from recipe.async_engine.run.stall import answers
+from recipe.async_engine.weights.publisher import generates
+
+DEEPEST = 14
+
+
+def describe(trainer: Any, thread: int, silent_s: float) -> str:
+    """A report on an `AsyncPPOTrainer` whose loop runs on ``thread`` and that has been silent for so long.
+
+    Parts that do not answer come first: they are the most likely cause.
+    """
+    said = answers(_asked(trainer))
+    mute = [name for name, answer in said.items() if isinstance(answer, str)]
+    notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
+    counts = trainer.ledger.counts()
+    lines = [
+        f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall), at step "
+        f"{trainer.global_steps}, version {trainer.ledger.version}",
+        *(f"{name} {said[name]}" for name in mute),
+        f"newest events: {'; '.join(notes)}",
+        f"groups: {counts}",
+        *_section("the trainer's thread, innermost last", thread_stack(thread)[-DEEPEST:]),
+    ]
+    if trainer.scheduler is not None:
+        lines += _section("the rollout scheduler", trainer.scheduler.describe())
+    for name, answer in said.items():
+        if name not in mute:
+            lines += _section(name, answer)
+    return "\n".join(lines)
+
+
+def _asked(trainer: Any) -> dict[str, Any]:
+    """Object references of what each part of the run says of itself."""
+    asked = {}
+    for number, worker in enumerate(trainer.async_rollout_manager.agent_loop_workers):
+        asked[f"agent-loop worker {number}"] = worker.describe.remote()
+    for replica in trainer.publisher.replicas:
+        kind = "rollout server" if generates(replica) else "log-prob server"
+        for server in replica.servers:
+            asked[f"{kind} {replica.replica_rank}"] = server.describe.remote()
+        for rank, worker in enumerate(replica.workers):
+            alive = worker.__ray_call__.remote(lambda worker: ["it answers"])
+            asked[f"weight receiver {rank} of {kind} {replica.replica_rank}"] = alive
+    for number, worker in enumerate(trainer.reward_loop_manager.reward_loop_workers):
+        asked[f"reward worker {number}"] = worker.describe.remote()
+    return asked
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    return [f"{title}:", *(f"    {line}" for line in lines)]

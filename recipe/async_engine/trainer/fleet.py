@@ -1,0 +1,116 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Everything that gets weights in a run: rollout replicas and log-prob servers, and what takes a lost one's place.
+
+Contract: a publication goes to whatever is alive, with what was started in a lost one's place since the last one; what
+it finds dead is replaced from then on, as far as the budget goes. Agent-loop workers ask the log-prob servers that hold
+a version. Where trainer and rollout share their accelerators nothing is replaced.
+
+Shown by tests/integration/test_replacement.py and tests/e2e/test_replacement.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.workers.rollout.replica import RolloutReplica
+
+from recipe.async_engine.model_engine.meter import ServerMeter
+from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.weights.publisher import WeightPublisher, generates
+
+Handles = dict[str, Any]
+
+
+class Fleet:
+    """See the module's contract. The trainer's thread calls it.
+
+    Args:
+        publisher: hands weights to whatever it knows.
+        replacements: starts replicas; None: nothing is replaced.
+        start_replica: another rollout replica, up and without weights.
+    """
+
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        replacements: Replacements | None = None,
+        start_replica: Callable[[], RolloutReplica] | None = None,
+    ) -> None:
+        self.publisher = publisher
+        self.servers: list[RolloutReplica] = []
+        self._replacements = replacements
+        self._start_replica = start_replica
+        self._start_server: Callable[[], RolloutReplica] | None = None
+        self._tell: Callable[[Handles], None] | None = None
+        self._meter: ServerMeter | None = None
+
+    def use_servers(
+        self,
+        servers: list[RolloutReplica],
+        tell: Callable[[Handles], None],
+        start: Callable[[], RolloutReplica] | None = None,
+    ) -> None:
+        """Have log-prob servers, which get weights from now on.
+
+        Args:
+            servers: those that are up.
+            tell: hands agent-loop workers the servers to ask, actor handles by name.
+            start: another one.
+        """
+        self.servers = list(servers)
+        self._tell, self._start_server = tell, start
+        self.publisher.add_replicas(servers)
+        self._meter = ServerMeter(self._handles)
+        tell(self._handles)
+
+    def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
+        """See :meth:`WeightPublisher.publish`."""
+        joining = self._replacements.take() if self._replacements is not None else []
+        self.publisher.add_replicas(joining)
+        metrics = self.publisher.publish(version, announce)
+        lost = self.publisher.take_lost() if self._replacements is not None else []
+        for replica in lost:
+            self._replace(replica)
+        if any(not generates(replica) for replica in (*lost, *joining)):
+            gone = set(map(id, lost))
+            came = [replica for replica in joining if not generates(replica)]
+            self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
+            self._use_present_servers()
+        return metrics
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """What the log-prob servers did since the last call, and the count of replacements begun."""
+        restarts = 0 if self._replacements is None else self._replacements.begun
+        served = {} if self._meter is None else self._meter.read(version)
+        return {"fully_async/count/restarts": restarts, **served}
+
+    @property
+    def _handles(self) -> Handles:
+        return {server.server_address: server.server_handle for server in self.servers}
+
+    def _use_present_servers(self) -> None:
+        assert self._tell is not None and self._meter is not None
+        self._meter.follow(self._handles)
+        self._tell(self._handles)
+
+    def _replace(self, lost: RolloutReplica) -> None:
+        assert self._replacements is not None
+        if generates(lost):
+            start, what = self._start_replica, "a rollout replica"
+        else:
+            start, what = self._start_server, "a log-prob server"
+        if start is not None:
+            self._replacements.begin(f"{what} in the place of number {lost.replica_rank}", lost, start)

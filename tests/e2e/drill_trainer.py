@@ -1,0 +1,106 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A trainer that kills one process of its run (SIGKILL) in one phase of one step, once.
+
+Environment: ``DRILL_PART`` names the process, ``DRILL_PHASE`` is "before batch", "during sync", "after checkpoint" and
+the like, ``DRILL_STEP`` the step, and ``DRILL_DONE`` a file that is written at the kill: it says what was killed and
+when, and while it is there nothing is killed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from recipe.async_engine.weights.publisher import generates
+from recipe.fully_async.trainer import FullyAsyncTrainer
+
+DURING_S = 0.03
+
+
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+
+
+def engine_core(server: Any) -> int:
+    """The process that a rollout server has started for its engine; where workers are forks, the fork's launcher."""
+
+    def pid(server: Any) -> int:
+        return server.engine.engine_core.resources.engine_manager.processes[0].pid
+
+    return ray.get(server.__ray_call__.remote(pid), timeout=30)
+
+
+class DrillTrainer(FullyAsyncTrainer):
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._kill_if(f"before {name}")
+        ended = threading.Event()
+        # Found before the phase, in which its process may not answer.
+        if self._kill_due(f"during {name}"):
+            pid = self._pid()
+            threading.Timer(DURING_S, lambda: ended.is_set() or self._kill(pid, f"during {name}")).start()
+        try:
+            yield
+        finally:
+            ended.set()
+        self._kill_if(f"after {name}")
+
+    def _kill_due(self, phase: str) -> bool:
+        due = os.environ["DRILL_PHASE"] == phase and self.global_steps == int(os.environ["DRILL_STEP"])
+        return due and not Path(os.environ["DRILL_DONE"]).exists()
+
+    def _kill_if(self, phase: str) -> None:
+        if self._kill_due(phase):
+            self._kill(self._pid(), phase)
+
+    def _kill(self, pid: int, phase: str) -> None:
+        said = {"part": os.environ["DRILL_PART"], "phase": phase, "step": self.global_steps, "pid": pid}
+        Path(os.environ["DRILL_DONE"]).write_text(json.dumps(said))
+        os.kill(pid, signal.SIGKILL)
+
+    def _pid(self) -> int:
+        replicas = [replica for replica in self.publisher.replicas if generates(replica)]
+        find: dict[str, Callable[[], int]] = {
+            "trainer": os.getpid,
+            "training worker": lambda: pid_of(self.actor_rollout_wg.workers[0]),
+            "rollout server": lambda: pid_of(replicas[0].servers[0]),
+            "weight receiver": lambda: pid_of(replicas[0].workers[0]),
+            "engine core": lambda: engine_core(replicas[0].servers[0]),
+            "agent-loop worker": lambda: pid_of(self.async_rollout_manager.agent_loop_workers[0]),
+            "reward worker": lambda: pid_of(self.reward_loop_manager.reward_loop_workers[0]),
+            "log-prob server": lambda: pid_of(self.fleet.servers[0].servers[0]),
+            "log-prob worker": lambda: pid_of(self.fleet.servers[0].workers[0]),
+        }
+        return find[os.environ["DRILL_PART"]]()
+
+    def _train(self, groups: list[Any]) -> Any:
+        with self._phase("batch"):
+            return super()._train(groups)
+
+    def _publish(self) -> None:
+        with self._phase("sync"):
+            super()._publish()
+
+    def _save_checkpoint(self) -> None:
+        with self._phase("checkpoint"):
+            super()._save_checkpoint()

@@ -1,0 +1,90 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Trainers that keep each batch as it is trained, and, if asked, kill log-prob servers between steps.
+
+Environment: ``RECORDED`` is the folder of the batches. ``KILL_SERVERS`` has pairs step:server, "3:0 6:1": the ranks and
+the server of that number get SIGKILL at the beginning of that step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.one_step_off.trainer import OneStepOffTrainer
+
+COLUMNS = (
+    "input_ids",
+    "attention_mask",
+    "responses",
+    "response_mask",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_prob",
+)
+VERSIONS = ("token_versions", "old_log_prob_versions")
+
+
+def kills() -> list[tuple[int, int]]:
+    pairs = [pair.split(":") for pair in os.environ.get("KILL_SERVERS", "").split()]
+    return [(int(step), int(server)) for step, server in pairs]
+
+
+def kill(replica: Any) -> None:
+    for actor in [*replica.workers, *replica.servers]:
+        pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+        os.kill(pid, signal.SIGKILL)
+
+
+class Recording:
+    """Mixed into a trainer."""
+
+    def _use_servers(self, replicas: list[Any], servers: Any) -> None:
+        super()._use_servers(replicas, servers)
+        self.server_replicas = replicas
+
+    def _train(self, groups: list[Any]) -> Any:
+        for step, server in kills():
+            if step == self.global_steps:
+                kill(self.server_replicas[server])
+        return super()._train(groups)
+
+    def _report_entropy(self, batch: Any) -> None:
+        self.kept = {"entropy": batch.batch["entropys"].clone()}
+        if os.environ.get("RECOMPUTE_TOO"):
+            timing = dict(self.timing_raw)
+            log_probs, entropy = self._recompute(batch)
+            self.kept |= {"recomputed_log_probs": log_probs, "recomputed_entropy": entropy}
+            self.timing_raw.update(timing)
+        super()._report_entropy(batch)
+
+    def _fit_update_actor(self, batch: Any) -> Any:
+        kept = {name: batch.batch[name].clone() for name in (*COLUMNS, *VERSIONS) if name in batch.batch}
+        kept |= self.kept | {"version": self.ledger.version}
+        torch.save(kept, Path(os.environ["RECORDED"]) / f"{self.global_steps}.pt")
+        return super()._fit_update_actor(batch)
+
+
+class RecordingFullyAsync(Recording, FullyAsyncTrainer):
+    """See the module."""
+
+
+class RecordingOneStepOff(Recording, OneStepOffTrainer):
+    """See the module."""

@@ -1,0 +1,76 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A trainer that kills a rollout replica's server and the log-prob server at the beginning of step ``KILL_AT_STEP``.
+
+After the last step it writes to ``REPLACED`` what the newest of each kind has answered. At step 10 it waits for what is
+being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from recording import kill
+
+from recipe.async_engine.weights.publisher import generates
+from recipe.fully_async.trainer import FullyAsyncTrainer
+
+START_S = 120.0
+
+
+class ReplacingTrainer(FullyAsyncTrainer):
+    def init_workers(self) -> None:
+        super().init_workers()
+        self.http_statuses = [self._complete_over_http()]
+
+    def _train(self, groups: list[Any]) -> Any:
+        if self.global_steps == int(os.environ["KILL_AT_STEP"]):
+            kill(self.publisher.replicas[1])
+            kill(self.fleet.servers[0])
+        if self.global_steps == 2:
+            self.http_statuses.append(self._complete_over_http())
+        if self.global_steps == 10:
+            self._wait_for_replacements()
+        batch = super()._train(groups)
+        if self.is_last_step:
+            self._write()
+        return batch
+
+    def _complete_over_http(self) -> int:
+        replica = self.publisher.replicas[0]
+        body = {"model": self.config.actor_rollout_ref.model.path, "prompt": [1, 2, 3], "max_tokens": 2}
+        return httpx.post(f"http://{replica.server_address}/v1/completions", json=body, timeout=60).status_code
+
+    def _wait_for_replacements(self) -> None:
+        deadline = time.monotonic() + START_S
+        for attempt in self.fleet._replacements._attempts:
+            attempt.result.result(max(0.0, deadline - time.monotonic()))
+
+    def _write(self) -> None:
+        replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))
+        server = self.fleet.servers[-1]
+        answered = {
+            "replica": replica.replica_rank,
+            "answered_requests": ray.get(replica.server_handle.answered_requests.remote(), timeout=10),
+            "http_statuses": self.http_statuses,
+            "server": server.replica_rank,
+            "answered_tokens": ray.get(server.server_handle.account.remote(), timeout=10)["answered_tokens"],
+        }
+        Path(os.environ["REPLACED"]).write_text(json.dumps(answered))

@@ -1,0 +1,47 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A rollout engine whose decode steps take at least ``DECODE_STEP_S`` seconds, as on an accelerator.
+
+The time is a wait: it uses no core, and is the same however many answers are decoded at once, as where decoding is
+bound by reading the weights. Here a step of the tiny model takes milliseconds of CPU time that the other processes then
+lack; with the wait, which trajectories are decoded when is what decides how long a run takes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from recipe.async_engine.platform.vllm_cpu import CPUWorkerExtension
+
+
+class SlowDecodeExtension(CPUWorkerExtension):
+    """The extension of the CPU platform, in an engine whose model runner waits."""
+
+    def __new__(cls, **kwargs: Any) -> SlowDecodeExtension:
+        step_s = float(os.environ["DECODE_STEP_S"])
+        execute = GPUModelRunner.execute_model
+
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            result = execute(self, scheduler_output, *args, **kwargs)
+            if scheduler_output.total_num_scheduled_tokens:
+                time.sleep(max(0.0, step_s - (time.monotonic() - began)))
+            return result
+
+        GPUModelRunner.execute_model = execute_model
+        return super().__new__(cls, **kwargs)

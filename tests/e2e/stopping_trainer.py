@@ -1,0 +1,33 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A trainer that stops the process of a part at the beginning of step ``STOP_AT_STEP``: SIGSTOP to ``STOP_PART``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import ray
+
+from recipe.fully_async.trainer import FullyAsyncTrainer
+
+
+class StoppingTrainer(FullyAsyncTrainer):
+    def _train(self, groups: list[Any]) -> Any:
+        if self.global_steps == int(os.environ["STOP_AT_STEP"]):
+            replica = self.publisher.replicas[0]
+            actor = {"server": replica.servers[0], "receiver": replica.workers[0]}[os.environ["STOP_PART"]]
+            os.kill(ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30), signal.SIGSTOP)
+        return super()._train(groups)

@@ -1,0 +1,94 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Drills: a process of a run is killed in a phase; the run goes on or ends, and a resumed one trains every prompt once.
+
+One by one: ``pytest -m '' tests/e2e/test_drills.py -k "engine and sync"``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from main_runs import run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+STEPS, MORE, GROUPS = 6, 2, 4
+FATAL = ("trainer", "training worker")
+DRILLS = [
+    ("trainer", "before batch"),
+    ("trainer", "during batch"),
+    ("trainer", "during sync"),
+    ("trainer", "after sync"),
+    ("trainer", "during checkpoint"),
+    ("trainer", "after checkpoint"),
+    ("training worker", "during batch"),
+    ("training worker", "during sync"),
+    ("rollout server", "before sync"),
+    ("rollout server", "during sync"),
+    ("rollout server", "during batch"),
+    ("engine core", "during batch"),
+    ("engine core", "during sync"),
+    ("weight receiver", "during sync"),
+    ("agent-loop worker", "during batch"),
+    ("reward worker", "during batch"),
+    ("log-prob server", "before sync"),
+    ("log-prob worker", "during sync"),
+    ("log-prob worker", "during batch"),
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "phase"), DRILLS, ids=[f"{part} {phase}" for part, phase in DRILLS])
+def test_killed_process_costs_no_prompt(
+    part: str, phase: str, task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, done = tmp_path / "run", tmp_path / "done.json"
+    monkeypatch.setenv("DRILL_PART", part)
+    monkeypatch.setenv("DRILL_PHASE", phase)
+    monkeypatch.setenv("DRILL_STEP", "4")
+    monkeypatch.setenv("DRILL_DONE", str(done))
+
+    def overrides(steps: int) -> list[str]:
+        return [
+            *small(task, folder, ray_dir),
+            "rollout.n_gpus_per_node=2",
+            "model_engine_server=fsdp2",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            "reward.num_workers=2",
+            "async_training.staleness_threshold=2",
+            "trainer.save_freq=2",
+            f"trainer.total_training_steps={steps}",
+        ]
+
+    first = run_main("drill_main", overrides(STEPS), folder)
+    killed = json.loads(done.read_text())
+    assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, 4)
+    assert first.returncode == (1 if part in FATAL else 0), first.output[-8000:]
+
+    total = STEPS + MORE
+    second = run_main("drill_main", overrides(total), folder)
+    assert second.returncode == 0, second.output[-8000:]
+    count = total * GROUPS
+    assert second.summary["ledger"] == {"issued": count, "trained": count, "filtered": 0, "failed": 0, "live": 0}
+    trained = [
+        (epoch, n)
+        for epoch, start, stop in second.rollout_state()["ledger"]["trained_prompts"]
+        for n in range(start, stop)
+    ]
+    assert len(trained) == len(set(trained)) == count

@@ -1,0 +1,57 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A rollout replica and a log-prob server are killed in a run; others take their places and do their work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from main_runs import run_main, small
+from test_fully_async import check_books
+
+from recipe.async_engine.task import TaskPaths
+
+
+@pytest.mark.e2e
+def test_killed_replica_and_log_prob_server_are_replaced_and_serve(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 24
+    monkeypatch.setenv("KILL_AT_STEP", "3")
+    monkeypatch.setenv("REPLACED", str(tmp_path / "replaced.json"))
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        "rollout.n_gpus_per_node=2",
+        "model_engine_server=fsdp2",
+        "async_training.staleness_threshold=1",
+        "async_training.timeouts.first_weights=2",
+        f"trainer.total_training_steps={steps}",
+    ]
+    run = run_main("replacing_main", overrides, tmp_path)
+    check_books(run, steps, bound=1)
+    live, servers = run.column("fully_async/count/live_replicas"), run.column("model_engine_server/servers")
+    assert (live[0], servers[0]) == (2, 1)
+    assert min(live) == 1 and min(servers) == 0, "both were missed for a while"
+    assert run.metrics[-1]["fully_async/count/restarts"] == 2
+    assert (live[-1], servers[-1]) == (2, 1)
+    # The trainer did the work of the log-prob server until the next one held weights.
+    fallback = run.column("model_engine_server/fallback_rows")
+    assert max(fallback) > 0 and fallback[-1] == 0
+    replaced = json.loads((tmp_path / "replaced.json").read_text())
+    # Refused before the first weights, answered with them.
+    assert replaced["http_statuses"] == [503, 200]
+    assert replaced["replica"] == 2 and replaced["answered_requests"] > 0
+    assert replaced["server"] == 1 and replaced["answered_tokens"] > 0

@@ -1,0 +1,65 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A part that accepts and never answers (SIGSTOP): the run ends in time and names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from main_runs import run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+END_S = 60.0
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("part", "timeouts", "named"),
+    [
+        # The only server: nobody generates, and the sync that pauses it waits.
+        ("server", {"stall": 10, "weight_sync": 200}, "rollout server 0 DOES NOT ANSWER"),
+        pytest.param(
+            "receiver",
+            {"stall": 100, "weight_sync": 10},
+            "NoReplicaLeft: no rollout replica holds version",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_part_that_never_answers_is_named_and_ends_the_run(
+    part: str,
+    timeouts: dict[str, int],
+    named: str,
+    task: TaskPaths,
+    tmp_path: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STOP_AT_STEP", "3")
+    monkeypatch.setenv("STOP_PART", part)
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        *(f"async_training.timeouts.{name}={seconds}" for name, seconds in timeouts.items()),
+        "trainer.total_training_steps=1000",
+    ]
+    run = run_main("stopping_main", overrides, tmp_path)
+    assert run.returncode == 1
+    assert named in run.output
+    error = run.summary["error"]
+    assert f"{error['name']}: {error['message']}".count(named) >= 1
+    last_step = (tmp_path / "metrics.jsonl").stat().st_mtime
+    assert (tmp_path / "summary.json").stat().st_mtime - last_step < END_S

@@ -1,0 +1,349 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A run of the pure core with its real journal and checkpoints on disk, killed with SIGKILL again and again.
+
+`python crash_run.py FOLDER KILLS SEED` prints one JSON object: the kills by phase, and what the lives found. The
+ledger, its journal, the prompt source over a real stateful loader, the rollout side of a checkpoint, its commit and
+its retention are those of a run. In the place of the engines: a "model" that is the list of prompts trained into it,
+answers made up on the spot, and a dictionary for Ray's object store.
+
+Each life is a fork. It asserts at its beginning that weights and ledger agree, and at its end that every prompt was
+trained exactly once, or filtered or failed by the rules of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+from recipe.async_engine.core.config import AsyncTraining
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.journal import JournaledLedger
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.trainer import checkpoints, rollout_state, saving
+from recipe.async_engine.trainer.ledger_journal import SqliteJournal
+from recipe.async_engine.trainer.saving import RunState
+
+PHASES = (
+    "start",
+    "load",
+    "generate",
+    "train",
+    "publish",
+    "write rollout side",
+    "write model",
+    "write tracker",
+    "commit",
+    "compact journal",
+    "retain",
+)
+PROMPTS, EPOCHS = 45, 2
+LIFE_S = 30.0
+
+
+class Phases:
+    """What a life is doing, in memory that its parent reads after the kill: the phase, and how often it was entered."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 4 * (1 + len(PHASES)))
+
+    def clear(self) -> None:
+        self._memory[:] = bytes(len(self._memory))
+
+    def enter(self, phase: str) -> None:
+        place = 4 * (1 + PHASES.index(phase))
+        struct.pack_into("I", self._memory, place, self.entered(phase) + 1)
+        struct.pack_into("I", self._memory, 0, PHASES.index(phase))
+
+    def entered(self, phase: str) -> int:
+        return struct.unpack_from("I", self._memory, 4 * (1 + PHASES.index(phase)))[0]
+
+    @property
+    def now(self) -> str:
+        return PHASES[struct.unpack_from("I", self._memory, 0)[0]]
+
+    def around(self, owner: ModuleType | type, name: str, phase: str) -> None:
+        """Enter the phase whenever this function is called; afterwards the phase before goes on."""
+        function = getattr(owner, name)
+
+        def entering(*args: Any, **kwargs: Any) -> Any:
+            before = self.now
+            self.enter(phase)
+            result = function(*args, **kwargs)
+            self.enter(before)
+            return result
+
+        setattr(owner, name, entering)
+
+
+class ObjectStore:
+    """Ray's, in this process."""
+
+    exceptions = SimpleNamespace(RayError=KeyError)
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def put(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def get(self, references: list[int], timeout: float) -> list[Any]:
+        return [self.objects[reference] for reference in references]
+
+
+class Life:
+    """One process of a run: resumes, works, saves, until the data is used up."""
+
+    def __init__(self, root: Path, settings: dict[str, Any], rng: random.Random, phases: Phases) -> None:
+        self.root, self.settings, self.rng, self.phases = root, settings, rng, phases
+        self.store = rollout_state.ray = ObjectStore()
+        self.model: list[list[int]] = []
+        self.step = 0
+        self.groups: dict[int, dict[str, Any]] = {}
+        trainer = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"}
+        keep = {"max_actor_ckpt_to_keep": settings["keep"]}
+        training = SimpleNamespace(async_training=AsyncTraining())
+        self.state = RunState(OmegaConf.create({"trainer": {**trainer, **keep}}), SimpleNamespace(settings=training))
+        self.state.follow(self)
+        phases.enter("load")
+        self.found = self.resume()
+        phases.enter("generate")
+
+    def answers(self, group_id: int) -> tuple[list[Any], list[int]]:
+        group = self.groups[group_id]
+        return group["scored"], group["payloads"]
+
+    def resume(self) -> dict[str, int]:
+        rows = IndexedDataset([{"text": np.array(f"prompt {n}", dtype=object)} for n in range(PROMPTS)])
+        sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(7))
+        loader = StatefulDataLoader(rows, batch_size=1, sampler=sampler, collate_fn=collate)
+        self.source = PromptSource(loader, EPOCHS)
+        gate = GateSettings(*(self.settings[name] for name in ("b", "k", "bound", "depth")))
+        folder = self.state.find()
+        snapshot = self.state.load(folder, self.source)
+        if snapshot is None:
+            self.ledger = JournaledLedger(gate, whole_batches=self.settings["whole"])
+            found = {"step": 0, "issued": 0, "ready": 0}
+        else:
+            saved = torch.load(Path(folder or "") / "rollout_state.pt", weights_only=False)
+            weights = json.loads((Path(folder or "") / "model.json").read_text())
+            self.model, self.step = weights["trained"], weights["step"]
+            self.ledger = JournaledLedger.restore(snapshot["ledger"], gate, whole_batches=self.settings["whole"])
+            self.groups = snapshot["groups"]
+            before = {row[0] for row in saved["ledger"]["live"] if row[5] == "ready"}
+            ready = {group.id for group in self.ledger.in_state(GroupState.READY)}
+            issued = self.ledger.counts().issued - saved["ledger"]["issued"]
+            found = {"step": self.step, "issued": issued, "ready": len(ready - before)}
+        self.ledger.journal = self.state.journal
+        self.check()
+        return found
+
+    def check(self) -> None:
+        """Weights and ledger agree, and what is ready was sampled by weights that this run has."""
+        trained = [tuple(key) for key in self.model]
+        rows = self.ledger.trained_prompts()
+        assert len(trained) == len(set(trained)), "a prompt is in the weights twice"
+        assert set(trained) == {(epoch, index) for epoch, first, end in rows for index in range(first, end)}
+        for group in self.ledger.in_state(GroupState.READY):
+            (payload,) = self.store.get(self.groups[group.id]["payloads"], 1.0)
+            assert payload["prompt"] == list(group.prompt.key)
+            assert payload["oldest"] == group.start <= payload["newest"] <= self.ledger.version
+            assert group.prompt.key not in set(trained)
+        self.ledger.check_identity()
+
+    def run(self) -> None:
+        while self.ledger.batch_possible(self.source.prompts_left):
+            self.generate()
+            if self.ledger.next_batch() is not None:
+                self.train()
+        self.save()
+        self.check()
+        counts = self.ledger.counts()
+        assert counts.issued + self.source.prompts_left == PROMPTS * EPOCHS
+        assert counts.trained + counts.filtered + counts.failed + counts.live == counts.issued
+        assert counts.trained == len(self.model)
+        assert self.settings["whole"] or counts.live + self.source.prompts_left < self.settings["b"]
+        self.state.close()
+
+    def generate(self) -> None:
+        while self.ledger.can_issue() and self.rng.random() < 0.8:
+            prompt = self.source.take()
+            if prompt is None:
+                break
+            group = self.ledger.issue(prompt.reference)
+            self.groups[group.id] = {"row": prompt.row, "scored": [], "payloads": []}
+        running = self.ledger.in_state(GroupState.RUNNING)
+        if running:
+            self.end(self.rng.choice(running))
+
+    def end(self, group: Group) -> None:
+        chance = self.rng.random()
+        if chance < 0.85:
+            oldest = self.rng.randint(group.start, self.ledger.version)
+            payload = {"prompt": list(group.prompt.key), "oldest": oldest, "newest": self.ledger.version}
+            payload["tokens"] = self.rng.randbytes(self.rng.randrange(5000))
+            self.groups[group.id].update(scored=["score"], payloads=[self.store.put(payload)])
+            self.ledger.mark_ready(group.id, oldest)
+        elif chance < 0.9:
+            self.ledger.restart(group.id)
+        else:
+            (self.ledger.filter if chance < 0.95 else self.ledger.fail)(group.id, "reason")
+            del self.groups[group.id]
+
+    def train(self) -> None:
+        self.phases.enter("train")
+        for group in self.ledger.take():
+            assert self.ledger.version - group.start <= self.settings["bound"]
+            self.model.append(list(group.prompt.key))
+            del self.groups[group.id]
+        self.step += 1
+        self.ledger.mark_trained()
+        if self.ledger.batches_left == 0:
+            self.phases.enter("publish")
+            version = self.ledger.publish()
+            if version % self.settings["save_every"] == 0:
+                self.save()
+        self.phases.enter("generate")
+
+    def save(self) -> None:
+        groups = {group_id: dict(group) for group_id, group in self.groups.items()}
+        for group in groups.values():
+            group["payloads"] = group["payloads"] or [None]
+        snapshot = {"ledger": self.ledger.snapshot(), "source": self.source.state(), "groups": groups}
+        self.state.save(self.step, snapshot, self.save_as_verl)
+
+    def save_as_verl(self) -> None:
+        """The files of verl's checkpoint, in its order, the tracker last and not atomically."""
+        folder = checkpoints.folder_of(self.root, self.step)
+        self.phases.enter("write model")
+        (folder / "model.json").write_text(json.dumps({"trained": self.model, "step": self.step}))
+        torch.save({}, folder / "data.pt")
+        self.phases.enter("write tracker")
+        with open(self.root / checkpoints.TRACKER, "w") as file:
+            file.write(str(self.step))
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: np.array([row[key] for row in rows], dtype=object) for key in rows[0]}
+
+
+def live(root: Path, settings: dict[str, Any], seed: str, phases: Phases) -> None:
+    """A life in a forked process; it never returns."""
+    code = 1
+    try:
+        life = Life(root, settings, random.Random(seed), phases)
+        with open(root / "lives.jsonl", "a") as file:
+            file.write(json.dumps(life.found) + "\n")
+        life.run()
+        code = 0
+    finally:
+        if code:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)
+
+
+def kill_somewhere(child: int, rng: random.Random, phases: Phases) -> str | None:
+    """SIGKILL the life a moment after it has entered a random phase some times; None if it ended before."""
+    phase, times = rng.choice(PHASES[1:]), rng.choice((1, 1, 1, 2, 6))
+    moment = rng.random() * rng.choice((0.0002, 0.002, 0.01))
+    deadline = time.monotonic() + LIFE_S
+    while phases.entered(phase) < times:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0, f"a life ended with {status}"
+            return None
+        assert time.monotonic() < deadline, f"a life hangs in {phases.now}"
+        time.sleep(0.0001)
+    time.sleep(moment)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return None
+    assert os.WTERMSIG(status) == signal.SIGKILL, f"a life ended with {status}"
+    return phases.now
+
+
+def spawn(call: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        call()
+    return child
+
+
+def drill(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Runs until there are so many kills, every run with up to 20 and then to its end."""
+    rng, phases = random.Random(seed), Phases()
+    phases.around(rollout_state, "save", "write rollout side")
+    phases.around(checkpoints, "commit", "commit")
+    phases.around(SqliteJournal, "commit", "compact journal")
+    phases.around(saving.checkpoints, "retain", "retain")
+    by_phase: Counter[str] = Counter()
+    result: dict[str, Any] = {"runs": 0, "largest_journal": 0, "resumed": 0, "issued": 0, "ready": 0}
+    while by_phase.total() < kills:
+        bound = rng.choice((0, 1, 2))
+        whole = bound < 2 and rng.random() < 0.3
+        settings = {
+            "b": rng.choice((2, 3, 4)),
+            "k": 1 if whole else rng.choice((1, 2)),
+            "bound": bound,
+            "depth": bound if whole else rng.uniform(0, bound),
+            "whole": whole,
+            "save_every": rng.choice((1, 2, 4)),
+            "keep": rng.choice((None, 1, 2)),
+        }
+        root = folder / f"run-{result['runs']}"
+        root.mkdir()
+        for attempt in range(21):
+            phases.clear()
+            lifeline = f"{seed}-{result['runs']}-{attempt}"
+            child = spawn(lambda root=root, settings=settings, key=lifeline: live(root, settings, key, phases))
+            if attempt == 20:
+                _, status = os.waitpid(child, 0)
+                assert status == 0, f"the last life of {settings} ended with {status}"
+                break
+            phase = kill_somewhere(child, rng, phases)
+            if phase is None:
+                break
+            by_phase[phase] += 1
+            size = sum(file.stat().st_size for file in root.glob("ledger_journal.sqlite*"))
+            result["largest_journal"] = max(result["largest_journal"], size)
+        found = [json.loads(line) for line in (root / "lives.jsonl").read_text().splitlines()]
+        result["resumed"] += sum(life["step"] > 0 for life in found)
+        result["issued"] += sum(life["issued"] for life in found)
+        result["ready"] += sum(life["ready"] for life in found)
+        result["runs"] += 1
+    return {**result, "kills": by_phase.total(), "by_phase": dict(by_phase)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(drill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))  # noqa: T201 - read by the test

@@ -1,0 +1,62 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""`kill -9` at 200 random moments: every resumed run trains each prompt exactly once relative to its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+DRILL = Path(__file__).with_name("crash_run.py")
+KILLS, SEEDS = 100, (1, 2)
+# What a kill may hit; "start" is over before the first one.
+PHASES = {
+    "load",
+    "generate",
+    "train",
+    "publish",
+    "write rollout side",
+    "write model",
+    "write tracker",
+    "commit",
+    "compact journal",
+    "retain",
+}
+
+
+@pytest.mark.chaos
+def test_every_prompt_is_trained_once_whenever_the_process_is_killed(tmp_path: Path) -> None:
+    drills = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        arguments = [sys.executable, str(DRILL), str(folder), str(KILLS), str(seed)]
+        drills.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    found = []
+    for drill in drills:
+        # What a life asserts ends the drill.
+        output, errors = drill.communicate(timeout=500)
+        assert drill.returncode == 0, errors[-5000:]
+        found.append(json.loads(output))
+    hit: Counter[str] = sum((Counter(drill["by_phase"]) for drill in found), Counter())
+    assert hit.total() >= KILLS * len(SEEDS)
+    assert set(hit) == PHASES
+    # Not only correct, but of use: answers that were completed after a checkpoint were found again.
+    assert sum(drill["ready"] for drill in found) >= 50
+    assert max(drill["largest_journal"] for drill in found) < 5_000_000

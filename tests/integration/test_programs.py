@@ -1,0 +1,128 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Right and wrong programs are scored; what a hostile one does costs its own score and nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.reward import get_custom_reward_fn
+
+from recipe.async_engine.rewards import programs
+from recipe.async_engine.rewards.example_task import TEMPLATES, make_problems, write
+from recipe.async_engine.rewards.programs import TestCaseError, compute_score, program_of
+
+ADDS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+CALLS = json.dumps({"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"})
+RIGHT = "Here it is:\n```python\nprint(sum(map(int, input().split())))\n```\nIt adds."
+QUICK = {"wall_s": 20.0, "cpu_s": 1, "memory_bytes": 256 << 20, "output_bytes": 100_000}
+
+
+def score(answer: str, truth: str = ADDS, **settings: object) -> dict[str, float]:
+    return compute_score("test", answer, truth, {}, limits=QUICK, **settings)
+
+
+def test_right_program_scores_one_and_wrong_ones_zero() -> None:
+    assert score(RIGHT) == {"score": 1.0, "acc": 1.0, "passed": 1.0, "cut_off": 0.0}
+    assert score("print(sum(map(int, input().split())))")["score"] == 1.0
+    assert score("print(3)") == {"score": 0.0, "acc": 0.0, "passed": 0.5, "cut_off": 0.0}
+    assert score("print(3)", partial=True)["score"] == 0.5
+    assert score("print(3)", max_tests=1)["score"] == 1.0
+    for wrong in ("", "no program", "print(", "print(sum(map(int, input().split())))\nraise SystemExit(1)"):
+        assert score(wrong)["score"] == 0.0
+
+
+def test_function_is_judged_by_its_value() -> None:
+    assert score("def add(a, b):\n    return a + b", CALLS)["score"] == 1.0
+    assert score("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS)["score"] == 1.0
+    for wrong in ("def add(a, b):\n    return str(a + b)", "def sub(a, b):\n    return a + b", "add = 3"):
+        assert score(wrong, CALLS)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "right"),
+    [
+        ("1 2\n3", "1 2\n3\n", True),
+        ("1  2 \n3\n\n", "1 2\n3\n", True),
+        ("1 2 3", "1 2\n3\n", False),
+        ("3\n1 2", "1 2\n3\n", False),
+        ("", "1", False),
+    ],
+)
+def test_output_is_compared_by_words_and_lines(written: str, expected: str, right: bool) -> None:
+    truth = json.dumps({"inputs": [""], "outputs": [expected]})
+    assert score(f"import sys; sys.stdout.write({written!r})", truth)["acc"] == float(right)
+
+
+def test_last_block_of_an_answer_is_its_program() -> None:
+    assert program_of("```python\na = 1\n```\nBetter:\n```py\na = 2\n```") == "a = 2\n"
+    assert program_of("a = 3") == "a = 3"
+
+
+HOSTILE = {
+    "loops": "while True: pass",
+    "sleeps": "import time; time.sleep(1000)",
+    "forks": "import os\nwhile True: os.fork()",
+    "fills memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "prints endlessly": "while True: print('x' * 1000)",
+    "opens a socket": "import socket; socket.create_connection(('127.0.0.1', 80)); print(3)",
+    "reads the parent": "import os; open(f'/proc/{os.getppid()}/environ').read(); print(3)",
+    "kills the parent": "import os; os.kill(os.getppid(), 9); print(3)",
+    "knows no encoding": "import sys; sys.stdout.buffer.write(bytes(range(256)))",
+    "is no text": "\ud800 print(3)",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_program_costs_its_own_score_within_its_limits(what: str) -> None:
+    limits = {**QUICK, "wall_s": 3.0} if what == "sleeps" else QUICK
+    began = time.monotonic()
+    result = compute_score("test", HOSTILE[what], ADDS, limits=limits)
+    assert result["score"] == 0.0
+    assert result["cut_off"] == float(what in ("loops", "sleeps", "prints endlessly"))
+    assert time.monotonic() - began < limits["wall_s"] + 10
+    assert score(RIGHT)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "truth", ["", "3", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [], "outputs": []}', "[1]",
+              '{"inputs": [[1]], "outputs": ["1"]}', '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}']
+)  # fmt: skip
+def test_row_without_usable_test_cases_is_named(truth: str) -> None:
+    with pytest.raises(TestCaseError, match="a row of apps"):
+        compute_score("apps", RIGHT, truth)
+
+
+def test_verl_loads_it_by_its_path_with_its_settings() -> None:
+    settings = {"path": programs.__file__, "name": "compute_score", "reward_kwargs": {"partial": True}}
+    function = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": settings}}))
+    assert function is not None
+    result = function(data_source="test", solution_str="print(3)", ground_truth=ADDS, extra_info={})
+    assert result["score"] == 0.5
+
+
+def test_example_problems_are_solved_by_their_solutions_and_not_by_another_ones(tmp_path: Path) -> None:
+    problems = make_problems(2 * len(TEMPLATES), seed=0, split="train")
+    for problem, other in zip(problems, [*problems[1:], problems[0]], strict=True):
+        truth = problem["reward_model"]["ground_truth"]
+        assert score(f"```python\n{problem['extra_info']['solution']}\n```", truth)["score"] == 1.0
+        assert score(other["extra_info"]["solution"], truth)["score"] == 0.0
+    assert make_problems(10, 0, "train") == problems[:10] != make_problems(10, 1, "train")
+    train, val = write(tmp_path, 7, 3, seed=0)
+    assert (pyarrow.parquet.read_table(train).num_rows, pyarrow.parquet.read_table(val).num_rows) == (7, 3)

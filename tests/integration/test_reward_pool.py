@@ -1,0 +1,276 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Reward functions in processes: what each call gives, costs and leaves behind; verl's own worker around it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl import DataProto
+
+from recipe.async_engine.rewards import scorer, workers
+from recipe.async_engine.rewards.pool import RewardProcessDied, RewardTimeout, ScoringPool
+from recipe.async_engine.rewards.workers import ScoringWorker
+from recipe.async_engine.task.tokenizer import build_tokenizer
+
+FUNCTION = """
+import os, subprocess, sys, time
+LOADED = time.time()
+
+def compute_score(solution_str, mark=None, weight=1.0, **rest):
+    if solution_str == "loops":
+        while True: pass
+    if solution_str == "forks":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        open(mark, "w").write(str(child.pid))
+        time.sleep(1000)
+    if solution_str == "fills memory":
+        block = []
+        while True: block.append(bytes(64 << 20))
+    if solution_str == "dies":
+        os._exit(3)
+    if solution_str == "prints":
+        sys.stdout.write("x" * (1 << 20)); sys.stderr.write("x" * (1 << 20))
+    if solution_str == "raises":
+        raise KeyError("no such case")
+    if solution_str == "times out":
+        raise TimeoutError("the judge did not answer")
+    if solution_str == "works":
+        end = time.process_time() + 0.5
+        while time.process_time() < end: pass
+    return {"score": weight, "pid": os.getpid(), "loaded": LOADED}
+"""
+LIMIT_S = 2.0
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text(FUNCTION)
+    return path
+
+
+@pytest.fixture
+def main_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reward worker has to itself: a `__main__` without a file, and a server that scoring processes fork."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "main.py", raising=False)
+    monkeypatch.setenv(scorer.PRELOAD, "")
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def pool(function: Path, main_file: None) -> Iterator[ScoringPool]:
+    pool = ScoringPool(str(function), "compute_score", {"weight": 0.5}, 1, LIMIT_S, memory_bytes=512 << 20)
+    asyncio.run(warm(pool))
+    yield pool
+    pool.close()
+
+
+async def warm(pool: ScoringPool) -> None:
+    """The first process takes longer than a call may."""
+    for _ in range(30):
+        try:
+            await pool.score(solution_str="")
+            return
+        except RewardTimeout:
+            continue
+    raise AssertionError("no scoring process came up")
+
+
+async def test_score_is_the_functions_with_its_settings_from_another_process(pool: ScoringPool) -> None:
+    result = await pool.score(solution_str="", data_source="x")
+    assert result["score"] == 0.5
+    assert result["pid"] != os.getpid()
+    assert (await pool.score(solution_str=""))["pid"] == result["pid"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("loops", RewardTimeout, r"gave nothing within 2 s \(async_training\.timeouts\.reward\)"),
+        ("dies", RewardProcessDied, "ended with exit status 3"),
+        ("fills memory", MemoryError, "reward_memory_gib"),
+        ("raises", KeyError, "no such case"),
+        ("times out", RuntimeError, "the judge did not answer"),
+    ],
+)
+async def test_failing_call_costs_itself_alone(
+    pool: ScoringPool, what: str, error: type[Exception], message: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(error, match=message) as raised:
+        await pool.score(solution_str=what)
+    assert time.monotonic() - began < LIMIT_S + 5
+    assert type(raised.value) is error
+    await warm(pool)
+    assert (await pool.score(solution_str=""))["score"] == 0.5
+
+
+async def test_process_that_is_ended_is_replaced_without_loading_the_function_again(pool: ScoringPool) -> None:
+    before = await pool.score(solution_str="")
+    with pytest.raises(RewardTimeout):
+        await pool.score(solution_str="loops")
+    await warm(pool)
+    after = await pool.score(solution_str="")
+    assert before["pid"] != after["pid"]
+    assert before["loaded"] == after["loaded"]
+    assert not psutil.pid_exists(before["pid"])
+
+
+async def test_what_a_call_has_started_ends_with_it(pool: ScoringPool, tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    with pytest.raises(RewardTimeout):
+        await pool.score(solution_str="forks", mark=str(mark))
+    child = int(mark.read_text())
+    deadline = time.monotonic() + 20
+    # A process is ended within a moment of its deadline; its child with the next failure at the latest.
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        with pytest.raises(RewardTimeout):
+            await pool.score(solution_str="loops")
+
+
+async def test_call_that_was_given_up_in_the_queue_does_not_run(pool: ScoringPool) -> None:
+    calls = [asyncio.create_task(pool.score(solution_str="loops")) for _ in range(4)]
+    began = time.monotonic()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, RewardTimeout) for result in results)
+    await warm(pool)
+    assert time.monotonic() - began < 4 * LIMIT_S + 5
+    assert pool.stats.pending == 0
+
+
+async def test_prints_go_nowhere_and_counts_are_kept(pool: ScoringPool, capfd: pytest.CaptureFixture[str]) -> None:
+    scored = pool.stats.scored
+    await pool.score(solution_str="prints")
+    with pytest.raises(KeyError):
+        await pool.score(solution_str="raises")
+    assert (pool.stats.scored - scored, pool.stats.failed, pool.stats.pending) == (1, 1, 0)
+    assert pool.stats.seconds > 0
+    assert "xxx" not in "".join(capfd.readouterr())
+
+
+async def test_calls_run_beside_each_other_and_the_loop_goes_on(function: Path, main_file: None) -> None:
+    pool = ScoringPool(str(function), "compute_score", {}, 2, timeout_s=60.0)
+    try:
+        await warm(pool)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        results = await asyncio.gather(*(pool.score(solution_str="works") for _ in range(4)))
+        ticking.cancel()
+        assert len({result["pid"] for result in results}) == 2
+        assert ticks >= 10
+    finally:
+        pool.close()
+
+
+async def test_function_that_cannot_be_loaded_fails_with_its_own_error(tmp_path: Path, main_file: None) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import no_such_module\n")
+    pool = ScoringPool(str(path), "compute_score", {}, 1, timeout_s=30.0)
+    try:
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            await pool.score(solution_str="")
+    finally:
+        pool.close()
+
+
+ORPHAN = """
+import asyncio, os, sys, threading, time
+sys.path.insert(0, {root!r})
+from recipe.async_engine.rewards.pool import ScoringPool
+if __name__ == "__main__":
+    pool = ScoringPool({path!r}, "compute_score", {{}}, 1, timeout_s=1000.0)
+    print(asyncio.run(pool.score(solution_str=""))["pid"], flush=True)
+    asyncio.run(pool.score(solution_str="loops"))
+"""
+
+
+def test_endless_call_does_not_outlive_its_reward_worker(function: Path) -> None:
+    script = ORPHAN.format(root=str(Path(__file__).parents[2]), path=str(function))
+    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    scorer = psutil.Process(int(worker.stdout.readline()))
+    time.sleep(0.5)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    scorer.wait(timeout=20)
+
+
+def reward_config(path: str | None, processes: int) -> Any:
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {"model": {"tokenizer_path": "none", "path": "none"}},
+            "async_training": {"reward_processes": processes, "reward_memory_gib": None, "timeouts": {"reward": 60.0}},
+            "reward": {
+                "reward_model": {"enable": False},
+                "custom_reward_function": {"path": path, "name": "compute_score", "reward_kwargs": {"weight": 0.25}},
+                "reward_manager": {"source": "register", "name": "naive"},
+            },
+        }
+    )
+
+
+def answer(tokenizer: Any, text: str) -> DataProto:
+    ids = torch.tensor([tokenizer.encode(text)])
+    batch = TensorDict({"responses": ids, "attention_mask": torch.ones_like(ids)}, batch_size=1)
+    fields = {"data_source": ["d"], "reward_model": [{"ground_truth": "g"}], "extra_info": [{}]}
+    data = DataProto.from_dict({key: batch[key] for key in batch.keys()}, non_tensors={})  # noqa: SIM118
+    for key, value in fields.items():
+        data.non_tensor_batch[key] = np.array(value, dtype=object)
+    return data
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_verls_reward_manager_scores_through_the_pool(
+    function: Path, main_file: None, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    tokenizer = build_tokenizer()
+    stock = "verl.experimental.reward_loop.reward_loop"
+    monkeypatch.setattr(f"{stock}.copy_to_local", lambda path: path)
+    monkeypatch.setattr(f"{stock}.hf_tokenizer", lambda path, **_: tokenizer)
+    worker = ScoringWorker(reward_config(str(function), processes))
+    result = await worker.compute_score(answer(tokenizer, "42"))
+    assert result["reward_score"] == 0.25
+    assert (result["reward_extra_info"]["pid"] != os.getpid()) == bool(processes)
+    assert (await worker.pool_stats())["scored"] == processes
+    if worker.pool is not None:
+        worker.pool.close()
+
+
+def test_upstream_still_offers_what_the_workers_override() -> None:
+    assert workers.RewardLoopManager._init_reward_loop_workers
+    assert workers.RewardLoopWorker._init_reward_fn

@@ -1,0 +1,62 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Another package with the name of a mode: each main names both places and ends before it starts anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def run_beside(other: Path, main: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(other), str(CHECKOUT)])
+    overrides = ["preset=tiny_cpu", f"trainer.default_local_dir={folder}", f"hydra.run.dir={folder}"]
+    return subprocess.run(
+        [sys.executable, "-m", main, *overrides],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shadowed", "main"),
+    [("partial_rollout", "recipe.fully_async.main"), ("fully_async", "recipe.partial_rollout.main")],
+)
+def test_a_main_beside_another_package_of_a_modes_name_names_both_and_ends(
+    shadowed: str, main: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    package = other / "recipe" / shadowed
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ended = run_beside(other, main, folder)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.strip().startswith("ShadowedPackageError")
+    assert str(package) in ended.stderr
+    assert str(CHECKOUT / "recipe" / shadowed) in ended.stderr
+    assert not (folder / "task").exists()
+    assert not (folder / "summary.json").exists()
