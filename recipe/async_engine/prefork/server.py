@@ -20,6 +20,9 @@ process that started it.
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
 files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing
 from the environment that differs between the processes of a run, and have started no thread.
+
+Ray names tasks and objects by numbers that each process draws. Were its generator used before the fork, forks would
+draw the same ones, and get each other's objects without any error: modules must not use it, and it is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ import sys
 import threading
 import traceback
 import types
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from recipe.async_engine.prefork.launcher import LENGTH
 
@@ -265,10 +269,58 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
+@contextmanager
+def _actor_classes_named_by_the_system() -> Iterator[None]:
+    """Ray draws a name for every actor class that a module defines (ray/actor.py); here from the system's generator.
+
+    Its own would have been used then, and cannot be given a new seed.
+    """
+    import ray.actor
+
+    drawn_by_ray = ray.actor.ActorClassID
+
+    class DrawnBySystem(drawn_by_ray):
+        @classmethod
+        def from_random(cls) -> object:
+            return drawn_by_ray(os.urandom(drawn_by_ray.size()))
+
+    ray.actor.ActorClassID = DrawnBySystem
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = drawn_by_ray
+
+
+def _check_that_forks_draw_their_own() -> None:
+    if _drawn_in_a_fork() == _drawn_in_a_fork():
+        raise RuntimeError(
+            "an imported module has used Ray's random-number generator, so that workers forked from this process would "
+            "give different objects the same name; set async_training.prefork_workers=false"
+        )
+
+
+def _drawn_in_a_fork() -> bytes:
+    """A name that Ray draws for an object."""
+    from ray import ObjectRef
+
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as drawn:
+        name = drawn.read()
+    os.waitpid(pid, 0)
+    return name
+
+
 def main(listener: socket.socket, modules: list[str]) -> None:
     """Import ``modules``, then serve until standard input ends."""
-    for name in modules:
-        importlib.import_module(name)
+    with _actor_classes_named_by_the_system():
+        for name in modules:
+            importlib.import_module(name)
+    _check_that_forks_draw_their_own()
     # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
     gc.collect()
     gc.freeze()
