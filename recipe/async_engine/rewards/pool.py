@@ -1,0 +1,155 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Synchronous reward functions in processes of their own, each call with a time limit.
+
+Contract. `ScoringPool.score` gives what the function returns, or raises what it raised. A call that does not return in
+time, or whose process dies (memory, a crash in native code), raises an error that says so; the process is ended with
+everything that it has started, and replaced. Other calls are not affected, and the event loop never waits for one.
+Shown by tests/integration/test_reward_pool.py.
+"""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rewards import scorer
+
+
+class RewardTimeout(RecipeError):
+    """A reward function did not return within ``async_training.timeouts.reward``; its process was ended."""
+
+
+class RewardProcessDied(RecipeError):
+    """The process of a reward function ended without an answer."""
+
+
+@dataclass
+class PoolStats:
+    """Counts of one pool: calls under way, what became of the others, and their seconds, the wait for a process in."""
+
+    pending: int = 0
+    scored: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    died: int = 0
+    seconds: float = 0.0
+
+
+class ScoringPool:
+    """Processes that call one reward function.
+
+    Args:
+        path: of the function's file, or ``pkg://module``.
+        name: of the function.
+        settings: further keyword arguments of every call; they win over the call's own, as in verl.
+        processes: how many calls run at the same time.
+        timeout_s: for one call, its wait for a process included: who asked has given it up then.
+        memory_bytes: of address space for each process; None for no limit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        settings: Mapping[str, Any],
+        processes: int,
+        timeout_s: float,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self.stats = PoolStats()
+        self._what = f"{name} of {path}"
+        self._settings = dict(settings)
+        self._timeout_s = timeout_s
+        self._pids: set[int] = set()
+        # Else multiprocessing runs the main script again in every child, which under Ray is Ray's worker.
+        sys.modules["__main__"].__dict__.pop("__file__", None)
+        os.environ[scorer.PRELOAD] = json.dumps([path, name])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([scorer.__name__])
+        self._started = context.SimpleQueue()
+        alive, self._alive = context.Pipe(duplex=False)
+        arguments = [path, name, memory_bytes, self._started, alive]
+        self._pool = ProcessPool(processes, initializer=scorer.begin, initargs=arguments, context=context)
+
+    async def score(self, **arguments: Any) -> Any:
+        """Call the reward function with verl's arguments.
+
+        Raises:
+            RewardTimeout: it did not return in time.
+            RewardProcessDied: its process ended.
+            Exception: what it raised.
+        """
+        began = time.monotonic()
+        self.stats.pending += 1
+        future = self._pool.schedule(scorer.score, args=[self._settings, arguments], timeout=self._timeout_s)
+        try:
+            # Its end cancels the call, which ends its process, or takes it out of the queue.
+            result = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+        except TimeoutError:
+            self.stats.timed_out += 1
+            self._sweep()
+            raise RewardTimeout(
+                f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
+                "(async_training.timeouts.reward): its process was ended, or none was free"
+            ) from None
+        except ProcessExpired as error:
+            self.stats.died += 1
+            self._sweep()
+            raise RewardProcessDied(
+                f"the process of the reward function {self._what} ended with exit status {error.exitcode}; out of "
+                "memory (async_training.reward_memory_gib), or a crash in native code"
+            ) from None
+        except Exception:
+            self.stats.failed += 1
+            raise
+        finally:
+            self.stats.pending -= 1
+            self.stats.seconds += time.monotonic() - began
+        self.stats.scored += 1
+        return result
+
+    def close(self) -> None:
+        """End every process."""
+        self._pool.stop()
+        self._pool.join(timeout=10)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill what ended scoring processes have left: each one led a session of its own."""
+        while not self._started.empty():
+            self._pids.add(self._started.get())
+        for pid in list(self._pids):
+            if not _is_alive(pid):
+                self._pids.discard(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

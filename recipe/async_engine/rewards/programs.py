@@ -1,0 +1,137 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The reward of a programming task: runs the answer's program on test cases, in the form of verl's reward functions.
+
+    reward.custom_reward_function.path=.../recipe/async_engine/rewards/programs.py
+
+``ground_truth`` is JSON in the form of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
+``fn_name`` for tests that call a function. Without ``fn_name`` an input is what the program reads and an output what it
+must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
+The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits).
+Whatever an answer does costs its own trajectory: it scores 0. Shown by tests/integration/test_programs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rewards.sandbox import ISOLATION, Ending, Limits, Outcome, run
+
+FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class TestCaseError(RecipeError):
+    """A row of the data has no usable test cases."""
+
+    __test__ = False
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    partial: bool = False,
+    max_tests: int | None = None,
+    isolation: Sequence[str] = ISOLATION,
+    limits: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Score one answer.
+
+    Args:
+        data_source: of the row; named in errors.
+        solution_str: the decoded answer: its last fenced block of code, or all of it where there is none.
+        ground_truth: the test cases, see the module's docstring.
+        extra_info: not used.
+        partial: score the share of passed test cases in place of 1.0 for all of them; runs all of them.
+        max_tests: use the first ones only.
+        isolation: see `sandbox.run`.
+        limits: of each test case, by the names of `Limits`.
+        kwargs: further arguments that verl passes to every reward function; not used.
+
+    Returns:
+        ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;
+        ``cut_off``, how many programs were ended by a limit.
+
+    Raises:
+        TestCaseError: the row's test cases cannot be used. The answer is not to blame.
+        SandboxUnavailable: this machine cannot isolate the program as asked.
+    """
+    tests, name = _tests(ground_truth, data_source)
+    tests = tests[:max_tests]
+    source = program_of(solution_str)
+    passed = cut_off = 0
+    for given, expected in tests:
+        outcome = _run(source, given, name, Limits(**(limits or {})), isolation)
+        cut_off += outcome.ending not in (Ending.EXIT, Ending.SIGNAL)
+        if _is_right(outcome, expected, name is not None):
+            passed += 1
+        elif not partial:
+            break
+    share = passed / len(tests)
+    return {
+        "score": share if partial else float(share == 1.0),
+        "acc": float(share == 1.0),
+        "passed": share,
+        "cut_off": float(cut_off),
+    }
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer."""
+    blocks = FENCED.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+def _run(source: str, given: Any, name: str | None, limits: Limits, isolation: Sequence[str]) -> Outcome:
+    if name is None:
+        return run(source, stdin=given, limits=limits, isolation=isolation)
+    return run(source, limits=limits, isolation=isolation, call=(name, given))
+
+
+def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
+    if not outcome.ok:
+        return False
+    written = outcome.stdout.decode(errors="replace")
+    if not is_result:
+        return [line.split() for line in written.rstrip().splitlines()] == [
+            line.split() for line in str(expected).rstrip().splitlines()
+        ]
+    try:
+        return bool(json.loads(written) == expected)
+    except ValueError:
+        return False
+
+
+def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
+    """(input, output) of each test case, and the function to call, if any."""
+    try:
+        cases = json.loads(ground_truth)
+        inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")
+        tests = list(zip(inputs, outputs, strict=True))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise TestCaseError(
+            f"a row of {data_source} has no usable test cases in reward_model.ground_truth ({error!r}): it must be JSON"
+            ' {"inputs": [...], "outputs": [...]} with as many outputs as inputs'
+        ) from error
+    wrong = [given for given, _ in tests if not isinstance(given, str if name is None else list)]
+    if not tests or wrong:
+        kind = "a string each, what the program reads" if name is None else "a list each, the arguments of fn_name"
+        raise TestCaseError(f"a row of {data_source} has test cases of another form: inputs must be {kind}")
+    return tests, name

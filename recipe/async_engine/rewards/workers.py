@@ -1,0 +1,93 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's reward workers, with synchronous reward functions in a process pool.
+
+Contract: every reward manager of verl works as it does; only its call of a synchronous function goes to the pool
+(`reward_processes` of them for each reward worker). Asynchronous functions and reward models are left to verl.
+Shown by tests/integration/test_reward_pool.py.
+"""
+
+import inspect
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from verl.experimental.reward_loop import RewardLoopManager
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+
+from recipe.async_engine.rewards.pool import PoolStats, ScoringPool
+from recipe.async_engine.run.stacks import waits
+
+# Where verl's own rules are; each call looks at its row's data source.
+DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
+
+
+class ScoringWorker(RewardLoopWorker):
+    """A reward worker with a pool beside it."""
+
+    def _init_reward_fn(self) -> None:
+        super()._init_reward_fn()
+        self.pool: ScoringPool | None = None
+        training, reward, manager = self.config.async_training, self.config.reward, self.reward_manager
+        pooled = training.reward_processes > 0 and not reward.reward_model.enable and not _has_sandbox(reward)
+        if not pooled or not hasattr(manager, "is_async_reward_score") or manager.is_async_reward_score:
+            return
+        custom = reward.custom_reward_function
+        path, name = (custom.path, custom.name) if custom.path else DEFAULT_RULES
+        gib = training.reward_memory_gib
+        self.pool = ScoringPool(
+            path,
+            name,
+            dict(custom.get("reward_kwargs") or {}) if custom.path else {},
+            processes=training.reward_processes,
+            timeout_s=training.timeouts.reward,
+            memory_bytes=None if gib is None else int(gib * (1 << 30)),
+        )
+        manager.compute_score = self.pool.score
+        manager.is_async_reward_score = True
+        assert inspect.iscoroutinefunction(manager.compute_score)
+
+    async def describe(self) -> list[str]:
+        """Lines: the pool's counts, and where the coroutines wait."""
+        return [str(await self.pool_stats()), *(f"tasks: {line}" for line in waits())]
+
+    async def pool_stats(self) -> dict[str, float]:
+        """The pool's counts so far."""
+        return asdict(self.pool.stats if self.pool is not None else PoolStats())
+
+
+def _has_sandbox(reward: Any) -> bool:
+    """verl's sandbox service comes with a semaphore that only its own threads share."""
+    return bool((reward.get("sandbox_fusion") or {}).get("url"))
+
+
+class ScoringManager(RewardLoopManager):
+    """verl's manager over :class:`ScoringWorker` s."""
+
+    def _init_reward_loop_workers(self) -> None:
+        # verl's constructor has just set its own class.
+        self.reward_loop_workers_class = ray.remote(ScoringWorker)
+        super()._init_reward_loop_workers()
+        self._asked: list[Any] = []
+        self._stats: dict[str, float] = asdict(PoolStats())
+
+    def metrics(self) -> dict[str, float]:
+        """The pools' counts, as of the call before this one: nothing waits for a busy worker."""
+        done, rest = ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        if not rest:
+            if done:
+                found = ray.get(done, timeout=1)
+                self._stats = {key: sum(stats[key] for stats in found) for key in self._stats}
+            self._asked = [worker.pool_stats.remote() for worker in self.reward_loop_workers]
+        return {f"fully_async/rewards/{key}": value for key, value in self._stats.items()}
