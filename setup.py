@@ -55,7 +55,16 @@ setup(
     # does not see namespace packages that exist only through an import hook.
     package_dir={"": "."},
     package_data={"": ["*.yaml", "py.typed"]},
-    install_requires=[VERL, "filelock", "hydra-core", "numpy>=2.0.0", "psutil", "pyarrow>=19.0.0", "safetensors"],
+    install_requires=[
+        VERL,
+        "filelock",
+        "hydra-core",
+        "numpy>=2.0.0",
+        "pebble",
+        "psutil",
+        "pyarrow>=19.0.0",
+        "safetensors",
+    ],
     extras_require={"cpu": CPU, "gpu": GPU, "megatron": MEGATRON, "dev": DEV},
     entry_points={"verl.plugins": ["recipe = recipe.async_engine.plugin"]},
     zip_safe=False,

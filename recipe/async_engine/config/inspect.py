@@ -32,12 +32,16 @@ import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
+from recipe.async_engine.config.prompt_check import row_faults
 from recipe.async_engine.core.config import RunPlan, derive, lookup
 from recipe.async_engine.core.outside import FileFact, Resources
+from recipe.async_engine.core.shapes import well_formed
 from recipe.async_engine.core.validation import ConfigError, notices, validate
 
 logger = logging.getLogger(__name__)
 
+# What verl's data set reads.
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 HUB_TIMEOUT_S = 10.0
 # Where verl reads the path of a custom reward function; the second is its older place.
@@ -66,12 +70,18 @@ def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None
     Raises:
         ConfigError: Something in it cannot run; the error has every problem found.
     """
-    settings = plain(config)
-    facts = file_facts(settings)
-    logical = lookup(settings, "ray_kwargs.ray_init.num_gpus")
-    if available is None and logical is not None and not lookup(settings, "ray_kwargs.ray_init.address"):
-        available = Resources(accelerators=int(logical))
-    rows = training_rows(settings, facts)
+    return check_plain(plain(config), available=available)
+
+
+def check_plain(settings: Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
+    """`check` of a plain, resolved mapping."""
+    # What is of a wrong type is reported by `validate`; the rest is looked at all the same.
+    usable, _ = well_formed(settings)
+    facts = file_facts(usable)
+    logical = lookup(usable, "ray_kwargs.ray_init.num_gpus")
+    if available is None and logical is not None and not lookup(usable, "ray_kwargs.ray_init.address"):
+        available = Resources(accelerators=logical)
+    rows = training_rows(usable, facts)
     problems = validate(settings, dataset_rows=rows, available=available, files=facts)
     if problems:
         raise ConfigError(problems)
@@ -159,20 +169,28 @@ def _data(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, "null", "data", fault="is not set")
         for path in paths:
             if not _is_remote(str(path)):
-                yield _data_file(setting, str(path))
+                yield _data_file(setting, str(path), config)
 
 
-def _data_file(setting: str, path: str) -> FileFact:
+def _data_file(setting: str, path: str, config: Mapping[str, Any]) -> FileFact:
     local = Path(path).expanduser()
     if not local.is_file():
-        return FileFact(setting, path, "data", fault="does not exist")
-    if local.suffix != ".parquet":
-        return FileFact(setting, path, "data")
+        return FileFact(setting, path, "data", fault="does not exist" if not local.exists() else "is no file")
+    if local.suffix not in DATA_SUFFIXES:
+        known = lookup(config, "data.custom_cls.path") is not None
+        return FileFact(setting, path, "data", fault=None if known else f"is none of {', '.join(DATA_SUFFIXES)}")
+    rows, columns = None, None
     try:
-        with pyarrow.parquet.ParquetFile(local) as file:
-            return FileFact(setting, path, "data", None, file.metadata.num_rows, tuple(file.schema_arrow.names))
-    except pyarrow.ArrowInvalid as error:
-        return FileFact(setting, path, "data", fault=f"is not a parquet file ({error})")
+        if local.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(local) as file:
+                rows, columns = file.metadata.num_rows, tuple(file.schema_arrow.names)
+        # A data set class of the user's reads the file in its own way.
+        own = lookup(config, "data.custom_cls.path") is not None
+        return FileFact(setting, path, "data", None, rows, columns, row_faults=() if own else row_faults(local, config))
+    except pyarrow.ArrowException as error:
+        return FileFact(setting, path, "data", fault=f"is not a {local.suffix[1:]} file ({error})")
+    except OSError as error:
+        return FileFact(setting, path, "data", fault=f"cannot be read ({error.strerror or error})")
 
 
 def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
