@@ -94,38 +94,48 @@ def stock_group(number: int) -> RolloutSample:
     return RolloutSample(DataProto.from_dict(tensors, non_tensors={"uid": uids}), f"sample_{number}", 0, {})
 
 
-async def stock(samples: int) -> float:
-    """Seconds for ``samples`` groups through stock verl's queue."""
-    queue = MessageQueue.options(num_cpus=0).remote({}, max_queue_size=2 * BATCH)
-    client = MessageQueueClient(queue)
-    groups = [stock_group(number) for number in range(BATCH)]
-    spent = 0.0
-    for _ in range(samples // BATCH):
+class Stock:
+    """Groups through stock verl's queue."""
+
+    def __init__(self) -> None:
+        self._queue = MessageQueue.options(num_cpus=0).remote({}, max_queue_size=2 * BATCH)
+        self._client = MessageQueueClient(self._queue)
+        self._groups = [stock_group(number) for number in range(BATCH)]
+
+    async def batch(self) -> float:
+        """Seconds for one batch."""
         began = time.perf_counter()
-        for group in groups:
-            assert await client.put_sample(ray.cloudpickle.dumps(group))
+        for group in self._groups:
+            assert await self._client.put_sample(ray.cloudpickle.dumps(group))
         for _ in range(BATCH):
-            received, _ = await client.get_sample()
+            received, _ = await self._client.get_sample()
             ray.cloudpickle.loads(received)
-        spent += time.perf_counter() - began
-    ray.kill(queue)
-    return spent
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        ray.kill(self._queue)
 
 
-def ours(samples: int, worker: Any) -> tuple[float, float]:
-    """(seconds in all, seconds of them in ledger and gate) for ``samples`` groups."""
-    ledger = SampleLedger(GateSettings(BATCH, 1, 1, 1))
-    issued, books, fetching = 0, 0.0, 0.0
-    references: dict[int, list[Any]] = {}
-    for _ in range(samples // BATCH):
+class Ours:
+    """Groups through ledger and gate, payloads by reference."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._ledger = SampleLedger(GateSettings(BATCH, 1, 1, 1))
+        self._issued = 0
+        self._references: dict[int, list[Any]] = {}
+
+    def batch(self) -> tuple[float, float]:
+        """(seconds for one batch, seconds of them in ledger and gate)."""
+        ledger, references = self._ledger, self._references
         began = time.perf_counter()
         started = []
         while ledger.can_issue():
-            started.append(ledger.issue(PromptRef(issued, 0, f"0-{issued}")))
-            issued += 1
-        books += time.perf_counter() - began
+            started.append(ledger.issue(PromptRef(self._issued, 0, f"0-{self._issued}")))
+            self._issued += 1
+        books = time.perf_counter() - began
         for group in started:
-            references[group.id] = [worker.make.remote() for _ in range(ANSWERS)]
+            references[group.id] = [self._worker.make.remote() for _ in range(ANSWERS)]
         ray.wait([last[-1] for last in references.values()], num_returns=len(references), fetch_local=False)
         began = time.perf_counter()
         for group in started:
@@ -136,36 +146,48 @@ def ours(samples: int, worker: Any) -> tuple[float, float]:
         payloads = ray.get([reference for group in batch for reference in references[group.id]])
         for payload in payloads:
             unpack(payload)
-        fetching += time.perf_counter() - began
+        fetching = time.perf_counter() - began
         began = time.perf_counter()
         ledger.mark_trained()
         ledger.publish()
         books += time.perf_counter() - began
         for group in batch:
             del references[group.id]
-    return books + fetching, books
+        return books + fetching, books
+
+
+def measure(samples: int, stock_every: int, worker: Any) -> dict[str, float]:
+    """Seconds per sample of each side, batch by batch in turns; stock's in every ``stock_every``-th turn only."""
+    stock, ours = Stock(), Ours(worker)
+    asyncio.run(stock.batch())
+    ours.batch()
+    times: dict[str, list[float]] = {"stock": [], "ours": [], "books": []}
+    for number in range(samples // BATCH):
+        whole, books = ours.batch()
+        times["ours"].append(whole)
+        times["books"].append(books)
+        if number % stock_every == 0:
+            times["stock"].append(asyncio.run(stock.batch()))
+    stock.close()
+    return {name: statistics.mean(values) / BATCH for name, values in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stock-every", type=int, default=1, help="measure stock in every n-th batch only")
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
     worker = Worker.remote()
-    asyncio.run(stock(BATCH))
-    ours(BATCH, worker)
     for samples in arguments.samples:
-        rounded = samples - samples % BATCH
-        times: dict[str, list[float]] = {"stock": [], "ours": [], "books": []}
-        for _ in range(arguments.repeats):
-            times["stock"].append(asyncio.run(stock(rounded)))
-            whole, books = ours(rounded, worker)
-            times["ours"].append(whole)
-            times["books"].append(books)
-        per_sample = {name: statistics.median(values) / rounded * 1e6 for name, values in times.items()}
-        row = {"samples": rounded} | {f"{name}_us": round(value, 1) for name, value in per_sample.items()}
+        repeats = [measure(samples, arguments.stock_every, worker) for _ in range(arguments.repeats)]
+        per_sample = {
+            name: statistics.median(repeat[name] for repeat in repeats) * 1e6 for name in ("stock", "ours", "books")
+        }
+        row: dict[str, float] = {"samples": samples - samples % BATCH}
+        row |= {f"{name}_us": round(value, 1) for name, value in per_sample.items()}
         row |= {f"stock_over_{name}": round(per_sample["stock"] / per_sample[name], 1) for name in ("ours", "books")}
         print(json.dumps(row), flush=True)
     ray.shutdown()

@@ -14,11 +14,13 @@
 """Learning on the built-in task by mode and staleness bound, over several seeds.
 
     python benchmarks/convergence.py runs/convergence.jsonl [--steps 50] [--seeds 3] [--only sync one_step_off]
+    python benchmarks/convergence.py runs/long_tail.jsonl --task long_tail
     python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 
-Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, and the final
-validation score. Runs that the file has already are left out, so an interrupted sweep goes on where it stopped. At the
-end it prints the final scores of each variant, with their spread.
+Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, the final
+validation score, and how far the policy that samples was from the one that is trained. Runs that the file has already
+are left out, so an interrupted sweep goes on where it stopped. At the end it prints the final scores of each variant,
+with their spread. The long-tailed task is that of partial rollout, in which long answers get several versions old.
 """
 
 from __future__ import annotations
@@ -33,27 +35,49 @@ from typing import Any
 
 from mains import run, short_folder
 
-ONE_STEP_OFF, FULLY_ASYNC = "recipe.one_step_off.main", "recipe.fully_async.main"
+ONE_STEP_OFF, FULLY_ASYNC, PARTIAL = (
+    f"recipe.{mode}.main" for mode in ("one_step_off", "fully_async", "partial_rollout")
+)
 CORRECTED = ["algorithm.rollout_correction.bypass_mode=false", "algorithm.rollout_correction.rollout_is=token"]
+UNCORRECTED = ["algorithm.rollout_correction.rollout_is=null"]
+# Twice the preset's places: a batch then takes a fifth of the decode steps of a long answer.
+LONG_TAIL = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rollout.max_num_batched_tokens=16384"]
 
 STEPS = 50
+LAST = 10
+MISMATCH = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_max")
 
-VARIANTS: dict[str, tuple[str, list[str]]] = {
-    "sync": (ONE_STEP_OFF, ["async_training.staleness_threshold=0"]),
-    "one_step_off": (ONE_STEP_OFF, []),
-    **{f"fully_async S={bound}": (FULLY_ASYNC, [f"async_training.staleness_threshold={bound}"]) for bound in (1, 2, 4)},
-    **{
-        f"fully_async S={bound}, corrected": (FULLY_ASYNC, [f"async_training.staleness_threshold={bound}", *CORRECTED])
-        for bound in (1, 2, 4)
+
+def _depth(versions: int) -> list[str]:
+    return [f"async_training.staleness_threshold={versions}"]
+
+
+def _turns(depth: int, bound: int) -> list[str]:
+    return [*LONG_TAIL, *_depth(depth), f"async_training.max_staleness={bound}"]
+
+
+TASKS: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "tiny_cpu": {
+        "sync": (ONE_STEP_OFF, _depth(0)),
+        "one_step_off": (ONE_STEP_OFF, []),
+        **{f"fully_async S={bound}": (FULLY_ASYNC, _depth(bound)) for bound in (1, 2, 4)},
+        **{f"fully_async S={bound}, corrected": (FULLY_ASYNC, [*_depth(bound), *CORRECTED]) for bound in (1, 2, 4)},
+    },
+    "tiny_cpu_long_tail": {
+        "sync": (PARTIAL, _turns(0, 0)),
+        "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
+        "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
+        "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
     },
 }
+"""By preset: main and settings of each variant; "sync" is what the others are compared with."""
 
 
-def one_run(variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
-    main, settings = VARIANTS[variant]
+def one_run(preset: str, variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
+    main, settings = TASKS[preset][variant]
     with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         overrides = [
-            "preset=tiny_cpu",
+            f"preset={preset}",
             f"builtin_task.dir={task}",
             *settings,
             f"data.seed={seed}",
@@ -67,6 +91,7 @@ def one_run(variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
         result = run(main, overrides, Path(out) / "metrics.jsonl", Path(out))
         summary = json.loads((Path(out) / "summary.json").read_text())
     began = result.steps[0][0]
+    measured = [key for key in MISMATCH if all(key in step for _, step in result.steps[-LAST:])]
     return {
         "variant": variant,
         "seed": seed,
@@ -75,6 +100,7 @@ def one_run(variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
         "first": summary["validation"]["first"],
         "last": summary["validation"]["last"],
         "staleness": summary["staleness"],
+        "mismatch": {key: statistics.fmean(step[key] for _, step in result.steps[-LAST:]) for key in measured},
     }
 
 
@@ -82,20 +108,39 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def sweep(results: Path, steps: int, seeds: int, variants: Sequence[str] = tuple(VARIANTS)) -> list[dict[str, Any]]:
+def sweep(
+    results: Path, steps: int, seeds: int, preset: str = "tiny_cpu", variants: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """Do the runs that ``results`` does not have yet; returns all rows of the file."""
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["variant"], row["seed"]) for row in read(results)}
     with tempfile.TemporaryDirectory() as task:
         for seed in range(seeds):
-            for variant in variants:
+            for variant in variants or TASKS[preset]:
                 if (variant, seed) in done:
                     continue
-                row = one_run(variant, seed, steps, Path(task))
+                row = one_run(preset, variant, seed, steps, Path(task))
                 with results.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
                 print(variant, seed, row["first"], row["last"], flush=True)
     return read(results)
+
+
+def report(variant: str, rows: list[dict[str, Any]]) -> str:
+    """One line: scores with their range, the mean reward of the last steps, staleness, mismatch, seconds."""
+    scores = [row["last"] for row in rows]
+    reward = statistics.fmean(statistics.fmean(row["reward"][-LAST:]) for row in rows)
+    staleness = statistics.fmean(row["staleness"]["mean"] for row in rows)
+    mismatch = {
+        key.removeprefix("rollout_corr/"): round(statistics.fmean(row["mismatch"][key] for row in rows), 4)
+        for key in MISMATCH
+        if all(key in row.get("mismatch", ()) for row in rows)
+    }
+    seconds = statistics.fmean(row["seconds"][-1] for row in rows)
+    return (
+        f"{variant:32} {statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}, {len(scores)} seeds), "
+        f"reward {reward:.3f}, staleness {staleness:.2f}, {mismatch}, {seconds:.0f} s"
+    )
 
 
 def main() -> None:
@@ -103,15 +148,16 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--task", choices=["uniform", "long_tail"], default="uniform")
+    parser.add_argument("--only", nargs="+", help="variants; by default all of the task")
     arguments = parser.parse_args()
-    rows = sweep(arguments.results, arguments.steps, arguments.seeds, arguments.only)
-    for variant in VARIANTS:
-        scores = [row["last"] for row in rows if row["variant"] == variant]
-        if scores:
-            spread = f"{min(scores):.3f} to {max(scores):.3f}"
-            seconds = statistics.mean(row["seconds"][-1] for row in rows if row["variant"] == variant)
-            print(f"{variant:28} {statistics.mean(scores):.3f} ({spread}, {len(scores)} seeds), {seconds:.0f} s")
+    preset = "tiny_cpu" if arguments.task == "uniform" else "tiny_cpu_long_tail"
+    if unknown := set(arguments.only or ()) - set(TASKS[preset]):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; the variants are {', '.join(TASKS[preset])}")
+    rows = sweep(arguments.results, arguments.steps, arguments.seeds, preset, arguments.only)
+    for variant in TASKS[preset]:
+        if own := [row for row in rows if row["variant"] == variant]:
+            print(report(variant, own))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 import stock_overrides as stock
-from main_process import run_module, short_run
+from main_process import run_module, short_run, with_helpers
 
-__all__ = ["Run", "run", "short_folder", "short_run", "stock"]
+__all__ = ["Run", "run", "short_folder", "short_run", "stock", "with_helpers"]
 
 RUN_S = 1800
 POLL_S = 0.02

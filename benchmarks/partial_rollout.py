@@ -1,0 +1,159 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Partial rollout against synchronous training, both taking turns on the same accelerators.
+
+    python benchmarks/partial_rollout.py [--shapes uniform tail long_tail] [--repeats 1]
+
+Both are this package's main in the same placement; the synchronous side has the bound 0, under which a batch is
+generated whole. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and no
+core (`slow_decode` in tests/e2e), as on an accelerator, where it is bound by reading the weights. Reported, from the
+steps after the first ones: seconds of wall-clock a trained sample for both; the synchronous side's idle share, which is
+the part of its wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
+
+    saved = 1 - seconds a sample / synchronous seconds a sample;   saved / idle share is to be at least 0.9
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mains import Run, run, short_folder, with_helpers
+
+MAIN = "recipe.partial_rollout.main"
+PRESETS = {False: "tiny_cpu", True: "tiny_cpu_long_tail"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is generated and on what.
+
+    tail: the prompts at one place of every twenty have answers of 120 tokens, the others of 6, else all of 6; the order
+    of the data is fixed, so five batches have all of it. slots: groups that generate at once. decode_s: seconds of a
+    decode step. bound: max_staleness. steps: of the synchronous side and of partial rollout. skip: those not counted.
+    """
+
+    tail: bool
+    slots: int
+    decode_s: float
+    bound: int
+    steps: tuple[int, int]
+    skip: tuple[int, int]
+    batch: int = 16
+    answers: int = 4
+
+
+SHAPES = {
+    "uniform": Shape(False, slots=8, decode_s=0.1, bound=1, steps=(12, 12), skip=(2, 2)),
+    "tail": Shape(True, slots=4, decode_s=0.08, bound=6, steps=(7, 17), skip=(2, 7)),
+    "long_tail": Shape(True, slots=8, decode_s=0.15, bound=9, steps=(7, 20), skip=(2, 10)),
+}
+
+
+def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
+    here = str(Path(__file__).parent)
+    environment = with_helpers(os.environ) | {"DECODE_STEP_S": str(shape.decode_s)}
+    environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
+    bound, depth = (0, 0) if synchronous else (shape.bound, 1)
+    sequences = shape.slots * shape.answers
+    length = 256 if shape.tail else 128
+    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        loops = Path(out) / "agent_loops.yaml"
+        loops.write_text("- name: fixed\n  _target_: fixed_lengths.FixedLengthLoop\n")
+        rollout = "actor_rollout_ref.rollout"
+        overrides = [
+            f"preset={PRESETS[shape.tail]}",
+            f"builtin_task.dir={task / PRESETS[shape.tail]}",
+            "data.shuffle=false",
+            f"async_training.staleness_threshold={depth}",
+            f"async_training.max_staleness={bound}",
+            f"async_training.concurrent_samples_per_replica={shape.slots}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={shape.batch}",
+            f"{rollout}.n={shape.answers}",
+            f"{rollout}.max_num_seqs={sequences}",
+            f"{rollout}.max_num_batched_tokens={sequences * length}",
+            f"{rollout}.agent.agent_loop_config_path={loops}",
+            f"{rollout}.agent.default_agent_loop=fixed",
+            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+            f"trainer.total_training_steps={shape.steps[not synchronous]}",
+            f"trainer.default_local_dir={out}",
+            f"hydra.run.dir={out}/hydra",
+            f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+        ]
+        return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment)
+
+
+def idle_share(result: Run, skip: int) -> float:
+    """Share of the wall-clock time after the first ``skip`` steps that slots stood empty in generation turns."""
+    steps = [step for _, step in counted(result, skip)]
+    seconds = sum(step["timing_s/gen"] * (1.0 - step["partial_rollout/turn_occupancy"]) for step in steps)
+    times = [moment for moment, _ in result.steps]
+    return seconds / (times[-1] - times[skip - 1])
+
+
+def counted(result: Run, skip: int) -> list[tuple[float, dict[str, Any]]]:
+    return result.steps[skip:]
+
+
+def mean(result: Run, skip: int, key: str) -> float:
+    return statistics.fmean(step[key] for _, step in counted(result, skip))
+
+
+def compare(shape: Shape, task: Path) -> dict[str, float]:
+    skip_sync, skip = shape.skip
+    sync, partial = one_run(shape, True, task), one_run(shape, False, task)
+    samples = shape.batch * shape.answers
+    seconds_sync, seconds = sync.seconds_per_step(skip_sync) / samples, partial.seconds_per_step(skip) / samples
+    idle, saved = idle_share(sync, skip_sync), 1.0 - seconds / seconds_sync
+    row = {
+        "sync_ms_per_sample": 1000 * seconds_sync,
+        "partial_ms_per_sample": 1000 * seconds,
+        "sync_idle_share": idle,
+        "saved": saved,
+        "saved_over_idle": saved / idle if idle else 0.0,
+        "partial_idle_share": idle_share(partial, skip),
+        "sync_train_s": mean(sync, skip_sync, "timing_s/step") - mean(sync, skip_sync, "timing_s/gen"),
+        "partial_train_s": mean(partial, skip, "timing_s/step") - mean(partial, skip, "timing_s/gen"),
+        "interrupt_s_max": max(step["partial_rollout/interrupt_seconds"] for _, step in counted(partial, skip)),
+        "interrupt_s_median": statistics.median(
+            step["partial_rollout/interrupt_seconds"] for _, step in counted(partial, skip)
+        ),
+        "staleness_max": max(step["fully_async/staleness/oldest_token_max"] for _, step in partial.steps),
+    }
+    return {name: round(value, 4) for name, value in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--task", type=Path, help="folder of the built-in tasks; made anew by default")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        for name in arguments.shapes:
+            for _ in range(arguments.repeats):
+                row = compare(SHAPES[name], arguments.task or Path(made))
+                print(json.dumps({"shape": name, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Rewards that take time beside generation that takes time: what they add to a step.
+
+    python benchmarks/rewards.py [--steps 8] [--generation-seconds 9] [--rewards-seconds 7]
+
+Fully asynchronous, 16 prompts of 8 answers of 6 tokens a step, 64 at a time; a decode step takes a fixed time and no
+core (`slow_decode` in tests/e2e), and a reward sleeps. A batch's generation and its rewards, one after the other, would
+take the two numbers of seconds: 180 and 140 in the setting that this stands for, here a twentieth. Reported, from the
+steps after the first ones: seconds a step without rewards and with them, and the share of the rewards' time, queues
+included, in which generation went on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from mains import Run, run, short_folder, with_helpers
+
+MAIN = "recipe.fully_async.main"
+BATCH, ANSWERS, TOKENS, AT_ONCE = 16, 8, 6, 64
+PROCESSES = 8
+SKIP = 3
+REWARD = """
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=0.0):
+    time.sleep(seconds)
+    return float(solution_str == ground_truth)
+"""
+
+
+def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Run:
+    """``generation_s`` and ``rewards_s``: of a batch."""
+    rounds = BATCH * ANSWERS / AT_ONCE
+    environment = with_helpers(os.environ) | {"DECODE_STEP_S": str(generation_s / rounds / TOKENS)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
+    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        loops = Path(out) / "agent_loops.yaml"
+        loops.write_text("- name: fixed\n  _target_: fixed_lengths.FixedLengthLoop\n")
+        reward = Path(out) / "reward.py"
+        reward.write_text(REWARD)
+        rollout = "actor_rollout_ref.rollout"
+        overrides = [
+            "preset=tiny_cpu",
+            f"builtin_task.dir={task}",
+            f"async_training.concurrent_samples_per_replica={AT_ONCE // ANSWERS}",
+            f"async_training.reward_processes={PROCESSES}",
+            f"reward.custom_reward_function.path={reward}",
+            "reward.custom_reward_function.name=compute_score",
+            f"+reward.custom_reward_function.reward_kwargs.seconds={rewards_s * PROCESSES / (BATCH * ANSWERS)}",
+            f"{rollout}.agent.agent_loop_config_path={loops}",
+            f"{rollout}.agent.default_agent_loop=fixed",
+            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={out}",
+            f"hydra.run.dir={out}/hydra",
+            f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+        ]
+        return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--generation-seconds", type=float, default=9.0)
+    parser.add_argument("--rewards-seconds", type=float, default=7.0)
+    arguments = parser.parse_args()
+    seconds = {}
+    with tempfile.TemporaryDirectory() as task:
+        for rewards_s in (0.0, arguments.rewards_seconds):
+            finished = one_run(arguments.steps, arguments.generation_seconds, rewards_s, Path(task))
+            step = seconds[rewards_s] = finished.seconds_per_step(SKIP)
+            last = finished.steps[-1][1]
+            row = {
+                "rewards_s": rewards_s,
+                "step_s": round(step, 2),
+                "reward_seconds": round(last["fully_async/rewards/seconds"], 1),
+                "hidden_share": round(last["fully_async/rewards/hidden_share"], 3),
+            }
+            print(json.dumps(row), flush=True)
+    with_rewards, without = seconds[arguments.rewards_seconds], seconds[0.0]
+    ratios = {
+        "with_over_without": round(with_rewards / without, 3),
+        "one_after_the_other_over_with": round((without + arguments.rewards_seconds) / with_rewards, 3),
+    }
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()
