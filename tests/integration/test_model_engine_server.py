@@ -15,15 +15,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
-from recipe.async_engine.model_engine.server import deal
+from recipe.async_engine.model_engine.server import Ranks, deal
+from recipe.async_engine.model_engine.service import EngineLost
+from recipe.async_engine.model_engine.worker import Place
 
 FP32 = 1e-5
 SCENARIO_S = 400
@@ -80,6 +85,32 @@ def test_requests_wait_while_serving_is_paused(seen: dict[str, Any]) -> None:
 def test_when_a_rank_dies_its_server_ends_and_the_other_one_answers(seen: dict[str, Any]) -> None:
     assert seen["after_a_rank_died"] <= FP32
     assert seen["asked_from_now_on"] == ["model_engine_1"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised", "words"),
+    [
+        ([RuntimeError("connection closed by peer"), ActorDiedError()], EngineLost, "a rank died"),
+        ([RuntimeError("out of memory"), None], RuntimeError, "out of memory"),
+        ([None, TimeoutError()], EngineLost, "did not answer within 1 s"),
+    ],
+)
+async def test_server_learns_of_a_dead_rank_though_another_one_fails_for_it_first(
+    errors: list[Exception | None], raised: type[Exception], words: str
+) -> None:
+    async def promote(error: Exception | None) -> None:
+        if isinstance(error, TimeoutError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.1 if isinstance(error, ActorDiedError) else 0)
+        if error is not None:
+            raise error
+
+    workers: list[Any] = [
+        SimpleNamespace(promote=SimpleNamespace(remote=lambda e=error: promote(e))) for error in errors
+    ]
+    ranks = Ranks(workers, [Place(rank, len(workers), True) for rank in range(len(workers))], timeout_s=1)
+    with pytest.raises(raised, match=words):
+        await ranks.promote()
 
 
 def test_rows_are_dealt_in_equal_numbers_and_every_row_is_computed() -> None:

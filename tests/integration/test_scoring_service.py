@@ -22,7 +22,13 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
-from recipe.async_engine.model_engine.service import NotHere, ScoringFailed, ScoringService, ServiceClosed
+from recipe.async_engine.model_engine.service import (
+    EngineLost,
+    NotHere,
+    ScoringFailed,
+    ScoringService,
+    ServiceClosed,
+)
 
 SOON = 10.0
 
@@ -184,6 +190,16 @@ async def test_engine_error_costs_its_batch_only(generation: Harness) -> None:
         await generation.answer(generation.ask("long", 0))
     assert isinstance(caught.value.__cause__, MemoryError)
     assert (await generation.answer(generation.ask("short", 0))).scores == "short by 0"
+
+
+async def test_lost_engine_closes_the_service_for_those_it_was_computing_too(generation: Harness) -> None:
+    await generation.load(0)
+    generation.engine.script = [EngineLost("a rank died")]
+    asked = [generation.ask(name, 0) for name in "ab"]
+    for task in asked:
+        with pytest.raises(ServiceClosed, match="a rank died"):
+            await generation.answer(task)
+    assert isinstance(await generation.service.ended(), EngineLost)
 
 
 async def test_failed_promotion_closes_the_service_with_its_cause(generation: Harness) -> None:

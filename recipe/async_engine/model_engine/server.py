@@ -78,12 +78,18 @@ class Ranks:
         await self._all([worker.promote.remote() for worker, _ in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
+        # Every rank's outcome: when one dies, others may fail for it first, in what they computed together.
         try:
-            return await asyncio.wait_for(asyncio.gather(*answers), self._timeout_s)
-        except RayActorError as error:
-            raise EngineLost(f"a rank died: {error}") from error
+            outcomes = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), self._timeout_s)
         except TimeoutError:
             raise EngineLost(f"the ranks did not answer within {self._timeout_s:g} s") from None
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if isinstance(error, RayActorError):
+                raise EngineLost(f"a rank died: {error}") from error
+        if errors:
+            raise errors[0]
+        return outcomes
 
 
 class ModelEngineServer:

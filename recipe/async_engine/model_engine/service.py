@@ -278,14 +278,14 @@ class ScoringService:
         sequences = [self._answers[request.id][0] for request in batch.requests]
         try:
             scores = await self._engine.score(sequences)
+        except EngineLost as error:
+            logger.error("the log-prob server lost its engine: %s", error)
+            self._close(error)
         except Exception as error:
             failed = ScoringFailed(f"{len(sequences)} sequences could not be scored: {type(error).__name__}: {error}")
             failed.__cause__ = error
             for request in batch.requests:
                 self._end(request.id, failed)
-            if isinstance(error, EngineLost):
-                logger.error("the log-prob server lost its engine: %s", error)
-                self._close(error)
         else:
             self._count(batch, began)
             for request, result in zip(batch.requests, scores, strict=True):
