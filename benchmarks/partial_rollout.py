@@ -13,7 +13,7 @@
 # limitations under the License.
 """Partial rollout against synchronous training, both taking turns on the same accelerators.
 
-    python benchmarks/partial_rollout.py [--shapes uniform tail long_tail] [--repeats 1]
+    python benchmarks/partial_rollout.py [--shapes uniform tail long_tail] [--repeats 1] [--colocate-async]
 
 Both are this package's main in the same placement; the synchronous side has the bound 0, under which a batch is
 generated whole. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and no
@@ -22,6 +22,9 @@ steps after the first ones: seconds of wall-clock a trained sample for both; the
 the part of its wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
 
     saved = 1 - seconds a sample / synchronous seconds a sample;   saved / idle share is to be at least 0.9
+
+With ``--colocate-async`` a third side runs: stock verl's v1 trainer of that name, with one batch ahead, waiting for
+groups at the same bound; it looks for groups every 2 seconds, which is made 0.05 here.
 """
 
 from __future__ import annotations
@@ -31,13 +34,19 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mains import Run, run, short_folder, with_helpers
+from mains import Run, run, short_folder, short_run, stock, with_helpers
 
+from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.task import TaskSettings, ensure_task
+
+CHECKOUT = Path(__file__).parents[1]
 MAIN = "recipe.partial_rollout.main"
+STOCK_MAIN = "verl.trainer.main_ppo"
 PRESETS = {False: "tiny_cpu", True: "tiny_cpu_long_tail"}
 
 
@@ -67,39 +76,77 @@ SHAPES = {
 }
 
 
-def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
-    here = str(Path(__file__).parent)
-    environment = with_helpers(os.environ) | {"DECODE_STEP_S": str(shape.decode_s)}
-    environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
-    bound, depth = (0, 0) if synchronous else (shape.bound, 1)
+def environment_of(shape: Shape, base: Mapping[str, str]) -> dict[str, str]:
+    environment = with_helpers(base) | {"DECODE_STEP_S": str(shape.decode_s)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
+    return environment
+
+
+def overrides_of(shape: Shape, steps: int, out: str) -> list[str]:
+    """What all sides have in common."""
     sequences = shape.slots * shape.answers
     length = 256 if shape.tail else 128
+    loops = Path(out) / "agent_loops.yaml"
+    loops.write_text("- name: fixed\n  _target_: fixed_lengths.FixedLengthLoop\n")
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        "data.shuffle=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={shape.batch}",
+        f"{rollout}.n={shape.answers}",
+        f"{rollout}.max_num_seqs={sequences}",
+        f"{rollout}.max_num_batched_tokens={sequences * length}",
+        f"{rollout}.agent.agent_loop_config_path={loops}",
+        f"{rollout}.agent.default_agent_loop=fixed",
+        f"trainer.total_training_steps={steps}",
+    ]
+
+
+def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
+    bound, depth = (0, 0) if synchronous else (shape.bound, 1)
     with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
-        loops = Path(out) / "agent_loops.yaml"
-        loops.write_text("- name: fixed\n  _target_: fixed_lengths.FixedLengthLoop\n")
-        rollout = "actor_rollout_ref.rollout"
         overrides = [
             f"preset={PRESETS[shape.tail]}",
             f"builtin_task.dir={task / PRESETS[shape.tail]}",
-            "data.shuffle=false",
+            *overrides_of(shape, shape.steps[not synchronous], out),
             f"async_training.staleness_threshold={depth}",
             f"async_training.max_staleness={bound}",
             f"async_training.concurrent_samples_per_replica={shape.slots}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={shape.batch}",
-            f"{rollout}.n={shape.answers}",
-            f"{rollout}.max_num_seqs={sequences}",
-            f"{rollout}.max_num_batched_tokens={sequences * length}",
-            f"{rollout}.agent.agent_loop_config_path={loops}",
-            f"{rollout}.agent.default_agent_loop=fixed",
-            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
-            f"trainer.total_training_steps={shape.steps[not synchronous]}",
             f"trainer.default_local_dir={out}",
             f"hydra.run.dir={out}/hydra",
             f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
         ]
-        return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment)
+        return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment_of(shape, os.environ))
+
+
+def colocate_async_run(shape: Shape, folder: Path) -> Run:
+    task = ensure_task(folder / PRESETS[shape.tail], TaskSettings(lengths="long_tail" if shape.tail else "uniform"))
+    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        metrics = Path(out) / "stock.jsonl"
+        environment = environment_of(shape, stock.stock_environment(CHECKOUT))
+        environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
+        with Prefork(environment) as forks:
+            overrides = [
+                f"+preset={PRESETS[shape.tail]}",
+                *short_run(task, Path(out), ray_dir),
+                *overrides_of(shape, shape.steps[1], out),
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+                "algorithm.adv_estimator=grpo",
+                f"data.train_batch_size={shape.batch}",
+                "trainer.v1.trainer_mode=colocate_async",
+                f"trainer.v1.sampler.max_off_policy_threshold={shape.bound + 1}",
+                "trainer.v1.sampler.max_off_policy_strategy=wait",
+                "trainer.v1.sampler.custom_sampler.path=pkg://quick_replay_buffer",
+                "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+                "trainer.logger=[console,file]",
+                "trainer.resume_mode=disable",
+                f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
+            ]
+            finished = run(STOCK_MAIN, overrides, metrics, Path(out), environment)
+    finished.steps = [(at, line["data"]) for at, line in finished.steps if "actor/grad_norm" in line["data"]]
+    return finished
 
 
 def idle_share(result: Run, skip: int) -> float:
@@ -118,7 +165,7 @@ def mean(result: Run, skip: int, key: str) -> float:
     return statistics.fmean(step[key] for _, step in counted(result, skip))
 
 
-def compare(shape: Shape, task: Path) -> dict[str, float]:
+def compare(shape: Shape, task: Path, with_stock: bool) -> dict[str, float]:
     skip_sync, skip = shape.skip
     sync, partial = one_run(shape, True, task), one_run(shape, False, task)
     samples = shape.batch * shape.answers
@@ -139,6 +186,13 @@ def compare(shape: Shape, task: Path) -> dict[str, float]:
         ),
         "staleness_max": max(step["fully_async/staleness/oldest_token_max"] for _, step in partial.steps),
     }
+    if with_stock:
+        stock_seconds = colocate_async_run(shape, task).seconds_per_step(skip) / samples
+        row |= {
+            "colocate_async_ms_per_sample": 1000 * stock_seconds,
+            "colocate_async_saved": 1.0 - stock_seconds / seconds_sync,
+            "over_colocate_async": stock_seconds / seconds,
+        }
     return {name: round(value, 4) for name, value in row.items()}
 
 
@@ -146,12 +200,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--colocate-async", action="store_true", help="also run stock verl's v1 trainer of that name")
     parser.add_argument("--task", type=Path, help="folder of the built-in tasks; made anew by default")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         for name in arguments.shapes:
             for _ in range(arguments.repeats):
-                row = compare(SHAPES[name], arguments.task or Path(made))
+                row = compare(SHAPES[name], arguments.task or Path(made), arguments.colocate_async)
                 print(json.dumps({"shape": name, **row}), flush=True)
 
 
