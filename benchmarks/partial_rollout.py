@@ -187,8 +187,14 @@ def compare(shape: Shape, task: Path, with_stock: bool) -> dict[str, float]:
         "staleness_max": max(step["fully_async/staleness/oldest_token_max"] for _, step in partial.steps),
     }
     if with_stock:
-        stock_seconds = colocate_async_run(shape, task).seconds_per_step(skip) / samples
+        stock_run = colocate_async_run(shape, task)
+        stock_seconds = stock_run.seconds_per_step(skip) / samples
         row |= {
+            "partial_tokens_per_answer": mean(partial, skip, "response_length/mean"),
+            "colocate_async_tokens_per_answer": mean(stock_run, skip, "response_length/mean"),
+            "colocate_async_staleness_max": max(
+                step["training/off_policy/trajectory_staleness_worst/max"] for _, step in stock_run.steps
+            ),
             "colocate_async_ms_per_sample": 1000 * stock_seconds,
             "colocate_async_saved": 1.0 - stock_seconds / seconds_sync,
             "over_colocate_async": stock_seconds / seconds,
