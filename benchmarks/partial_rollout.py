@@ -110,7 +110,6 @@ def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
             *overrides_of(shape, shape.steps[not synchronous], out),
             f"async_training.staleness_threshold={depth}",
             f"async_training.max_staleness={bound}",
-            f"async_training.concurrent_samples_per_replica={shape.slots}",
             "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
@@ -142,6 +141,8 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
                 "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
                 "trainer.logger=[console,file]",
                 "trainer.resume_mode=disable",
+                # Read by its client where the section is there, which the preset brings.
+                "+async_training.partial_rollout=true",
                 f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
             ]
             finished = run(STOCK_MAIN, overrides, metrics, Path(out), environment)

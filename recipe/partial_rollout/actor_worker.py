@@ -19,6 +19,14 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.weights.worker import DeadlineServerAdapter
 
 
+class NeighbourAdapter(DeadlineServerAdapter):
+    """Loads weights into whichever server has its replica's name at that time: one that died is started again."""
+
+    def _ensure_server_handle(self) -> bool:
+        self.server_handle = None
+        return super()._ensure_server_handle()
+
+
 class HybridActorWorker(ActorWorker):
     """verl's worker; what hands its weights to the engine beside it has deadlines and commits versions."""
 
@@ -29,9 +37,15 @@ class HybridActorWorker(ActorWorker):
         if self.rollout is None:
             return
         settings = (self.rollout.config.custom or {}).get("recipe", {})
-        self.rollout = DeadlineServerAdapter(
+        self.rollout = NeighbourAdapter(
             config=self.rollout.config,
             model_config=self.rollout.model_config,
             device_mesh=self.rollout.device_mesh,
             timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str | None:
+        """As verl's; returns the checksum of what the engine beside this rank loaded."""
+        await super().update_weights(global_steps=global_steps, mode=mode)
+        return self.rollout.checksum

@@ -17,8 +17,8 @@ Contract: generation happens between :meth:`begin_generation` and :meth:`pause` 
 engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
 trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`publish` takes it back
 with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
-committed. A replica that died is out of routing for the rest of its turn; as its accelerators are the trainer's, the
-run ends at the next publication, with the cause.
+committed. A replica that died is out of routing for the rest of its turn; before the next publication
+`recipe.partial_rollout.fleet` has it started again.
 
 Shown by tests/integration/test_turn_publisher.py and tests/e2e/test_partial_rollout.py.
 """
@@ -30,6 +30,7 @@ from typing import Any
 
 from recipe.async_engine.weights.publisher import (
     PING_TIMEOUT_S,
+    ChecksumMismatch,
     NoReplicaLeft,
     PublishFailed,
     ReplicaRecord,
@@ -65,6 +66,19 @@ class TurnPublisher(WeightPublisher):
         """Free the memory of the replicas' engines, which hold no weights then."""
         asyncio.run(self._each("free its memory", self._candidates(), self._sleep))
 
+    def find_dead(self) -> str:
+        """Ask each replica whether it and its engine are alive; returns what is wrong with those that are not."""
+        asyncio.run(self._find_dead())
+        return self._errors()
+
+    async def _find_dead(self) -> None:
+        await self._each("answer", self._candidates(), self._check_engine, PING_TIMEOUT_S)
+        await self._unroute_dead()
+
+    @staticmethod
+    async def _check_engine(record: ReplicaRecord) -> None:
+        await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
+
     @staticmethod
     async def _open(record: ReplicaRecord) -> None:
         # The publication has taken the engine's memory back, its cache included.
@@ -83,6 +97,9 @@ class TurnPublisher(WeightPublisher):
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is not None:
             raise PublishFailed(f"version {version} did not reach every replica: {error}") from error
+        if len(set(outcomes)) > 1:
+            raise ChecksumMismatch(f"trainer ranks loaded different weights of version {version}: {outcomes}")
+        self.checksum = outcomes[0]
         announce()
         return {}
 

@@ -109,7 +109,7 @@ class TurnScheduler(RolloutScheduler):
         with self._changed:
             self.manager.open_turn()
             rollout = self._timeline.rollout
-            rollout.set_capacity(self._settings.slots)
+            rollout.set_capacity(self._settings.places or self._settings.slots)
             self._turn_began = rollout.offered_seconds, rollout.used_seconds
         self._poke()
 

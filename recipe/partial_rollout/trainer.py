@@ -25,8 +25,9 @@ from typing import Any
 
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.setup import side_by_side, start_agents
+from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_agents
 from recipe.partial_rollout.actor_worker import HybridActorWorker
+from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.pool import TurnPool
 from recipe.partial_rollout.publisher import TurnPublisher
 from recipe.partial_rollout.scheduler import InterruptedTokens, TurnScheduler
@@ -61,6 +62,10 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self._use_rollout(rollout)
         self.publisher.pause()
         self.publisher.release()
+
+    def _new_fleet(self, rollout: RolloutSide) -> TurnFleet:
+        budget = self.plan.settings.async_training.max_replica_restarts
+        return TurnFleet(self.publisher, lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
 
     def _new_scheduler(self) -> TurnScheduler:
         pool = TurnPool(self.async_rollout_manager.agent_loop_workers)

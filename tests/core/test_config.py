@@ -343,7 +343,8 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     plan = derive(configured({}), dataset_rows=500)
     assert (plan.batch_groups, plan.batches_per_version, plan.version_groups) == (32, 2, 64)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.answers_per_group) == (4, 2, 8)
-    assert plan.max_concurrent_trajectories == 256
+    # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
+    assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
     assert (plan.total_steps, plan.total_versions, plan.total_groups) == (31, 16, 1000)
 
 

@@ -77,9 +77,15 @@ def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) ->
 
 
 def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S) -> FinishedRun:
-    """Run ``main`` to its end; helpers in this folder can be named in ``overrides``."""
+    """Run ``main`` to its end; helpers in this folder can be named in ``overrides``.
+
+    ``main`` is a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
+    """
     # The main chooses its platform by itself, as it would in a user's shell.
     environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    if ":" in main:
+        environment["MODE"], environment["TRAINER"] = main.split(":")
+        main = "trainer_main"
     folder.mkdir(parents=True, exist_ok=True)
     finished = run_module(main, overrides, folder, with_helpers(environment), timeout_s)
     (folder / "output.txt").write_text(finished.stdout)

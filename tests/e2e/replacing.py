@@ -29,10 +29,18 @@ import httpx
 import ray
 from recording import kill
 
+from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.publisher import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
 START_S = 120.0
+
+
+def wait_for_replacements(fleet: Fleet) -> None:
+    """Until those that are being started are up."""
+    deadline = time.monotonic() + START_S
+    for attempt in fleet._replacements._attempts:
+        attempt.result.result(max(0.0, deadline - time.monotonic()))
 
 
 class ReplacingTrainer(FullyAsyncTrainer):
@@ -47,7 +55,7 @@ class ReplacingTrainer(FullyAsyncTrainer):
         if self.global_steps == 2:
             self.http_statuses.append(self._complete_over_http())
         if self.global_steps == 10:
-            self._wait_for_replacements()
+            wait_for_replacements(self.fleet)
         batch = super()._train(groups)
         if self.is_last_step:
             self._write()
@@ -57,11 +65,6 @@ class ReplacingTrainer(FullyAsyncTrainer):
         replica = self.publisher.replicas[0]
         body = {"model": self.config.actor_rollout_ref.model.path, "prompt": [1, 2, 3], "max_tokens": 2}
         return httpx.post(f"http://{replica.server_address}/v1/completions", json=body, timeout=60).status_code
-
-    def _wait_for_replacements(self) -> None:
-        deadline = time.monotonic() + START_S
-        for attempt in self.fleet._replacements._attempts:
-            attempt.result.result(max(0.0, deadline - time.monotonic()))
 
     def _write(self) -> None:
         replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))

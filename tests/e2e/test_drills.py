@@ -76,13 +76,13 @@ def test_killed_process_costs_no_prompt(
             f"trainer.total_training_steps={steps}",
         ]
 
-    first = run_main("drill_main", overrides(STEPS), folder)
+    first = run_main("fully_async:drill_trainer.DrillTrainer", overrides(STEPS), folder)
     killed = json.loads(done.read_text())
     assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, 4)
     assert first.returncode == (1 if part in FATAL else 0), first.output[-8000:]
 
     total = STEPS + MORE
-    second = run_main("drill_main", overrides(total), folder)
+    second = run_main("fully_async:drill_trainer.DrillTrainer", overrides(total), folder)
     assert second.returncode == 0, second.output[-8000:]
     count = total * GROUPS
     assert second.summary["ledger"] == {"issued": count, "trained": count, "filtered": 0, "failed": 0, "live": 0}

@@ -187,9 +187,7 @@ def test_the_comparison_finds_a_deliberate_fault(
     equivalence_task: TaskPaths,
     tmp_path: Path,
     short_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SABOTAGE", fault)
-    ours = run_ours("sabotaged_main", equivalence_task, tmp_path, short_dir)
+    ours = run_ours(f"one_step_off:sabotage.{fault}", equivalence_task, tmp_path, short_dir)
     with pytest.raises(AssertionError, match=found):
         compare(ours, baseline)

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
-MAIN = "recording_main"
+MAIN = "partial_rollout:recording_trainer.RecordingTrainer"
 GROUPS, ANSWERS = 4, 4
 BOUND = 4
 LONG_PROMPT = 10

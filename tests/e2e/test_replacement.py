@@ -40,7 +40,7 @@ def test_killed_replica_and_log_prob_server_are_replaced_and_serve(
         "async_training.timeouts.first_weights=2",
         f"trainer.total_training_steps={steps}",
     ]
-    run = run_main("replacing_main", overrides, tmp_path)
+    run = run_main("fully_async:replacing.ReplacingTrainer", overrides, tmp_path)
     check_books(run, steps, bound=1)
     live, servers = run.column("fully_async/count/live_replicas"), run.column("model_engine_server/servers")
     assert (live[0], servers[0]) == (2, 1)

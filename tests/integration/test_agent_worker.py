@@ -150,6 +150,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
             {
                 "async_training": {
                     "partial_rollout": True,
+                    "partial_tokens_interval": None,
                     "max_group_retries": retries,
                     "timeouts": {"generation": SOON, "reward": reward_s},
                 },

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,15 +32,22 @@ from recipe.async_engine.rollout.client import (
     ResumingClient,
     VersionMismatch,
 )
+from recipe.async_engine.rollout.progress import OutputWatch, Sampled
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
 
 
-def make_client(balancer: GlobalRequestLoadBalancer, *, resume: bool = True, timeout_s: float = 20.0) -> ResumingClient:
+def make_client(
+    balancer: GlobalRequestLoadBalancer, *, resume: bool = True, timeout_s: float = 20.0, every_s: float | None = None
+) -> ResumingClient:
     config = OmegaConf.create(
         {
-            "async_training": {"partial_rollout": resume, "timeouts": {"generation": timeout_s}},
+            "async_training": {
+                "partial_rollout": resume,
+                "timeouts": {"generation": timeout_s},
+                "partial_tokens_interval": every_s,
+            },
             "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
         }
     )
@@ -135,6 +143,102 @@ async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_fro
     assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11]
     assert other.calls[0]["sampling_params"]["max_tokens"] == 4
     assert balancer.get_all_servers() == ["other"]
+
+
+class SamplingServer:
+    """Samples tokens 10, 11, ... for its one request, of which it tells, until it is told to die."""
+
+    def __init__(self, tokens: int, with_log_probs: bool = True) -> None:
+        self.outputs = OutputWatch()
+        self.tokens = tokens
+        self.with_log_probs = with_log_probs
+        self.told: list[int] = []
+        self.dies = asyncio.Event()
+
+    async def generate(self, request_id: str, **request: Any) -> Any:
+        async for _ in self.outputs.watching(self._sample)(request_id=request_id):
+            pass
+
+    async def _sample(self, request_id: str) -> Any:
+        for count in range(1, self.tokens + 1):
+            tokens = list(range(10, 10 + count))
+            log_probs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+            answer = SimpleNamespace(token_ids=tokens, logprobs=log_probs if self.with_log_probs else None)
+            yield SimpleNamespace(finished=False, outputs=[answer])
+        await self.dies.wait()
+        raise ActorDiedError
+
+    async def sampled_since(self, known: dict[str, int]) -> dict[str, Any]:
+        news = {request_id: self.outputs.since(request_id, count, version=7) for request_id, count in known.items()}
+        self.told += [len(sampled.token_ids) for sampled in news.values() if sampled is not None]
+        if self.told:
+            self.dies.set()
+        return {request_id: sampled for request_id, sampled in news.items() if sampled is not None}
+
+
+@pytest.mark.parametrize("with_log_probs", [True, False])
+async def test_tokens_that_were_fetched_outlive_their_server(with_log_probs: bool) -> None:
+    dying, other = SamplingServer(3, with_log_probs), ScriptedServer(part([20, 21], 8))
+    balancer = balancer_of(dying)
+    recorder = start_recording()
+    asked = asyncio.create_task(ask(make_client(balancer, every_s=0.02), max_tokens=6))
+    await dying.dies.wait()
+    balancer.add_servers({"other": Handle(other)})
+    answer = await asked
+    assert answer.token_ids == [10, 11, 12, 20, 21]
+    assert answer.log_probs == ([-10.0, -11.0, -12.0] if with_log_probs else []) + [-20.0, -21.0]
+    assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11, 12]
+    assert other.calls[0]["sampling_params"]["max_tokens"] == 3
+    assert recorder.segments == [(7, (10, 11, 12)), (8, (20, 21))]
+    assert (recorder.recovered_tokens, recorder.cut_tokens, recorder.interruptions) == (3, 3, 1)
+    assert (dying.told, balancer.get_all_servers()) == ([3], ["other"])
+
+
+@pytest.mark.parametrize("version", [7, 8])
+async def test_answer_of_one_version_goes_on_elsewhere_under_that_version_only(version: int) -> None:
+    dying, other = SamplingServer(3), ScriptedServer(part([20], version))
+    balancer = balancer_of(dying)
+    asked = asyncio.create_task(ask(make_client(balancer, resume=False, every_s=0.02), max_tokens=6))
+    await dying.dies.wait()
+    balancer.add_servers({"other": Handle(other)})
+    if version == 7:
+        answer = await asked
+        assert (answer.token_ids, answer.stop_reason) == ([10, 11, 12, 20], "completed")
+        assert answer.extra_fields.keys() <= {
+            "global_steps",
+            "submitted_version",
+            "min_global_steps",
+            "max_global_steps",
+        }
+    else:
+        with pytest.raises(
+            VersionMismatch, match="lost its server under version 7 and could go on under version 8 only"
+        ):
+            await asked
+
+
+async def test_answer_begins_anew_where_no_tokens_are_fetched() -> None:
+    dying, other = SamplingServer(3), ScriptedServer(part([20], 8))
+    balancer = balancer_of(dying)
+    asked = asyncio.create_task(ask(make_client(balancer, every_s=None), max_tokens=6))
+    await asyncio.sleep(0.1)
+    balancer.add_servers({"other": Handle(other)})
+    dying.dies.set()
+    assert (await asked).token_ids == [20]
+    assert dying.told == []
+
+
+async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
+    async def sample(request_id: str) -> Any:
+        for finished in (False, True):
+            yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
+
+    watch = OutputWatch()
+    told = []
+    async for _ in watch.watching(sample)(request_id="one"):
+        told.append([watch.since("one", known, version=0) for known in (0, 1, 2)])
+    assert told == [[Sampled(0, [10, 11], None), Sampled(0, [11], None), None], [None, None, None]]
+    assert watch.since("one", 0, version=0) is None
 
 
 async def test_death_of_the_last_server_is_said_in_words() -> None:

@@ -100,9 +100,10 @@ def test_a_script_for_stock_synchronous_training_composes_validates_and_has_a_pl
     assert validate(config, dataset_rows=7000, available=Resources(accelerators=8)) == []
     plan = derive(config, dataset_rows=7000)
     assert (plan.batch_groups, plan.batches_per_version, plan.answers_per_group) == (1024, 1, 8)
-    # Both sides have all accelerators, and every place of the four engines is a slot.
+    # Both sides have all accelerators; every place of the four engines is used, and a quarter as many answers wait.
     assert (plan.trainer_ranks, plan.rollout_replicas) == (8, 4)
-    assert plan.max_concurrent_trajectories == 4 * config["actor_rollout_ref"]["rollout"]["max_num_seqs"]
+    assert plan.engine_places == 4 * config["actor_rollout_ref"]["rollout"]["max_num_seqs"]
+    assert plan.max_concurrent_trajectories == plan.engine_places * 5 // 4
     assert plan.total_steps == 15 * 7000 // 1024
     correction = config["algorithm"]["rollout_correction"]
     assert (correction["bypass_mode"], correction["rollout_is"], correction["rollout_is_threshold"]) == (
@@ -124,7 +125,7 @@ def test_the_preset_of_one_gpu_validates_on_one() -> None:
     config = composed(FSDP, ["preset=one_gpu", "data.train_files=/data/a.parquet", "data.val_files=/data/b.parquet"])
     assert validate(config, dataset_rows=7473, available=Resources(accelerators=1)) == []
     plan = derive(config, dataset_rows=7473)
-    assert (plan.batch_groups, plan.max_concurrent_trajectories, plan.max_staleness) == (64, 256, 2)
+    assert (plan.batch_groups, plan.engine_places, plan.max_staleness) == (64, 256, 2)
 
 
 def test_the_script_for_two_nodes_composes_and_validates() -> None:

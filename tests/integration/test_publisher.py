@@ -25,12 +25,12 @@ from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.weights import publisher as module
-from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.worker import WeightLoadError
 
 
 class Replica:
-    """A replica of one worker and one server; ``loads`` is the script of its loads, empty for success."""
+    """A replica of one worker and one server; ``loads`` is the script of its loads: an error, or a checksum."""
 
     def __init__(self, rank: int, journal: list[Any], *loads: Any) -> None:
         self.replica_rank = rank
@@ -53,7 +53,7 @@ class Replica:
         if not self.answers:
             await asyncio.get_running_loop().create_future()
 
-    async def update(self, version: int) -> None:
+    async def update(self, version: int) -> str:
         step = self.loads.pop(0) if self.loads else None
         if step == "die":
             self.alive = False
@@ -64,6 +64,7 @@ class Replica:
         if isinstance(step, BaseException):
             raise step
         self.note(f"commit {version}")
+        return step or f"checksum of {version}"
 
     async def abort_all_requests(self) -> None:
         if not self.alive:
@@ -218,6 +219,27 @@ def test_engine_that_refuses_its_weights_does_not_end_the_sync_of_the_others() -
     fleet.replicas[0].loads = []
     fleet.publish(2)
     assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_replica_with_other_weights_than_most_loads_again_or_leaves_routing() -> None:
+    fleet = Fleet((), ("torn",), (None, None, "torn", "torn"))
+    fleet.publish(0)
+    assert fleet.routed == ["server-0", "server-1", "server-2"]
+    assert len([what for what, _ in fleet.journal if what == "commit 0"]) == 6, "all of them loaded twice"
+    assert fleet.publisher.checksum == "checksum of 0"
+    fleet.publish(1)
+    assert fleet.routed == ["server-0", "server-1"]
+    assert ("leave", 2) in fleet.journal
+
+
+def test_run_ends_where_no_weights_are_those_of_most_replicas() -> None:
+    fleet = Fleet((None, "torn", "torn"), ())
+    fleet.publish(0)
+    words = r"replica 0: loaded weights of version 1 with the checksum torn; no checksum is that of most replicas"
+    with pytest.raises(NoReplicaLeft, match=words) as ended:
+        fleet.publish(1)
+    assert isinstance(ended.value.__cause__, ChecksumMismatch)
+    assert ("announce", 1) not in fleet.journal
 
 
 def test_load_that_fails_once_succeeds_on_the_retry() -> None:

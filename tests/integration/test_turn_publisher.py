@@ -24,7 +24,9 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
+from recipe.async_engine.rollout.client import EngineDied
+from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed
+from recipe.partial_rollout.fleet import ReplicaLost, TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
 
 
@@ -36,6 +38,7 @@ class Engine:
         self.server_address = f"server-{rank}"
         self.server_handle = Handle(self)
         self.workers: list[Any] = []
+        self.servers = [Handle(self)]
         self.journal = journal
         self.alive = True
 
@@ -43,6 +46,10 @@ class Engine:
         if not self.alive:
             raise ActorDiedError()
         self.journal.append((what, self.replica_rank))
+
+    def check_engine(self) -> None:
+        if not self.alive:
+            raise EngineDied("the engine died")
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         await self._do("refuse" if reject_request else "hold")
@@ -63,12 +70,14 @@ class Ranks:
     def __init__(self, journal: list[Any]) -> None:
         self.journal = journal
         self.error: BaseException | None = None
+        self.checksums = ["the same", "the same"]
 
     def update_weights(self, global_steps: int, mode: str) -> list[Any]:
-        async def load(rank: int) -> None:
+        async def load(rank: int) -> str:
             if self.error is not None and rank == 1:
                 raise self.error
             self.journal.append((f"load {global_steps} {mode}", rank))
+            return self.checksums[rank]
 
         return [load(rank) for rank in range(2)]
 
@@ -133,6 +142,14 @@ def test_a_rank_that_cannot_load_its_engine_ends_the_run_with_the_cause() -> Non
     assert ("announce", 1) not in turn.journal
 
 
+def test_engines_with_different_weights_end_the_run_before_the_version_is_announced() -> None:
+    turn = Turn()
+    turn.ranks.checksums[1] = "torn"
+    with pytest.raises(ChecksumMismatch, match=r"different weights of version 1: \['the same', 'torn'\]"):
+        turn.publish(1)
+    assert ("announce", 1) not in turn.journal
+
+
 def test_an_engine_that_does_not_stop_in_time_is_given_up() -> None:
     turn = Turn()
     turn.publisher.begin_generation()
@@ -146,3 +163,41 @@ def test_an_engine_that_does_not_stop_in_time_is_given_up() -> None:
     turn.publisher._timeout_s = 5.0
     turn.publisher.begin_generation()
     assert turn.routed == ["server-1"]
+
+
+def test_a_dead_engine_is_started_again_before_the_next_publication() -> None:
+    turn = Turn()
+    turn.publisher.begin_generation()
+    started = []
+
+    def restart(lost: Any) -> Engine:
+        turn.journal.append(("restart", lost.replica_rank))
+        started.append(Engine(lost.replica_rank, turn.journal))
+        started[-1].server_address = "server-1-again"
+        return started[-1]
+
+    fleet = TurnFleet(turn.publisher, restart, budget=1)
+    fleet.publish(1)
+    assert fleet.metrics(1) == {"fully_async/count/restarts": 0}
+    turn.engines[1].alive = False
+    turn.journal.clear()
+    fleet.publish(2)
+    assert turn.journal[0] == ("restart", 1)
+    assert turn.routed == ["server-0"]
+    turn.publisher.begin_generation()
+    assert turn.routed == ["server-0", "server-1-again"]
+    assert fleet.metrics(2) == {"fully_async/count/restarts": 1}
+    started[0].alive = False
+    with pytest.raises(ReplicaLost, match=r"replica 1 died \(.*the engine died\).*max_replica_restarts=1"):
+        fleet.publish(3)
+
+
+def test_a_replica_that_does_not_start_again_ends_the_run_with_both_causes() -> None:
+    turn = Turn()
+    turn.engines[0].alive = False
+
+    def restart(lost: Any) -> Engine:
+        raise TimeoutError("no memory")
+
+    with pytest.raises(ReplicaLost, match=r"replica 0 died .*could not be started again: no memory"):
+        TurnFleet(turn.publisher, restart, budget=1).publish(1)

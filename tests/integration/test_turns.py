@@ -36,7 +36,7 @@ def client_of(*servers: ScriptedServer, held_s: float = SOON) -> TurnClient:
     timeouts = {"generation": SOON, "batch_wait": held_s, "weight_sync": 0, "checkpoint": 0, "validation": 0}
     config = OmegaConf.create(
         {
-            "async_training": {"partial_rollout": True, "timeouts": timeouts},
+            "async_training": {"partial_rollout": True, "timeouts": timeouts, "partial_tokens_interval": None},
             "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 16}},
         }
     )

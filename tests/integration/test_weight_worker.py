@@ -30,6 +30,7 @@ import zmq
 from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
+from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.worker import (
     DeadlineServerAdapter,
     DeadlineSocket,
@@ -79,6 +80,10 @@ class Server:
 
     async def clear_kv_cache(self) -> None:
         await self._answer("clear_kv_cache", None)
+
+    async def loaded(self, checksum: str) -> None:
+        self.checksum = checksum
+        await self._answer("checksum", None)
 
     async def set_global_steps(self, version: int) -> None:
         await self._answer("commit", version)
@@ -133,9 +138,15 @@ def assert_complete(server: Server) -> None:
 
 async def test_load_closes_the_server_first_and_commits_last(address: str) -> None:
     server = Server(address)
-    await make_adapter(server).update_weights(stream(), global_steps=4)
-    assert server.journal == [("begin_load", 4), ("loaded", None), ("clear_kv_cache", None), ("commit", 4)]
+    adapter = make_adapter(server)
+    await adapter.update_weights(stream(), global_steps=4)
+    assert [what for what, _ in server.journal] == ["begin_load", "loaded", "clear_kv_cache", "checksum", "commit"]
+    assert (server.journal[0], server.journal[-1]) == (("begin_load", 4), ("commit", 4))
     assert_complete(server)
+    arrived = StreamChecksum()
+    for name, tensor in server.weights.items():
+        arrived.add(name, tensor)
+    assert server.checksum == adapter.checksum == arrived.value()
 
 
 async def test_event_loop_goes_on_during_a_load(address: str) -> None:

@@ -134,8 +134,8 @@ class AsyncTraining:
     )
     concurrent_samples_per_replica: int | None = knob(
         16,
-        "Prompt groups a rollout replica works on at the same time. null: as many answers as its engine has room for,"
-        " `actor_rollout_ref.rollout.max_num_seqs`.",
+        "Prompt groups a rollout replica works on at the same time. null: a quarter more answers than its engine has"
+        " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends.",
         unit="groups",
         minimum=1,
     )
@@ -155,9 +155,16 @@ class AsyncTraining:
     max_replica_restarts: int = knob(
         3,
         "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
-        " goes on meanwhile and without them; a new one takes part from the next weight sync on. Without effect where"
-        " trainer and rollout share their accelerators.",
+        " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
+        " trainer's accelerators, the next weight sync waits for it.",
         minimum=0,
+    )
+    partial_tokens_interval: float | None = knob(
+        2.0,
+        "How often the tokens of answers under way are fetched from the rollout servers: an answer whose server dies"
+        " goes on elsewhere from them. null: never; it then goes on from its last interruption.",
+        unit="seconds",
+        above=0,
     )
     reward_processes: int = knob(
         1,
@@ -299,7 +306,8 @@ class RunPlan:
         rollout_replicas: Replicas that generate.
         total_steps: Steps at most; filtered and failed groups can only make it fewer.
         total_groups: Prompt groups issued at most, or None where only `total_steps` bounds them.
-        max_concurrent_trajectories: Trajectories in generation at the same time, over all replicas.
+        max_concurrent_trajectories: Trajectories at the engines at the same time, over all replicas.
+        engine_places: How many of these the engines generate at once; the others wait at them.
         proximal: Where the proximal log-probs come from.
         settings: The settings it was derived from.
     """
@@ -314,6 +322,7 @@ class RunPlan:
     total_steps: int
     total_groups: int | None
     max_concurrent_trajectories: int
+    engine_places: int
     proximal: Proximal
     settings: Settings
 
@@ -374,13 +383,25 @@ def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
     return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
 
 
+# Of an engine's places: how many trajectories wait at it. One that ends is followed by the next in the same step; from
+# farther away the next one would come a step or two later.
+WAITING_SHARE = 0.25
+
+
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Trajectories that one replica generates at the same time; at least a group's."""
+    """Trajectories that one replica has at the same time; at least a group's."""
     answers = int(lookup(config, "actor_rollout_ref.rollout.n", 1))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
         return groups * answers
-    return max(answers, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", answers)))
+    places = int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", answers))
+    return max(answers, places + int(WAITING_SHARE * places))
+
+
+def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
+    """How many of a replica's trajectories its engine generates at once."""
+    slots = slots_per_replica(config, training)
+    return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", slots)))
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
@@ -451,6 +472,7 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
         total_steps=min(limits.values()),
         total_groups=min(issued) if issued else None,
         max_concurrent_trajectories=replicas * slots_per_replica(config, training),
+        engine_places=replicas * places_per_replica(config, training),
         proximal=proximal_source(config, settings),
         settings=settings,
     )

@@ -41,6 +41,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
 from recipe.async_engine.model_engine.staging import StagingError
+from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.worker import WeightLoadError
 
 
@@ -105,8 +106,8 @@ class ModelEngineWorker(CheckpointEngineWorker):
         self._server = server
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None) -> None:
-        """Receive and stage version ``global_steps``.
+    async def update_weights(self, global_steps: int | None = None) -> str:
+        """Receive and stage version ``global_steps``; returns the checksum of what was staged.
 
         Raises:
             WeightLoadError: the weights did not arrive whole, or the model has other ones; the live version stays.
@@ -117,7 +118,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
             await self._wait_for_place()
-            await asyncio.to_thread(self._receive, global_steps)
+            checksum = await asyncio.to_thread(self._receive, global_steps)
         except StagingError as error:
             if leads:
                 await self._tell("load_failed", str(error))
@@ -129,11 +130,14 @@ class ModelEngineWorker(CheckpointEngineWorker):
         self._staged = True
         if leads:
             await self._tell("staged")
+        return checksum
 
-    def _receive(self, version: int | None) -> None:
+    def _receive(self, version: int | None) -> str:
         self._use_device()
-        weights = self.checkpoint_engine.receive_weights(global_steps=version)
+        checksum = StreamChecksum()
+        weights = checksum.watching(self.checkpoint_engine.receive_weights(global_steps=version))
         asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
+        return checksum.value()
 
     async def promote(self) -> None:
         """Make the staged weights the live ones, on this rank."""

@@ -103,6 +103,7 @@ class TrajectoryScored:
         cut_tokens: tokens that were sampled before one of them, in the answer it cut.
         reprefilled_tokens: tokens sent to an engine again because of them.
         response_tokens: length of the response, tool tokens included.
+        recovered_tokens: of answers whose server died, which went on elsewhere from them.
     """
 
     score: float | None
@@ -113,6 +114,7 @@ class TrajectoryScored:
     reprefilled_tokens: int
     response_tokens: int
     cut_tokens: int = 0
+    recovered_tokens: int = 0
 
 
 _generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
@@ -336,6 +338,7 @@ class TrajectoryWorker(AgentLoopWorker):
             reprefilled_tokens=recorder.reprefilled_tokens,
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
             cut_tokens=recorder.cut_tokens,
+            recovered_tokens=recorder.recovered_tokens,
         )
 
 

@@ -18,9 +18,11 @@ Contract:
 * ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
   under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
-  cut all the same, ``generate`` raises instead of returning it as complete.
+  cut all the same, ``generate`` raises instead of returning it as complete. After its server's death it goes on under
+  the same version only.
 * Every request's version is the one at its submission; an answer that claims another one is an error.
-* A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens.
+* A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
+  those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
 * Every request has a deadline (``async_training.timeouts.generation``).
 
 Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
@@ -28,17 +30,20 @@ Shown by tests/integration/test_client.py (servers faked below the actor seam) a
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rollout.progress import SERVER_DIED, Flight, by_server
 from recipe.async_engine.rollout.recorder import current_recorder
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,7 @@ logger = logging.getLogger(__name__)
 # What a request may have beside tokens, in verl's words.
 MODALITIES = ("image_data", "video_data", "audio_data")
 ABORTED = ("aborted", "abort")
+FETCH_S = 10.0
 
 
 class GenerationError(RecipeError):
@@ -64,8 +70,8 @@ class EngineDied(GenerationError):
     """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
 
 
-# The caller's list, which the task that ``wait_for`` starts fills in: a value set in that task would be lost with it.
-_route: ContextVar[list[str] | None] = ContextVar("recipe_route", default=None)
+# The caller's object, which the task that ``wait_for`` starts fills in: a value set there would be lost with the task.
+_flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
 class ResumingClient(LLMServerClient):
@@ -76,6 +82,12 @@ class ResumingClient(LLMServerClient):
         async_training = config.async_training
         self._resume = bool(async_training.partial_rollout)
         self._timeout_s = float(async_training.timeouts.generation)
+        interval = async_training.partial_tokens_interval
+        # What the router of a mixture of experts chose comes with complete parts only.
+        keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
+        self._fetch_every_s = float(interval) if interval is not None and keeps_parts else None
+        self._flights: dict[int, Flight] = {}
+        self._fetching: asyncio.Task[None] | None = None
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         try:
@@ -84,10 +96,17 @@ class ResumingClient(LLMServerClient):
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
             raise
-        route = _route.get()
-        if route is not None:
-            route.append(server_id)
+        flight = _flight.get()
+        if flight is not None:
+            flight.server_id, flight.server = server_id, server
         return server_id, server
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        engine_request_id = super()._vllm_request_id(request_id)
+        flight = _flight.get()
+        if flight is not None:
+            flight.engine_request_id = engine_request_id
+        return engine_request_id
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -124,6 +143,12 @@ class ResumingClient(LLMServerClient):
             if part is None:
                 continue
             versions.append(self._version(part))
+            server_died = part.extra_fields.pop(SERVER_DIED, False)
+            if not self._resume and versions[-1] != versions[0]:
+                raise VersionMismatch(
+                    f"the answer to request {request_id} lost its server under version {versions[0]} and could go on "
+                    f"under version {versions[-1]} only, although async_training.partial_rollout=False"
+                )
             if recorder is not None:
                 recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
                 recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
@@ -132,7 +157,7 @@ class ResumingClient(LLMServerClient):
                 merged.stop_reason = part.stop_reason or "completed"
             elif len(merged.token_ids) >= budget:
                 merged.stop_reason = "completed"
-            elif not self._resume:
+            elif not self._resume and not server_died:
                 raise GenerationError(
                     f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
                     "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
@@ -154,24 +179,68 @@ class ResumingClient(LLMServerClient):
         return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
 
     async def _request(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
-        """One request to one server; None if that server died or left routing before it sampled a token."""
-        route: list[str] = []
-        _route.set(route)
-        try:
-            part = await asyncio.wait_for(super().generate(request_id, **kwargs), self._timeout_s)
-        except TimeoutError:
-            raise GenerationError(
-                f"rollout server {route} did not answer within {self._timeout_s:g} s; raise "
-                "async_training.timeouts.generation if answers may take longer"
-            ) from None
-        except (RayActorError, EngineDied) as error:
-            logger.error("rollout server %s died under a request, which goes on elsewhere: %s", route, error)
-            await self._load_balancer.remove_servers.remote(route)
-            return None
+        """One request to one server; None if there is no token of that server, because it died or left routing."""
+        with self._under_way() as flight:
+            try:
+                part = await asyncio.wait_for(super().generate(request_id, **kwargs), self._timeout_s)
+            except TimeoutError:
+                raise GenerationError(
+                    f"rollout server {flight.server_id} did not answer within {self._timeout_s:g} s; raise "
+                    "async_training.timeouts.generation if answers may take longer"
+                ) from None
+            except (RayActorError, EngineDied) as error:
+                return await self._after_death(flight, error)
         if part.stop_reason not in ABORTED:
             return part
         self._interrupted()
         return part if part.token_ids else None
+
+    async def _after_death(self, flight: Flight, error: Exception) -> TokenOutput | None:
+        logger.error(
+            "rollout server %s died under a request, which goes on elsewhere after %d of its tokens: %s",
+            flight.server_id,
+            len(flight.token_ids),
+            error,
+        )
+        await self._load_balancer.remove_servers.remote([flight.server_id])
+        part = flight.cut_answer()
+        recorder = current_recorder()
+        if part is not None and recorder is not None:
+            recorder.recovered_tokens += len(part.token_ids)
+        return part
+
+    @contextmanager
+    def _under_way(self) -> Iterator[Flight]:
+        """What is known of the request under way; its tokens are fetched meanwhile."""
+        flight = Flight()
+        _flight.set(flight)
+        self._flights[id(flight)] = flight
+        if self._fetch_every_s is not None and (self._fetching is None or self._fetching.done()):
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch(self._fetch_every_s))
+        try:
+            yield flight
+        finally:
+            del self._flights[id(flight)]
+            _flight.set(None)
+
+    async def _fetch(self, every_s: float) -> None:
+        """As long as requests are under way, ask their servers for the tokens so far."""
+        while self._flights:
+            await asyncio.sleep(every_s)
+            await asyncio.gather(*[self._fetch_from(flights) for flights in by_server(self._flights).values()])
+
+    async def _fetch_from(self, flights: list[Flight]) -> None:
+        known = {str(flight.engine_request_id): len(flight.token_ids) for flight in flights}
+        try:
+            sampled = await asyncio.wait_for(flights[0].server.sampled_since.remote(known), FETCH_S)
+        except (RayError, TimeoutError) as error:
+            # The requests themselves end with the server's death, or with their own deadline.
+            logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
+            return
+        for flight in flights:
+            news = sampled.get(flight.engine_request_id)
+            if news is not None:
+                flight.add(news)
 
     def _interrupted(self) -> None:
         """A server gave a request back before it was complete; the answer goes on at once."""

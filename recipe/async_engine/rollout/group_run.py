@@ -36,10 +36,11 @@ class SchedulerSettings:
 
     Attributes:
         group_size: trajectories a group (``rollout.n``).
-        slots: trajectories that may generate at once, over all replicas.
+        slots: trajectories that may be at the engines at once, over all replicas.
         max_retries: attempts of one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
         on_overdue: what to do about running groups that keep the next batch from being taken.
+        places: of the slots, those that generate at once; None: all of them.
     """
 
     group_size: int
@@ -47,6 +48,7 @@ class SchedulerSettings:
     max_retries: int
     max_consecutive_failures: int
     on_overdue: OnOverdue = OnOverdue.WAIT
+    places: int | None = None
 
 
 @dataclass

@@ -30,9 +30,10 @@ class TrajectoryRecorder:
 
     Attributes:
         segments: (version, token ids) of every answer with tokens, in the order of the answers.
-        interruptions: how often a weight sync cut an answer that was then resumed.
+        interruptions: how often an answer was cut, by a weight sync or a server's death, and then resumed.
         cut_tokens: tokens of the cut parts; all of them are in ``segments``.
         reprefilled_tokens: prompt and kept tokens that a resume sent to an engine again.
+        recovered_tokens: of parts whose server died, fetched from it before.
         scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
     """
@@ -41,6 +42,7 @@ class TrajectoryRecorder:
     interruptions: int = 0
     cut_tokens: int = 0
     reprefilled_tokens: int = 0
+    recovered_tokens: int = 0
     scorer: PartScorer | None = None
     text_only: bool = True
 

@@ -81,6 +81,7 @@ class RolloutScheduler:
         self._error: BaseException | None = None
         self.interrupted_trajectories = 0
         self.reprefilled_tokens = 0
+        self.recovered_tokens = 0
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
@@ -234,6 +235,7 @@ class RolloutScheduler:
                 "fully_async/rewards/hidden_share": self._overlap.hidden_share,
                 "fully_async/partial/interrupted_trajectories": self.interrupted_trajectories,
                 "fully_async/partial/reprefilled_tokens": self.reprefilled_tokens,
+                "fully_async/partial/recovered_tokens": self.recovered_tokens,
             }
 
     # The event loop's side.
@@ -350,6 +352,7 @@ class RolloutScheduler:
         for scored in run.scored:
             self.interrupted_trajectories += scored.interruptions > 0
             self.reprefilled_tokens += scored.reprefilled_tokens
+            self.recovered_tokens += scored.recovered_tokens
 
     def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
         transition()

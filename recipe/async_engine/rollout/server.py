@@ -42,6 +42,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.prefork.run import use_for_spawned_processes
 from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.rollout.http_gate import guard
+from recipe.async_engine.rollout.progress import OutputWatch, Sampled
 from recipe.async_engine.run.stacks import waits
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
@@ -141,6 +142,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
         self._submitted_versions: dict[str, int | None] = {}
+        self._outputs = OutputWatch()
+        self._checksum: str | None = None
         self._answered = 0
 
     async def generate(
@@ -189,9 +192,25 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
 
     async def run_server(self, args: argparse.Namespace) -> None:
-        """As verl's, with the gate over the HTTP endpoints too."""
+        """As verl's, with the gate over the HTTP endpoints too, and a watch on the engine's outputs."""
         args.middleware = [*args.middleware, guard(self)]
         await super().run_server(args)
+        self.engine.generate = self._outputs.watching(self.engine.generate)
+
+    async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
+        """Tokens that the engine has sampled for requests under way.
+
+        Args:
+            known: request id to number of tokens that the caller has.
+
+        Returns:
+            request id to what came after those; requests without news are not in it.
+        """
+        news = {
+            request_id: self._outputs.since(request_id, count, self._submitted_versions.get(request_id))
+            for request_id, count in known.items()
+        }
+        return {request_id: sampled for request_id, sampled in news.items() if sampled is not None}
 
     async def admit(self) -> None:
         """Wait until a request over HTTP may reach the engine.
@@ -242,6 +261,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Close the server: weights of version ``global_steps`` are about to be written in place."""
         self._gate.begin_load(global_steps)
 
+    async def loaded(self, checksum: str) -> None:
+        """The weights of the announced version have all come; ``checksum`` is theirs."""
+        self._checksum = checksum
+
     async def set_global_steps(self, global_steps: int) -> None:
         """Commit version ``global_steps``: called by the weight worker once every tensor is loaded."""
         await super().set_global_steps(global_steps)
@@ -259,6 +282,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._resume_event.set()
         self._resume_event.clear()
 
+    async def check_engine(self) -> None:
+        """Raises EngineDied if the engine is gone."""
+        if self.node_rank == 0 and self.engine.errored:
+            raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
+
     async def answered_requests(self) -> int:
         """Answers that this server has given, cut ones included."""
         return self._answered
@@ -268,14 +296,18 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
         requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
         return [
-            f"weights {gate}; version {self.global_steps}; paused: {self._submission_paused}; requests at the engine: "
-            f"{requests}, on their way to it: {self._admitting}",
+            f"weights {gate}; version {self.global_steps}, checksum {self._checksum}; paused: "
+            f"{self._submission_paused}; requests at the engine: {requests}, on their way to it: {self._admitting}",
             *(f"tasks: {line}" for line in waits()),
         ]
 
     async def committed_version(self) -> int | None:
         """The complete version this server answers with, or None while it holds none."""
         return self.global_steps if self._gate.is_open else None
+
+    async def committed_checksum(self) -> str | None:
+        """Of the weights of `committed_version`, None where they did not come from a trainer."""
+        return self._checksum if self._gate.is_open else None
 
     def _get_worker_extension_cls(self) -> str:
         if get_platform().device_name == "cpu":

@@ -121,7 +121,7 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
         # Only the scheduler's thread takes from it; a checkpoint is restored before that thread starts.
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
-        self.timeline = Timeline(time.monotonic, self.plan.max_concurrent_trajectories)
+        self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         self.saved = RunState(config, self.plan)
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
@@ -162,12 +162,12 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
             load_balancer=rollout.replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
         )
-        training = self.plan.settings.async_training
-        if training.placement == "separate":
-            replacements = Replacements(training.max_replica_restarts, self.timeouts.startup, clear_replica)
-            self.fleet = Fleet(self.publisher, replacements, rollout.replicas.start_another)
-        else:
-            self.fleet = Fleet(self.publisher)
+        self.fleet = self._new_fleet(rollout)
+
+    def _new_fleet(self, rollout: RolloutSide) -> Fleet:
+        budget = self.plan.settings.async_training.max_replica_restarts
+        replacements = Replacements(budget, self.timeouts.startup, clear_replica)
+        return Fleet(self.publisher, replacements, rollout.replicas.start_another)
 
     def _launch_servers(
         self, servers: LogProbServers, numbers: Sequence[int] | None = None
@@ -237,6 +237,7 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
         return SchedulerSettings(
             group_size=plan.answers_per_group,
             slots=plan.max_concurrent_trajectories,
+            places=plan.engine_places,
             max_retries=training.max_group_retries,
             max_consecutive_failures=plan.batch_groups,
             on_overdue=OnOverdue(training.on_overdue),

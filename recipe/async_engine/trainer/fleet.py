@@ -15,7 +15,7 @@
 
 Contract: a publication goes to whatever is alive, with what was started in a lost one's place since the last one; what
 it finds dead is replaced from then on, as far as the budget goes. Agent-loop workers ask the log-prob servers that hold
-a version. Where trainer and rollout share their accelerators nothing is replaced.
+a version. Where trainer and rollout share their accelerators, `recipe.partial_rollout.fleet` takes its place.
 
 Shown by tests/integration/test_replacement.py and tests/e2e/test_replacement.py.
 """
@@ -93,9 +93,13 @@ class Fleet:
 
     def metrics(self, version: int) -> dict[str, float]:
         """What the log-prob servers did since the last call, and the count of replacements begun."""
-        restarts = 0 if self._replacements is None else self._replacements.begun
         served = {} if self._meter is None else self._meter.read(version)
-        return {"fully_async/count/restarts": restarts, **served}
+        return {"fully_async/count/restarts": self.restarts, **served}
+
+    @property
+    def restarts(self) -> int:
+        """Replacements begun so far."""
+        return 0 if self._replacements is None else self._replacements.begun
 
     @property
     def _handles(self) -> Handles:

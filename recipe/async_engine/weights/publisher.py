@@ -21,6 +21,8 @@ Contract:
   load again without it: engines load in place, so a broken transfer may have left torn weights everywhere.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
   (checkpoint_engine/base.py:553).
+* Replicas that loaded other weights than most did, by their checksums, have failed to load; where no value is held by
+  most of them, all have.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
 Shown by tests/integration/test_publisher.py and, with a replica killed in a real sync, tests/e2e/test_faults.py.
@@ -29,7 +31,8 @@ Shown by tests/integration/test_publisher.py and, with a replica killed in a rea
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +56,10 @@ class NoReplicaLeft(RecipeError):
     """No rollout replica holds the current weights; the cause is chained."""
 
 
+class ChecksumMismatch(RecipeError):
+    """A replica loaded other weights than the others did."""
+
+
 class PublishFailed(RecipeError):
     """The trainer's side of a weight sync failed, on every attempt."""
 
@@ -60,6 +67,14 @@ class PublishFailed(RecipeError):
 def generates(replica: RolloutReplica) -> bool:
     """Whether it is a rollout replica, and no log-prob server."""
     return getattr(replica, "generates", True)
+
+
+def agreed(checksums: Sequence[set[str | None]]) -> str | None:
+    """The checksum that more than half of the replicas have, each on all of its ranks; None if there is none."""
+    for found, count in Counter(map(frozenset, checksums)).items():
+        if len(found) == 1 and 2 * count > len(checksums):
+            return next(iter(found))
+    return None
 
 
 @dataclass
@@ -107,6 +122,7 @@ class WeightPublisher(CheckpointEngineManager):
         self._load_balancer = load_balancer
         self._timeout_s = timeout_s
         self.seconds = 0.0
+        self.checksum: str | None = None
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
         """Replicas that take part from the next sync on; see verl's method of this name."""
@@ -259,7 +275,7 @@ class WeightPublisher(CheckpointEngineManager):
         results = await self._outcomes([*sent, *rollout.update_weights(global_steps=version)])
         trainer, receivers = results[: len(sent)], results[len(sent) :]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
-        committed = []
+        committed, checksums = [], []
         for record in records:
             count = len(record.replica.workers)
             outcome, receivers = receivers[:count], receivers[count:]
@@ -267,6 +283,15 @@ class WeightPublisher(CheckpointEngineManager):
             record.dead = any(isinstance(result, RayActorError) for result in outcome)
             if record.error is None:
                 committed.append(record)
+                checksums.append(set(outcome))
+        self.checksum = agreed(checksums)
+        for record, found in zip(committed, checksums, strict=True):
+            if found != {self.checksum}:
+                record.error = ChecksumMismatch(
+                    f"loaded weights of version {version} with the checksum {', '.join(map(str, sorted(found)))}; "
+                    + (f"most have {self.checksum}" if self.checksum else "no checksum is that of most replicas")
+                )
+        committed = [record for record in committed if record.error is None]
         metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
         return committed, metrics, trainer_error
 

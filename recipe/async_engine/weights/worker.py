@@ -32,10 +32,12 @@ import torch
 import zmq
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.plugin.platform import get_platform
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.weights.checksum import StreamChecksum
 
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
 
@@ -160,12 +162,16 @@ def run_id() -> str:
 
 
 class DeadlineServerAdapter(ServerAdapter):
-    """Loads weights into the vLLM server next to it, within a deadline and off the event loop."""
+    """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
+
+    ``checksum``: of the weights that it loaded last.
+    """
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), run_id())
         self._timeout_s = timeout_s
+        self.checksum: str | None = None
 
     @torch.no_grad()
     async def update_weights(
@@ -187,6 +193,7 @@ class DeadlineServerAdapter(ServerAdapter):
             timeout=self._timeout_s,
             kwargs={**kwargs, "use_shm": self.use_shm},
         )
+        checksum = StreamChecksum()
         interrupt = Interrupt()
         watcher = asyncio.create_task(self._watch(load, interrupt))
         sender = DeadlineWeightSender(
@@ -197,16 +204,20 @@ class DeadlineServerAdapter(ServerAdapter):
             interrupt=interrupt,
         )
         try:
-            await asyncio.to_thread(_run_on, get_platform().current_device(), sender.async_send_weights(weights))
+            await asyncio.to_thread(
+                _run_on, get_platform().current_device(), sender.async_send_weights(checksum.watching(weights))
+            )
             await self._in_time(watcher, "finish the load")
         finally:
             watcher.cancel()
             interrupt.close()
         if interrupt.reason is not None:
             raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {interrupt.reason}")
+        self.checksum = checksum.value()
         if self._has_server:
             await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
             if global_steps is not None:
+                await self._in_time(self.server_handle.loaded.remote(self.checksum), "take a checksum")
                 await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
 
     async def _in_time(self, answer: Awaitable[Any], what: str) -> None:
@@ -245,3 +256,9 @@ class RolloutWeightWorker(CheckpointEngineWorker):
             replica_rank=replica_rank,
             timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None) -> str | None:
+        """As verl's; returns the checksum of what was loaded."""
+        await super().update_weights(global_steps)
+        return self.server_adapter.checksum

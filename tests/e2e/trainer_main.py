@@ -11,19 +11,21 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The one-step-off main with the trainer of `sabotage` that the environment variable ``SABOTAGE`` names."""
+"""The main of the mode that the environment variable ``MODE`` names, with the trainer that ``TRAINER`` names."""
 
 import os
 
 import hydra
 from omegaconf import DictConfig
 
+MODE = os.environ["MODE"]
 
-@hydra.main(config_path="pkg://recipe.one_step_off.config", config_name="one_step_off_ppo_trainer", version_base=None)
+
+@hydra.main(config_path=f"pkg://recipe.{MODE}.config", config_name=f"{MODE}_ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
     from recipe.async_engine.run import driver
 
-    driver.main(config, mode="one_step_off", trainer_class=f"sabotage.{os.environ['SABOTAGE']}")
+    driver.main(config, mode=MODE, trainer_class=os.environ["TRAINER"])
 
 
 if __name__ == "__main__":

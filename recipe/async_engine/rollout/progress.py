@@ -1,0 +1,112 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Tokens of answers under way, so that they outlive the server that samples them.
+
+Contract: a server notes the newest output of each request (:class:`OutputWatch`); a client fetches from time to time
+what has come since it last asked (:class:`Flight`). When the server dies, the answer goes on elsewhere from the tokens
+that the client has; those sampled after its last question are sampled again. Shown by tests/integration/test_client.py
+and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.rollout.replica import TokenOutput
+
+# In the extra fields of a cut answer: it was not given back, its server died.
+SERVER_DIED = "recipe_server_died"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens of one request and, where they were asked for, their log-probs; ``version`` sampled all of them."""
+
+    version: int | None
+    token_ids: list[int]
+    log_probs: list[float] | None
+
+
+class OutputWatch:
+    """The newest output of each request that an engine works on."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Any] = {}
+
+    def watching(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        """An engine's ``generate``, whose outputs are noted as they come."""
+
+        async def watched(*args: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+            try:
+                async for output in generate(*args, request_id=request_id, **kwargs):
+                    self._newest[request_id] = output
+                    yield output
+            finally:
+                self._newest.pop(request_id, None)
+
+        return watched
+
+    def since(self, request_id: str, known: int, version: int | None) -> Sampled | None:
+        """What came after the first ``known`` tokens; None if that is nothing, or the last of the answer.
+
+        A complete answer is on its way already; taken for a part, it would go on after its end.
+        """
+        output = self._newest.get(request_id)
+        if output is None or output.finished or not output.outputs:
+            return None
+        answer = output.outputs[0]
+        if len(answer.token_ids) <= known:
+            return None
+        tokens, log_probs = list(answer.token_ids[known:]), None
+        if answer.logprobs is not None:
+            log_probs = [answer.logprobs[known + n][token].logprob for n, token in enumerate(tokens)]
+        return Sampled(version, tokens, log_probs)
+
+
+@dataclass
+class Flight:
+    """One request under way at a server, and what is known of its answer."""
+
+    server_id: str | None = None
+    server: Any = None
+    engine_request_id: str | None = None
+    version: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+
+    def add(self, sampled: Sampled) -> None:
+        self.version = sampled.version
+        self.token_ids += sampled.token_ids
+        if sampled.log_probs is not None:
+            self.log_probs = [*(self.log_probs or []), *sampled.log_probs]
+
+    def cut_answer(self) -> TokenOutput | None:
+        """What is known, as an answer that was cut; None if that is nothing."""
+        if not self.token_ids or self.version is None:
+            return None
+        extra = {"global_steps": self.version, "submitted_version": self.version, SERVER_DIED: True}
+        return TokenOutput(
+            token_ids=self.token_ids, log_probs=self.log_probs, stop_reason="aborted", extra_fields=extra
+        )
+
+
+def by_server(flights: Mapping[int, Flight]) -> dict[str, list[Flight]]:
+    """Those that have reached a server, by its name."""
+    grouped: dict[str, list[Flight]] = {}
+    for flight in flights.values():
+        if flight.server_id is not None and flight.engine_request_id is not None:
+            grouped.setdefault(flight.server_id, []).append(flight)
+    return grouped

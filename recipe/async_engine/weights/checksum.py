@@ -1,0 +1,65 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A checksum of weights on their way into an engine, on whatever device they are.
+
+Contract: the same for the same names, shapes, types and bits, in whatever order the tensors come; another one if a bit
+differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. It reads each tensor once, and waits for
+the device at the end only. It finds accidents, not forgeries. Shown by tests/integration/test_checksum.py.
+
+`torch.hash_tensor` would be the library for it, but its exclusive or takes ones, twice, for zeros.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import torch
+
+BLOCK = 1024
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 (), on the tensor's device: sums of its blocks' bits as integers, weighted by the blocks' places."""
+    numbers = tensor.detach().flatten().view(INTEGERS[tensor.element_size()])
+    whole = len(numbers) // BLOCK
+    sums = [numbers[: whole * BLOCK].view(whole, BLOCK).sum(1, dtype=torch.int64)]
+    sums.append(numbers[whole * BLOCK :].sum(dtype=torch.int64)[None])
+    blocks = torch.cat(sums)
+    return (blocks * torch.arange(1, whole + 2, device=blocks.device)).sum()
+
+
+class StreamChecksum:
+    """See the module's contract."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, torch.Tensor]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._parts.append((f"{name} {tuple(tensor.shape)} {tensor.dtype}", sum_of_bits(tensor)))
+
+    async def watching(self, weights: Any) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """The weights, an iterator of (name, tensor) of either kind, added as they pass."""
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        async for name, tensor in ensure_async_iterator(weights):
+            self.add(name, tensor)
+            yield name, tensor
+
+    def value(self) -> str:
+        """16 hexadecimal digits."""
+        total = sum(zlib.crc32(f"{what} {int(bits)}".encode()) for what, bits in self._parts)
+        return f"{(total << 32 | len(self._parts)) % (1 << 64):016x}"

@@ -1,0 +1,118 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Trainers that lose a rollout replica in mid-generation: SIGKILL at step 3, when an answer of its has some tokens.
+
+At step 6 they wait for the one in its place; after the last step they write to ``LOST`` what that one has answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from replacing import wait_for_replacements
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+from recipe.async_engine.weights.publisher import generates
+from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.partial_rollout.trainer import PartialRolloutTrainer
+
+LOST_AT, WAITS_AT = 3, 6
+TOKENS, ANSWER_TOKENS = 3, 24
+ASK_S = 60.0
+# As long as the client takes to ask for new tokens, and a little more.
+FETCHED_S = 0.2
+
+
+class LongAnswers(SingleTurnAgentLoop):
+    """Answers that take two seconds or so."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        long = {**sampling_params, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+        return await super().run(long, **kwargs)
+
+
+def pid(actor: Any) -> int:
+    return os.getpid()
+
+
+def sampled_tokens(server: Any) -> int:
+    """Of the longest answer that its engine works on."""
+    newest = server._outputs._newest.values()
+    return max((len(output.outputs[0].token_ids) for output in newest if output.outputs), default=0)
+
+
+class Losing:
+    """Mixed into a trainer."""
+
+    def _next_groups(self) -> Any:
+        if self.global_steps == LOST_AT:
+            threading.Thread(target=self._lose, daemon=True).start()
+        if self.global_steps == WAITS_AT:
+            self._wait()
+        return super()._next_groups()
+
+    def _train(self, groups: list[Any]) -> Any:
+        batch = super()._train(groups)
+        if self.is_last_step:
+            replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))
+            answered = ray.get(replica.server_handle.answered_requests.remote(), timeout=ASK_S)
+            Path(os.environ["LOST"]).write_text(json.dumps({"answered_by_the_new_one": answered}))
+        return batch
+
+    def _lose(self) -> None:
+        """Kill it when an answer has had tokens long enough for them to be fetched, and goes on."""
+        replica = self.publisher.replicas[1]
+        pids = [ray.get(actor.__ray_call__.remote(pid), timeout=ASK_S) for actor in self._parts(replica)]
+        deadline = time.monotonic() + ASK_S
+        while time.monotonic() < deadline:
+            tokens = ray.get(replica.server_handle.__ray_call__.remote(sampled_tokens), timeout=ASK_S)
+            time.sleep(FETCHED_S)
+            more = ray.get(replica.server_handle.__ray_call__.remote(sampled_tokens), timeout=ASK_S)
+            if TOKENS <= tokens < more < ANSWER_TOKENS:
+                break
+        for number in pids:
+            os.kill(number, signal.SIGKILL)
+
+    def _parts(self, replica: Any) -> list[Any]:
+        return [*replica.workers, *replica.servers]
+
+    def _wait(self) -> None:
+        wait_for_replacements(self.fleet)
+
+
+class LosingFullyAsync(Losing, FullyAsyncTrainer):
+    """See the module."""
+
+
+class LosingOneStepOff(Losing, OneStepOffTrainer):
+    """See the module."""
+
+
+class LosingPartialRollout(Losing, PartialRolloutTrainer):
+    """See the module."""
+
+    def _parts(self, replica: Any) -> list[Any]:
+        # Its workers are the trainer's ranks.
+        return replica.servers
+
+    def _wait(self) -> None:
+        """The weight sync has waited already."""

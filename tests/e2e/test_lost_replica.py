@@ -1,0 +1,78 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One of two rollout replicas is killed while it generates, in each mode; `losing` has the trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from main_runs import run_main, small
+from test_fully_async import check_books
+
+from recipe.async_engine.task import TaskPaths
+
+STEPS = 12
+SLOW_DECODE = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
+APART = ["rollout.n_gpus_per_node=2", "async_training.staleness_threshold=1"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("main", "settings", "bound"),
+    [
+        pytest.param("fully_async:losing.LosingFullyAsync", APART, 1, id="fully_async"),
+        pytest.param("one_step_off:losing.LosingOneStepOff", APART[:1], 1, id="one_step_off", marks=pytest.mark.slow),
+        pytest.param(
+            "partial_rollout:losing.LosingPartialRollout",
+            ["trainer.n_gpus_per_node=2", "async_training.max_staleness=2"],
+            2,
+            id="partial_rollout",
+        ),
+    ],
+)
+def test_answers_of_a_killed_replica_go_on_elsewhere_and_another_one_takes_its_place(
+    main: str,
+    settings: list[str],
+    bound: int,
+    task: TaskPaths,
+    tmp_path: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DECODE_STEP_S", "0.08")
+    monkeypatch.setenv("LOST", str(tmp_path / "lost.json"))
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        *settings,
+        SLOW_DECODE,
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=long",
+        "async_training.partial_tokens_interval=0.05",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = run_main(main, overrides, tmp_path)
+    # The same count of trained groups as without a loss, each within the bound and with a version for each token.
+    check_books(run, STEPS, bound)
+    live = run.column("fully_async/count/live_replicas")
+    assert (live[0], live[-1]) == (2, 2)
+    assert run.metrics[-1]["fully_async/count/restarts"] == 1
+    # The first tokens of the lost answers were trained: they were sent to the other replica, which went on from them.
+    recovered = run.metrics[-1]["fully_async/partial/recovered_tokens"]
+    assert recovered > 0
+    assert run.metrics[-1]["fully_async/partial/reprefilled_tokens"] > recovered
+    assert json.loads((tmp_path / "lost.json").read_text())["answered_by_the_new_one"] > 0

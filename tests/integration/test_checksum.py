@@ -1,0 +1,82 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a checksum of weights tells apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_engine.weights.checksum import BLOCK, StreamChecksum
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
+
+
+def checksum(weights: dict[str, torch.Tensor]) -> str:
+    found = StreamChecksum()
+    for name, tensor in weights.items():
+        found.add(name, tensor)
+    return found.value()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(TYPES), st.integers(1, 3 * BLOCK), st.data())
+def test_any_bit_counts(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    weights = {"a": torch.randn(size).to(dtype), "b": torch.randn(3, 5).to(dtype)}
+    before = checksum(weights)
+    changed = bits(weights["a"])
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(weights) != before
+
+
+def test_order_of_arrival_and_layout_do_not_count() -> None:
+    weights = {"a": torch.randn(40, 70), "b": torch.randn(()), "c": torch.empty(0, 3)}
+    back = dict(reversed(weights.items()))
+    back["a"] = weights["a"].T.contiguous().T
+    assert not back["a"].is_contiguous()
+    assert checksum(back) == checksum(weights)
+
+
+@pytest.mark.parametrize("what", ["names", "shapes", "types", "blocks", "missing", "ones for zeros"])
+def test_what_was_mixed_up_is_found(what: str) -> None:
+    weights = {"a": torch.ones(4 * BLOCK), "b": torch.zeros(4 * BLOCK)}
+    weights["a"][:BLOCK] = 2.0
+    mixed = {name: tensor.clone() for name, tensor in weights.items()}
+    if what == "names":
+        mixed = {"a": mixed["b"], "b": mixed["a"]}
+    elif what == "shapes":
+        mixed["a"] = mixed["a"].view(2, -1)
+    elif what == "types":
+        mixed["b"] = mixed["b"].view(torch.int32)
+    elif what == "blocks":
+        mixed["a"] = mixed["a"].roll(BLOCK)
+    elif what == "missing":
+        del mixed["b"]
+    else:
+        mixed["b"] += 1.0
+    assert checksum(mixed) != checksum(weights)
+
+
+async def test_weights_pass_unchanged() -> None:
+    weights = {"a": torch.randn(3), "b": torch.randn(2)}
+    found = StreamChecksum()
+    passed = {name: tensor async for name, tensor in found.watching(iter(weights.items()))}
+    assert all(passed[name] is weights[name] for name in weights)
+    assert found.value() == checksum(weights)
