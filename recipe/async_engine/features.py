@@ -63,7 +63,10 @@ class Feature:
         return environ.get(self.variable, "").strip().lower() == self.value
 
 
-FEATURES: tuple[Feature, ...] = (Feature("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),)
+FEATURES: tuple[Feature, ...] = (
+    Feature("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),
+    Feature("RECIPE_V1_TRAINERS", "1", "recipe.async_engine.flags.register"),
+)
 
 
 def install_requested(environ: Mapping[str, str] | None = None) -> list[str]:

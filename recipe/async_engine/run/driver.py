@@ -48,9 +48,10 @@ from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal
+from recipe.async_engine.run.events import take_in
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
-from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.run.stall import STALL_FILE, Stalled
 from recipe.async_engine.shadowing import check_not_shadowed
 
@@ -136,7 +137,7 @@ def _follow(config: DictConfig, plan: RunPlan, mode: str, trainer_class: str, re
     with EndingOnSignal(runner.stop.remote, plan.settings.async_training.timeouts.stop):
         try:
             for reference in events:
-                _take_in(ray.get(reference, timeout=TASK_TIMEOUT_S), record, display)
+                take_in(ray.get(reference, timeout=TASK_TIMEOUT_S), record, display)
         except RayActorError as error:
             stalled = _stalled(config)
             if stalled is None:
@@ -149,24 +150,6 @@ def _stalled(config: DictConfig) -> Stalled | None:
     """Why the trainer's process ended itself, if it did."""
     report = Path(config.trainer.default_local_dir) / STALL_FILE
     return Stalled(report.read_text().rstrip()) if report.exists() else None
-
-
-def _take_in(event: Any, record: RunRecord, display: Display) -> None:
-    """One event of the run."""
-    if isinstance(event, Began):
-        record.begin_at(event.step)
-        record.update(event.state)
-        display.resume(event.step)
-    elif isinstance(event, Ended):
-        record.update(event.state)
-        if event.error is not None:
-            sys.stderr.write(f"\n{event.error['traceback']}")
-            record.fail(event.error)
-    else:
-        state, metrics = event
-        record.update(state)
-        record.step(metrics)
-        display.step(metrics)
 
 
 def _fill_builtin_task(config: DictConfig) -> None:

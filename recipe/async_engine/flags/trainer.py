@@ -1,0 +1,163 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The modes as v1 trainers of stock verl: verl's task runner constructs one, initializes it and has it fit.
+
+Contract: verl's `TaskRunnerV1` drives a `FlaggedTrainer` as it drives its own trainers. The run is then this package's,
+in the task runner's process: its trainer, its record (``metrics.jsonl``, ``summary.json``), its errors. A configuration
+that cannot run is refused before the run starts any process; Ray and the task runner are up by then. Ctrl-C ends the
+run as it ends verl's own: at once.
+
+Shown by tests/e2e/test_flags.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from recipe.async_engine.config.inspect import check
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.run.display import Display
+from recipe.async_engine.run.events import take_in
+from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.runner import TaskRunner
+from recipe.async_engine.shadowing import check_not_shadowed
+
+
+MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
+
+
+class FlagError(RecipeError):
+    """A setting of stock verl that the mode which a flag chose cannot take."""
+
+
+class NoAgentLoops:
+    """Takes the place of verl's agent-loop manager, which the task runner makes; the modes have their own."""
+
+    @classmethod
+    def create(cls, **settings: Any) -> NoAgentLoops:
+        return cls()
+
+
+class FlaggedTrainer(PPOTrainer):
+    """See the module's contract.
+
+    Attributes:
+        name: what ``trainer.v1.trainer_mode`` is.
+        mode: the mode.
+        trainer_class: its trainer, by name.
+        batch_by_updates: a step's batch is counted in mini-batches (``async_training.require_batches``), where verl has
+            ``data.train_batch_size``.
+    """
+
+    name: ClassVar[str]
+    mode: ClassVar[str]
+    trainer_class: ClassVar[str]
+    batch_by_updates: ClassVar[bool] = False
+
+    def __init__(self, config: DictConfig) -> None:
+        # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
+        self.config = config
+        check_not_shadowed()
+        manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+        if manager != MANAGER:
+            raise FlagError(
+                f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}: the modes have an agent-loop "
+                "manager of their own, which this cannot replace; leave the setting out"
+            )
+        with open_dict(config):
+            config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
+            config.transfer_queue.enable = False
+            if self.batch_by_updates:
+                self._count_in_mini_batches(config)
+        self._plan = check(config)
+
+    @staticmethod
+    def _count_in_mini_batches(config: DictConfig) -> None:
+        size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+        if size % mini:
+            raise FlagError(
+                f"data.train_batch_size={size} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
+                "this mode collects a step's prompts in mini-batches, so make it one"
+            )
+        config.async_training.require_batches = size // mini
+        config.data.train_batch_size = 0
+        config.data.gen_batch_size = 1
+
+    def init(self) -> None:
+        """The run's processes start in `fit`."""
+
+    def get_llm_client(self) -> None:
+        """Agent loops get theirs from the mode."""
+
+    def get_teacher_client(self) -> None:
+        """As `get_llm_client`."""
+
+    def get_reward_handles(self) -> None:
+        """As `get_llm_client`."""
+
+    def fit(self, agent_loop_manager: NoAgentLoops) -> None:
+        """Run to the end.
+
+        Raises:
+            RunFailed: the run ended with an error.
+        """
+        from recipe.async_engine.run.driver import RunFailed
+
+        record = RunRecord(self.config.trainer.default_local_dir, self.mode, time.time())
+        display = Display(self.mode, self._plan.total_steps)
+        settings = OmegaConf.to_container(self.config, resolve=True)
+        summary: dict[str, Any] = {}
+        try:
+            for event in TaskRunner().run(settings, self.trainer_class):
+                take_in(event, record, display)
+        finally:
+            summary = record.close(None)
+            display.end(summary)
+        if summary["error"] is not None:
+            sys.stderr.flush()
+            raise RunFailed(f"{summary['error']['name']}: {summary['error']['message']}")
+
+
+class FlaggedFullyAsync(FlaggedTrainer):
+    """See the module's contract."""
+
+    name = "recipe_fully_async"
+    mode = "fully_async"
+    trainer_class = "recipe.fully_async.trainer.FullyAsyncTrainer"
+    batch_by_updates = True
+
+
+class FlaggedOneStepOff(FlaggedTrainer):
+    """See the module's contract."""
+
+    name = "recipe_one_step_off"
+    mode = "one_step_off"
+    trainer_class = "recipe.one_step_off.trainer.OneStepOffTrainer"
+
+
+class FlaggedPartialRollout(FlaggedTrainer):
+    """See the module's contract."""
+
+    name = "recipe_partial_rollout"
+    mode = "partial_rollout"
+    trainer_class = "recipe.partial_rollout.trainer.PartialRolloutTrainer"
+
+
+TRAINERS: tuple[type[FlaggedTrainer], ...] = (FlaggedFullyAsync, FlaggedOneStepOff, FlaggedPartialRollout)

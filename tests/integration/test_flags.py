@@ -1,0 +1,99 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a flag composes for stock verl's main, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+
+from hydra_plugins.recipe_searchpath import verl_config_folder
+from recipe.async_engine.flags.register import VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from published import GRPO_GSM8K
+
+MODES = ("fully_async", "one_step_off", "partial_rollout")
+LOOK = """
+import json, sys
+import verl
+trainers = "verl.trainer.ppo.v1" in sys.modules
+names = []
+if sys.argv[1:] == ["look"]:
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    names = sorted(TRAINER_REGISTRY)
+print(json.dumps([trainers, "recipe.async_engine.flags.register" in sys.modules, names]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def cleared() -> Iterator[None]:
+    GlobalHydra.instance().clear()
+    yield
+    GlobalHydra.instance().clear()
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(verl_config_folder(), version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_arguments_of_a_script_are_kept_beside_a_flag(mode: str) -> None:
+    stock, flagged = composed(*GRPO_GSM8K), composed(*GRPO_GSM8K, f"+recipe={mode}")
+    for argument in GRPO_GSM8K:
+        setting = argument.split("=")[0]
+        assert OmegaConf.select(flagged, setting) == OmegaConf.select(stock, setting), setting
+    assert flagged.trainer.v1.trainer_mode == f"recipe_{mode}"
+    assert flagged.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE] == "1"
+    assert "recipe" not in json.dumps(OmegaConf.to_container(stock))
+
+
+def test_a_wrong_flag_is_refused_with_the_allowed_ones() -> None:
+    with pytest.raises(MissingConfigException, match="recipe/fuly_async") as refused:
+        composed("+recipe=fuly_async")
+    assert all(mode in str(refused.value) for mode in MODES)
+
+
+def test_log_prob_servers_join_a_flag() -> None:
+    assert composed("+recipe=fully_async", "model_engine_server=fsdp2").model_engine_server.backend == "fsdp2"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_trainers_are_registered_where_they_are_looked_up_and_nowhere_else(asked: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    if asked:
+        environment[VARIABLE] = "1"
+
+    def look(*arguments: str) -> list[Any]:
+        found = subprocess.run(
+            [sys.executable, "-c", LOOK, *arguments], env=environment, capture_output=True, text=True, check=True
+        )
+        return json.loads(found.stdout.splitlines()[-1])
+
+    assert look() == [False, asked, []]
+    names = {f"recipe_{mode}" for mode in MODES}
+    assert names & set(look("look")[2]) == (names if asked else set())
