@@ -39,7 +39,6 @@ from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
 
-
 MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
 
 
