@@ -156,10 +156,10 @@ class SamplingServer:
         self.dies = asyncio.Event()
 
     async def generate(self, request_id: str, **request: Any) -> Any:
-        async for _ in self.outputs.watching(self._sample)(request_id=request_id):
+        async for _ in self.outputs.watching(self._sample)(prompt=[], sampling_params={}, request_id=request_id):
             pass
 
-    async def _sample(self, request_id: str) -> Any:
+    async def _sample(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for count in range(1, self.tokens + 1):
             tokens = list(range(10, 10 + count))
             log_probs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
@@ -229,13 +229,13 @@ async def test_answer_begins_anew_where_no_tokens_are_fetched() -> None:
 
 
 async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
-    async def sample(request_id: str) -> Any:
+    async def sample(prompt: Any, sampling_params: Any, request_id: str) -> Any:
         for finished in (False, True):
             yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
 
     watch = OutputWatch()
     told = []
-    async for _ in watch.watching(sample)(request_id="one"):
+    async for _ in watch.watching(sample)([], {}, "one"):
         told.append([watch.since("one", known, version=0) for known in (0, 1, 2)])
     assert told == [[Sampled(0, [10, 11], None), Sampled(0, [11], None), None], [None, None, None]]
     assert watch.since("one", 0, version=0) is None

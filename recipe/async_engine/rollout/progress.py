@@ -47,11 +47,14 @@ class OutputWatch:
         self._newest: dict[str, Any] = {}
 
     def watching(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-        """An engine's ``generate``, whose outputs are noted as they come."""
+        """An engine's ``generate``, whose outputs are noted as they come.
 
-        async def watched(*args: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        verl gives it names, vLLM's HTTP endpoints give the first three arguments by their places.
+        """
+
+        async def watched(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
             try:
-                async for output in generate(*args, request_id=request_id, **kwargs):
+                async for output in generate(prompt, sampling_params, request_id, **kwargs):
                     self._newest[request_id] = output
                     yield output
             finally:
