@@ -21,7 +21,8 @@ and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,17 +47,21 @@ class OutputWatch:
     def __init__(self) -> None:
         self._newest: dict[str, Any] = {}
 
-    def watching(self, generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """An engine's ``generate``, whose outputs are noted as they come.
 
         verl gives it names, vLLM's HTTP endpoints give the first three arguments by their places.
         """
 
-        async def watched(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        async def watched(
+            prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+        ) -> AsyncGenerator[Any, None]:
             try:
-                async for output in generate(prompt, sampling_params, request_id, **kwargs):
-                    self._newest[request_id] = output
-                    yield output
+                # Closed at once where the caller stops listening: that is how an engine learns of it.
+                async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
+                    async for output in outputs:
+                        self._newest[request_id] = output
+                        yield output
             finally:
                 self._newest.pop(request_id, None)
 
