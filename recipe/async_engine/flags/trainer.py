@@ -111,6 +111,12 @@ class FlaggedTrainer(PPOTrainer):
     def get_reward_handles(self) -> None:
         """As `get_llm_client`."""
 
+    def on_sample_end(self) -> None:
+        """verl's loop calls it, which does not run here."""
+
+    def on_step_end(self) -> None:
+        """As `on_sample_end`."""
+
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
         """Run to the end.
 
