@@ -64,6 +64,7 @@ setup(
         "psutil",
         "pyarrow>=19.0.0",
         "safetensors",
+        "wrapt",
     ],
     extras_require={"cpu": CPU, "gpu": GPU, "megatron": MEGATRON, "dev": DEV},
     entry_points={"verl.plugins": ["recipe = recipe.async_engine.plugin"]},
