@@ -11,26 +11,38 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Calls of reward workers, which are objects of this process."""
+"""Calls of reward workers, which are objects of this process; one that dies under Ray and is started again."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from remote_fakes import Handle
 
+from recipe.async_engine.rewards import dispatch as dispatching
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
+from recipe.async_engine.rewards.workers import PoolTotals
 
 
 class Worker:
-    """Answers when it is told to."""
+    """Answers when it is told to; ``states``: what Ray says when it is asked whether a dead one is up."""
 
-    def __init__(self) -> None:
+    def __init__(self, *states: Exception | None) -> None:
         self.waiting: list[asyncio.Future[dict[str, Any]]] = []
+        self.states = list(states)
+
+    def __ray_ready__(self) -> None:
+        if (state := self.states.pop(0)) is not None:
+            raise state
 
     def compute_score(self, data: Any) -> asyncio.Future[dict[str, Any]]:
         self.waiting.append(asyncio.get_running_loop().create_future())
@@ -61,7 +73,7 @@ async def test_call_goes_to_the_worker_that_has_the_fewest() -> None:
 
 
 async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> None:
-    dead, alive = Worker(), Worker()
+    dead, alive = Worker(ActorDiedError()), Worker()
     dispatch = LeastBusyWorker([Handle(dead), Handle(alive)])
     first, second = await begin(dispatch, 2)
     dead.waiting[0].set_exception(ActorDiedError())
@@ -75,7 +87,7 @@ async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> N
 
 
 async def test_without_any_worker_the_call_says_so() -> None:
-    dead = Worker()
+    dead = Worker(ActorDiedError())
     dispatch = LeastBusyWorker([Handle(dead)])
     (first,) = await begin(dispatch, 1)
     dead.waiting[0].set_exception(ActorDiedError())
@@ -83,3 +95,60 @@ async def test_without_any_worker_the_call_says_so() -> None:
         await first
     with pytest.raises(NoRewardWorker):
         await dispatch.compute_score.remote(None)
+
+
+async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "ASK_AGAIN_S", 0.01)
+    worker = Worker(ActorUnavailableError("", None), ActorUnavailableError("", None), None)
+    dispatch = LeastBusyWorker([Handle(worker)])
+    tasks = await begin(dispatch, 2)
+    for waiting in worker.waiting:
+        waiting.set_exception(ActorUnavailableError("", None))
+    assert [type(error) for error in await asyncio.gather(*tasks, return_exceptions=True)] == [
+        ActorUnavailableError
+    ] * 2
+    (again,) = await begin(dispatch, 1)
+    assert len(worker.waiting) == 2
+    await asyncio.sleep(0.1)
+    assert worker.states == []
+    worker.waiting[2].set_result({"reward_score": 1.0})
+    assert await again == {"reward_score": 1.0}
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: None) -> None:
+    class Dying:  # made here, so that Ray sends it by value: its processes cannot import test modules
+        async def compute_score(self, data: Any) -> dict[str, Any]:
+            if data == "dies":
+                os._exit(1)
+            return {"pid": os.getpid()}
+
+    actor = ray.remote(max_restarts=1)(Dying).remote()
+    dispatch = LeastBusyWorker([actor])
+    first = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
+    second = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+    assert second["pid"] != first["pid"]
+    with pytest.raises(RayActorError):
+        await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
+    with pytest.raises(NoRewardWorker):
+        await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+
+
+def test_counts_of_a_worker_that_was_started_again_go_on() -> None:
+    totals = PoolTotals(workers=2)
+    totals.note(0, 10, {"pending": 2, "scored": 5, "failed": 1, "timed_out": 0, "died": 0, "seconds": 2.5})
+    totals.note(1, 11, {"pending": 1, "scored": 4, "failed": 0, "timed_out": 0, "died": 0, "seconds": 2.0})
+    totals.note(0, 12, {"pending": 0, "scored": 1, "failed": 0, "timed_out": 0, "died": 0, "seconds": 0.5})
+    assert totals.totals() == {"pending": 1, "scored": 10, "failed": 1, "timed_out": 0, "died": 0, "seconds": 5.0}
+    assert totals.restarts == 1

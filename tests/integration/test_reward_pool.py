@@ -266,7 +266,7 @@ async def test_verls_reward_manager_scores_through_the_pool(
     result = await worker.compute_score(answer(tokenizer, "42"))
     assert result["reward_score"] == 0.25
     assert (result["reward_extra_info"]["pid"] != os.getpid()) == bool(processes)
-    assert (await worker.pool_stats())["scored"] == processes
+    assert (await worker.pool_stats())[1]["scored"] == processes
     if worker.pool is not None:
         worker.pool.close()
 

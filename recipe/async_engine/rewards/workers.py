@@ -14,15 +14,18 @@
 """verl's reward workers, with synchronous reward functions in a process pool.
 
 Contract: every reward manager of verl works as it does; only its call of a synchronous function goes to the pool
-(`reward_processes` of them for each reward worker). Asynchronous functions and reward models are left to verl.
-Shown by tests/integration/test_reward_pool.py.
+(`reward_processes` of them for each reward worker). Asynchronous functions and reward models are left to verl. A worker
+that died is started again by Ray, up to `max_replica_restarts` times each. Shown by
+tests/integration/test_reward_pool.py.
 """
 
 import inspect
+import os
 from dataclasses import asdict
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
@@ -60,11 +63,11 @@ class ScoringWorker(RewardLoopWorker):
 
     async def describe(self) -> list[str]:
         """Lines: the pool's counts, and where the coroutines wait."""
-        return [str(await self.pool_stats()), *(f"tasks: {line}" for line in waits())]
+        return [str(self.pool.stats if self.pool is not None else "no pool"), *(f"tasks: {line}" for line in waits())]
 
-    async def pool_stats(self) -> dict[str, float]:
-        """The pool's counts so far."""
-        return asdict(self.pool.stats if self.pool is not None else PoolStats())
+    async def pool_stats(self) -> tuple[int, dict[str, float]]:
+        """The worker's process, and its pool's counts so far."""
+        return os.getpid(), asdict(self.pool.stats if self.pool is not None else PoolStats())
 
 
 def _has_sandbox(reward: Any) -> bool:
@@ -72,22 +75,52 @@ def _has_sandbox(reward: Any) -> bool:
     return bool((reward.get("sandbox_fusion") or {}).get("url"))
 
 
+class PoolTotals:
+    """The counts of all pools, those of workers that have died since included.
+
+    Attributes:
+        restarts: workers that were found in another process than before.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.restarts = 0
+        self._past = asdict(PoolStats())
+        self._latest: list[tuple[int, dict[str, float]] | None] = [None] * workers
+
+    def note(self, worker: int, process: int, counts: dict[str, float]) -> None:
+        """What a worker has answered."""
+        before = self._latest[worker]
+        if before is not None and before[0] != process:
+            self.restarts += 1
+            for key in self._past.keys() - {"pending"}:
+                self._past[key] += before[1][key]
+        self._latest[worker] = process, counts
+
+    def totals(self) -> dict[str, float]:
+        known = [latest[1] for latest in self._latest if latest is not None]
+        return {key: past + sum(counts[key] for counts in known) for key, past in self._past.items()}
+
+
 class ScoringManager(RewardLoopManager):
     """verl's manager over :class:`ScoringWorker` s."""
 
     def _init_reward_loop_workers(self) -> None:
         # verl's constructor has just set its own class.
-        self.reward_loop_workers_class = ray.remote(ScoringWorker)
+        restarts = int(self.config.async_training.max_replica_restarts)
+        self.reward_loop_workers_class = ray.remote(max_restarts=restarts)(ScoringWorker)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        self._stats: dict[str, float] = asdict(PoolStats())
+        self._pools = PoolTotals(len(self.reward_loop_workers))
 
     def metrics(self) -> dict[str, float]:
         """The pools' counts, as of the call before this one: nothing waits for a busy worker."""
-        done, rest = ray.wait(self._asked, num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        rest = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1] if self._asked else []
         if not rest:
-            if done:
-                found = ray.get(done, timeout=1)
-                self._stats = {key: sum(stats[key] for stats in found) for key in self._stats}
+            for worker, answer in enumerate(self._asked):
+                try:
+                    self._pools.note(worker, *ray.get(answer, timeout=1))
+                except RayActorError:
+                    continue  # dead, or being started again: whoever has calls there says so
             self._asked = [worker.pool_stats.remote() for worker in self.reward_loop_workers]
-        return {f"fully_async/rewards/{key}": value for key, value in self._stats.items()}
+        counts = {**self._pools.totals(), "worker_restarts": self._pools.restarts}
+        return {f"fully_async/rewards/{key}": value for key, value in counts.items()}
