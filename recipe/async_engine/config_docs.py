@@ -76,8 +76,10 @@ CONCLUSION = f"""\
 | `actor_rollout_ref.hybrid_engine` | `false` is the default and the only value: trainer and rollout have resources of their own |
 | `data.train_batch_size` | `0`, as stock fully-async demands; the batch is `b` |
 | `data.gen_batch_size` | `1`: prompts are issued one by one |
-| `algorithm.adv_estimator` | default `grpo` (stock's default `gae` needs a critic, which is not supported yet); one of {", ".join(f"`{name}`" for name in ADVANTAGE_ESTIMATORS)}, or one registered with verl |
-| `critic.enable` | `true` is refused: not supported yet |
+| `algorithm.adv_estimator` | default `grpo` (stock's is `gae`); one of {", ".join(f"`{name}`" for name in ADVANTAGE_ESTIMATORS)}, or one registered with verl |
+| `algorithm.filter_groups` | as in verl's v1 trainers: a complete group of several answers that all have the same `metric` is left out, and a new prompt takes its place; the run ends where one batch takes `max_num_gen_batches` batches of such groups (0: any number) |
+| `critic.enable` | as in stock verl: `null` means a critic with `adv_estimator=gae`; its model is at `critic.model.path`, its ranks are the trainer's |
+| `trainer.max_critic_ckpt_to_keep` | no effect: a checkpoint is kept or removed as a whole, by `trainer.max_actor_ckpt_to_keep` |
 | `actor_rollout_ref.rollout.name` | `vllm` |
 | `actor_rollout_ref.rollout.calculate_log_probs` | `true` |
 | `actor_rollout_ref.rollout.full_determinism` | `true` is refused: verl would give all answers to a prompt the same seed |

@@ -159,7 +159,7 @@ class TurnScheduler(RolloutScheduler):
                     self.manager.adopt(group, [self._restored(run, n) for n in range(self._settings.group_size)])
                     if all(payload is not None for payload in run.payloads):
                         # Its last payload came as the checkpoint was taken.
-                        self._ready(run)
+                        self._complete(run)
 
     @staticmethod
     def _restored(run: TurnRun, n: int) -> TrajectoryState:
@@ -245,7 +245,7 @@ class TurnScheduler(RolloutScheduler):
             self._ended(run, n, call)
             if all(payload is not None for payload in run.payloads) and not run.failed:
                 self._failures_in_a_row = 0
-                self._change(lambda: self._ready(run))
+                self._change(lambda: self._complete(run))
 
     @staticmethod
     def _ended(run: TurnRun, n: int, call: TurnCall) -> None:
@@ -271,7 +271,6 @@ class TurnScheduler(RolloutScheduler):
             self._give_up(run, error)
 
     def _ready(self, run: GroupRun) -> None:
-        self._count_parts(run)
         oldest = max(run.group.start, run.oldest_version)
         run.group = self.manager.complete(run.group.id, oldest)
 

@@ -81,6 +81,12 @@ WHOLE = {
     "data.train_batch_size": 64,
     "data.gen_batch_size": None,
 }
+GAE = {
+    "algorithm.adv_estimator": "gae",
+    "critic.strategy": "fsdp2",
+    "critic.ppo_mini_batch_size": 16,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+}
 CPU = {
     "trainer.device": "cpu",
     "actor_rollout_ref.actor.strategy": "fsdp2",
@@ -220,9 +226,32 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "async_training.use_dynamic_resource_scheduling",
             "false",
         ),
-        ({"algorithm.adv_estimator": "gae"}, "algorithm.adv_estimator", "a critic, which is not supported yet"),
+        ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable", "true or null"),
+        ({**GAE, "critic.strategy": "megatron"}, "critic.strategy", "model_engine=dp"),
+        ({**GAE, "critic.ppo_mini_batch_size": 12}, "critic.ppo_mini_batch_size", "a divisor of the batch of 32"),
+        ({**GAE, "critic.ppo_micro_batch_size_per_gpu": None}, "critic.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
+        ({**GAE, "critic.checkpoint.async_save": True}, "critic.checkpoint.async_save", "false"),
+        ({**GAE, **CPU, "critic.strategy": "fsdp"}, "critic.strategy", "fsdp2 where trainer.device=cpu"),
         ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy"),
-        ({"critic.enable": True}, "critic.enable", "not supported yet"),
+        ({"algorithm.filter_groups": {"enable": True, "metric": None}}, "algorithm.filter_groups.metric", "a name"),
+        (
+            {
+                "algorithm.filter_groups": {"enable": True, "metric": "acc"},
+                "algorithm.adv_estimator": "gpg",
+                f"{ROLLOUT}.n": 1,
+                "rollout.n": None,
+            },
+            "algorithm.filter_groups.enable",
+            "false with",
+        ),
+        (
+            {
+                "algorithm.filter_groups": {"enable": True, "metric": "acc"},
+                "reward.reward_model": {"enable": True, "enable_resource_pool": False},
+            },
+            "algorithm.filter_groups.enable",
+            "resources of its own",
+        ),
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
@@ -313,10 +342,10 @@ def test_files_that_cannot_be_used_are_refused_under_the_setting_that_names_them
 
 
 def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
-    changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_overdue": "skip", "critic.enable": True}
+    changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_overdue": "skip", "critic.enable": 3}
     error = ConfigError(validate(configured(changes)))
     assert str(error).startswith("The configuration has 3 problems:")
-    assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=true"))
+    assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=3"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stock_overrides as stock
 from main_process import short_run
-from published import GRPO_GSM8K
+from published import DAPO, GRPO_GSM8K, PPO_CRITIC
 
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.task import TaskPaths
@@ -47,22 +48,64 @@ SCALED_DOWN = [
 ]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("mode", ["fully_async", "one_step_off", "partial_rollout"])
-def test_a_published_script_trains_by_a_flag(mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    overrides = [*GRPO_GSM8K, f"+recipe={mode}", *SCALED_DOWN, *short_run(task, tmp_path, ray_dir)]
+MODES = ("fully_async", "one_step_off", "partial_rollout")
+
+
+def train(mode: str, script: list[str], task: TaskPaths, folder: Path, ray_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of a run that ended well: of `data.train_batch_size` prompts, in two mini-batches."""
+    overrides = [*script, f"+recipe={mode}", *SCALED_DOWN, *short_run(task, folder, ray_dir)]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
-    finished = stock.forked_main("verl.trainer.main_ppo", overrides, tmp_path, environment)
+    finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
     assert finished.returncode == 0, finished.stdout[-8000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["mode"], summary["error"], summary["steps"]) == (mode, None, STEPS)
-    # Steps of data.train_batch_size prompts in two mini-batches, each prompt with the script's five answers.
     assert summary["ledger"]["trained"] == STEPS * 8
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["training/global_step"] for step in metrics] == [1, 2, 3]
-    assert all(step["actor/kl_loss"] >= 0 for step in metrics)
     assert any(step["actor/grad_norm"] > 0 for step in metrics)
+    return metrics
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("mode", MODES)
+def test_the_published_grpo_script_trains_by_a_flag(mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    metrics = train(mode, GRPO_GSM8K, task, tmp_path, ray_dir)
+    assert all(step["actor/kl_loss"] >= 0 for step in metrics)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_published_ppo_script_trains_its_critic_by_a_flag(
+    mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    scaled = ["critic.model.use_remove_padding=False", "critic.model.enable_gradient_checkpointing=False"]
+    metrics = train(mode, [*PPO_CRITIC, *scaled], task, tmp_path, ray_dir)
+    assert all(step["critic/grad_norm"] > 0 and step["critic/vf_loss"] > 0 for step in metrics)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "mode", ["fully_async", pytest.param("one_step_off", marks=pytest.mark.slow), "partial_rollout"]
+)
+def test_the_published_dapo_script_filters_groups_by_a_flag(
+    mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    scaled = [
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    ]
+    metrics = train(mode, [*DAPO, *scaled], task, tmp_path, ray_dir)
+    # The tiny model answers some prompts right four times out of four.
+    assert metrics[-1]["fully_async/ledger/filtered_uniform"] > 0
+    # What is trained has answers of both kinds, so every batch has advantages.
+    assert all(step["critic/advantages/max"] > 0 > step["critic/advantages/min"] for step in metrics)
 
 
 @pytest.mark.e2e

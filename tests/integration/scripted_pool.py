@@ -40,6 +40,7 @@ class ScriptedCall:
         self.group, self.n, self.attempt, self.avoid = group, n, attempt, avoid
         self.worker_id = next(name for name in ("worker-0", "worker-1") if name != avoid)
         self.version = group.start
+        self.metric: float | None = None
         self.cancelled = False
         self._pool = pool
         self._generated: asyncio.Future = pool.loop.create_future()
@@ -50,7 +51,7 @@ class ScriptedCall:
         await self._generated
         yield TrajectoryGenerated(), None
         await self._rewarded
-        yield TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6), None
+        yield TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric), None
         yield None, f"payload-{self.key}"
 
     def generate(self, version: int | None = None) -> None:
@@ -61,7 +62,8 @@ class ScriptedCall:
     def reward(self) -> None:
         self._set(self._rewarded, None)
 
-    def finish(self, version: int | None = None) -> None:
+    def finish(self, version: int | None = None, metric: float | None = None) -> None:
+        self.metric = metric
         self.generate(version)
         self.reward()
 
@@ -153,9 +155,10 @@ def new_scheduler(
     retries: int = 1,
     failures: int = 2,
     on_overdue: OnOverdue = OnOverdue.WAIT,
+    **filtering: Any,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
-    settings = SchedulerSettings(group_size, slots, retries, failures, on_overdue)
+    settings = SchedulerSettings(group_size, slots, retries, failures, on_overdue, **filtering)
     return RolloutScheduler(ledger, source, pool, settings, Timeline(lambda: float(next(ticks)), slots))
 
 

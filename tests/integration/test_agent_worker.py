@@ -115,7 +115,7 @@ class Reward:
             step = await step
         if isinstance(step, BaseException):
             raise step
-        return {"reward_score": step, "reward_extra_info": {}}
+        return {"reward_score": step, "reward_extra_info": {"acc": step > 0.5}}
 
 
 @pytest.fixture
@@ -145,7 +145,13 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     # In place of loading a model's configuration from disk.
     monkeypatch.setattr(AgentLoopWorker, "__init__", begin)
 
-    def make(server: ScriptedServer, reward: Reward | None, retries: int = 1, reward_s: float = SOON) -> Any:
+    def make(
+        server: ScriptedServer,
+        reward: Reward | None,
+        retries: int = 1,
+        reward_s: float = SOON,
+        metric: str | None = None,
+    ) -> Any:
         config = OmegaConf.create(
             {
                 "async_training": {
@@ -156,6 +162,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
                 },
                 "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
                 "data": {},
+                "algorithm": {"filter_groups": {"enable": metric is not None, "metric": metric}},
             }
         )
         client = ResumingClient(config, load_balancer_handle=Handle(balancer_of(server)))
@@ -208,6 +215,21 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     with pytest.raises(StopAsyncIteration):
         await anext(events)
     assert worker._running == {}
+
+
+@pytest.mark.parametrize(("metric", "value"), [(None, None), ("reward", 0.75), ("acc", 1.0)])
+async def test_what_groups_are_filtered_by_is_the_reward_or_a_field_of_it(
+    make_worker: Any, metric: str | None, value: float | None
+) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.75), metric=metric)
+    scored, _ = await run(worker)
+    assert scored.filter_metric == value
+
+
+async def test_metric_that_the_reward_does_not_give_is_named(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.75), metric="accuracy")
+    with pytest.raises(RewardError, match=r"filter_groups\.metric=accuracy is not among .* \(acc, reward\)"):
+        await run(worker)
 
 
 async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker: Any) -> None:

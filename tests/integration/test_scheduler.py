@@ -26,7 +26,7 @@ import pytest
 from remote_fakes import make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
-from recipe.async_engine.core.groups import OVERDUE_REASON, OnOverdue
+from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.agent_worker import RewardError
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
@@ -168,6 +168,34 @@ def test_answer_whose_reward_failed_is_not_generated_again(start: Any) -> None:
     assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
     assert scheduler.ledger.counts().failed_by_reason == {"RewardError": 1}
     assert [call.key for call in pool.calls] == ["0-0-0", "1-0-0"]
+
+
+def test_group_whose_answers_are_all_as_good_is_filtered_and_replaced(start: Any) -> None:
+    pool, ledger = ScriptedPool(), new_ledger(bound=0, depth=0)
+    scheduler = start(new_scheduler(ledger, make_source(8), pool, group_size=2, filter_groups=True))
+    for group, metrics in enumerate([(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]):
+        for n, metric in enumerate(metrics):
+            pool.of(group, n).finish(metric=metric)
+    (run,) = scheduler.take_batch(SOON)
+    assert run.group.id == 2
+    assert ledger.counts().filtered_by_reason == {UNIFORM_REASON: 2}
+    assert scheduler.metrics()["fully_async/ledger/filtered_uniform"] == 2
+    ledger.check_identity()
+
+
+def test_without_a_filter_such_a_group_is_trained(start: Any) -> None:
+    pool = ScriptedPool(lambda call: call.finish(metric=1.0))
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(8), pool, group_size=2))
+    assert train(scheduler) == [0]
+
+
+def test_run_ends_when_a_batch_takes_more_groups_than_its_filter_may_have(start: Any) -> None:
+    pool = ScriptedPool(lambda call: call.finish(metric=float(call.group.id == 1 and call.n)))
+    filtering = {"filter_groups": True, "filter_limit": 3}
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(20), pool, group_size=2, **filtering))
+    assert train(scheduler) == [1]
+    with pytest.raises(RolloutFailed, match=r"3 prompt groups were filtered.*max_num_gen_batches"):
+        scheduler.take_batch(SOON)
 
 
 def test_run_ends_with_the_causes_text_when_groups_fail_one_after_the_other(start: Any) -> None:

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.config.prompt_check import row_faults
+from recipe.async_engine.core.case import has_critic
 from recipe.async_engine.core.config import RunPlan, derive, lookup
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.shapes import well_formed
@@ -105,14 +106,17 @@ def _is_remote(path: str) -> bool:
 
 
 def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    setting = "actor_rollout_ref.model.path"
-    path = lookup(config, setting)
-    if not path:
-        yield FileFact(setting, "null", "model", fault="is not set")
-    elif not _is_remote(str(path)):
-        # The one rule that asks is about the CPU; a large model's headers are many files, perhaps on a slow disk.
-        largest = _largest_tensor(Path(path)) if lookup(config, "trainer.device") == "cpu" else None
-        yield FileFact(setting, str(path), "model", fault=_model_fault(str(path)), largest_tensor=largest)
+    policy = "actor_rollout_ref.model.path"
+    for setting in (policy, "critic.model.path") if has_critic(config) else (policy,):
+        path = lookup(config, setting)
+        if not path:
+            yield FileFact(setting, "null", "model", fault="is not set")
+        elif not _is_remote(str(path)):
+            # The one rule that asks is about what a CPU's engines load; a large model's headers are many files, perhaps
+            # on a slow disk.
+            on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
+            largest = _largest_tensor(Path(path)) if on_cpu else None
+            yield FileFact(setting, str(path), "model", fault=_model_fault(str(path)), largest_tensor=largest)
 
 
 def _model_fault(path: str) -> str | None:

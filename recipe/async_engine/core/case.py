@@ -28,6 +28,12 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 
 
+def has_critic(config: Mapping[str, Any]) -> bool:
+    """Whether verl trains a critic (verl/trainer/ppo/utils.py:96)."""
+    enabled = lookup(config, "critic.enable")
+    return bool(lookup(config, "algorithm.adv_estimator") == "gae" if enabled is None else enabled)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """All that a rule may look at."""
@@ -56,6 +62,10 @@ class Case:
         """b, prompt groups of a step."""
         mini = self.count(f"{ACTOR}.ppo_mini_batch_size")
         return None if mini is None else batch_size(self.config, self.settings.async_training)
+
+    @property
+    def has_critic(self) -> bool:
+        return has_critic(self.config)
 
     @property
     def on_cpu(self) -> bool:

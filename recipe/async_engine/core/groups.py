@@ -29,6 +29,7 @@ from typing import Any
 from recipe.async_engine.core.prompts import PromptRef
 
 OVERDUE_REASON = "overdue"
+UNIFORM_REASON = "uniform"
 
 
 class OnOverdue(StrEnum):

@@ -26,9 +26,10 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 
 def saving(case: Case) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
-    if case.get(f"{ACTOR}.checkpoint.async_save"):
-        advice = "A checkpoint is committed when all of it is written; remove the setting."
-        yield case.problem(f"{ACTOR}.checkpoint.async_save", "false", advice)
+    for section in (ACTOR, "critic") if case.has_critic else (ACTOR,):
+        if case.get(f"{section}.checkpoint.async_save"):
+            advice = "A checkpoint is committed when all of it is written; remove the setting."
+            yield case.problem(f"{section}.checkpoint.async_save", "false", advice)
     training = case.settings.async_training
     if training.ledger_journal and training.placement == SHARED:
         advice = "The journal cannot keep unfinished answers yet; the mode's checkpoints do. Remove the setting."

@@ -30,8 +30,9 @@ from recipe.async_engine.core.shapes import well_formed
 
 __all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
 
-# The advantage estimators of verl 0.9.1 that need neither a critic nor a second, greedy answer for each prompt.
+# The advantage estimators of verl 0.9.1 that need no second, greedy answer for each prompt.
 ADVANTAGE_ESTIMATORS = (
+    "gae",
     "gdpo",
     "gpg",
     "grpo",
@@ -46,7 +47,7 @@ ADVANTAGE_ESTIMATORS = (
     "tir_optimal_token_baseline",
 )
 # Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
-GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gpg", "reinforce_plus_plus"}
+GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -77,15 +78,29 @@ def _amounts(case: Case) -> Iterator[Problem]:
 
 def _algorithm(case: Case) -> Iterator[Problem]:
     estimator = str(case.get("algorithm.adv_estimator"))
-    if estimator in ("gae", "remax"):
-        why = "a critic" if estimator == "gae" else "a greedy answer for each prompt"
-        advice = f"It needs {why}, which is not supported yet in this mode; choose another estimator."
+    if estimator == "remax":
+        advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."
         yield case.problem("algorithm.adv_estimator", f"one of {', '.join(ADVANTAGE_ESTIMATORS)}", advice)
-    if case.get("critic.enable"):
-        yield case.problem("critic.enable", "false or null", "A critic is not supported yet in this mode.")
+    if estimator == "gae" and case.get("critic.enable") is False:
+        advice = "gae takes its advantages from a critic's values; remove the setting, or choose another estimator."
+        yield case.problem("critic.enable", "true or null with algorithm.adv_estimator=gae", advice)
     if estimator in GROUP_ESTIMATORS and case.count(f"{ROLLOUT}.n") == 1:
         advice = f"{estimator} compares the answers to one prompt: with a single one there is nothing to learn from."
         yield case.problem(f"{ROLLOUT}.n", "an integer >= 2", advice)
+    if case.get("algorithm.filter_groups.enable"):
+        yield from _group_filter(case)
+
+
+def _group_filter(case: Case) -> Iterator[Problem]:
+    if not case.get("algorithm.filter_groups.metric"):
+        advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
+        yield case.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
+    if case.count(f"{ROLLOUT}.n") == 1:
+        advice = "A group of one answer is always as good as itself: nothing would be filtered. Remove the setting."
+        yield case.problem("algorithm.filter_groups.enable", f"false with {ROLLOUT}.n=1", advice)
+    if case.get("reward.reward_model.enable") and not case.get("reward.reward_model.enable_resource_pool"):
+        advice = "The reward is known only in the trainer; give the reward model resources of its own."
+        yield case.problem("algorithm.filter_groups.enable", "false with this reward model", advice)
 
 
 def _rollout(case: Case) -> Iterator[Problem]:
@@ -120,12 +135,31 @@ def _engine(case: Case) -> Iterator[Problem]:
         yield case.problem(f"{ACTOR}.strategy", allowed, advice)
 
 
+def _critic(case: Case) -> Iterator[Problem]:
+    if not case.has_critic:
+        return
+    strategy, engine = case.get("critic.strategy"), case.get("model_engine", "dp")
+    if (engine == "megatron") != (strategy == "megatron"):
+        allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
+        advice = f"The configuration was composed with model_engine={engine}; change one of the two."
+        yield case.problem("critic.strategy", allowed, advice)
+    mini, batch = case.count("critic.ppo_mini_batch_size"), case.batch_groups
+    if batch is not None and (mini is None or batch % mini):
+        advice = "A step trains the critic in mini-batches of so many prompts."
+        yield case.problem("critic.ppo_mini_batch_size", f"a divisor of the batch of {batch} prompts", advice)
+    micro = [case.get(f"critic.ppo_micro_batch_size{suffix}") for suffix in ("", "_per_gpu")]
+    if not case.get("critic.use_dynamic_bsz") and micro == [None, None]:
+        allowed = "an integer >= 1 where critic.use_dynamic_bsz=false"
+        yield case.problem("critic.ppo_micro_batch_size_per_gpu", allowed, "Set it, or critic.use_dynamic_bsz=True.")
+
+
 def _cpu(case: Case) -> Iterator[Problem]:
     if not case.on_cpu:
         return
-    if case.get(f"{ACTOR}.strategy") == "fsdp":
-        advice = f"FSDP1 cannot start from parameters on the CPU; set {ACTOR}.strategy=fsdp2."
-        yield case.problem(f"{ACTOR}.strategy", "fsdp2 where trainer.device=cpu", advice)
+    for section in (ACTOR, "critic") if case.has_critic else (ACTOR,):
+        if case.get(f"{section}.strategy") == "fsdp":
+            advice = f"FSDP1 cannot start from parameters on the CPU; set {section}.strategy=fsdp2."
+            yield case.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)
     for setting in (f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_sleep_mode"):
         if case.get(setting, True):
             advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
@@ -213,6 +247,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     batch_rules.division,
     _algorithm,
     _engine,
+    _critic,
     _rollout,
     _cpu,
     server_rules.proximal_log_probs,

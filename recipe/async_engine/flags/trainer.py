@@ -83,6 +83,8 @@ class FlaggedTrainer(PPOTrainer):
         with open_dict(config):
             config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
             config.transfer_queue.enable = False
+            # Of a synchronous DAPO script: prompts to generate at a time. Here they are issued one by one.
+            config.data.gen_batch_size = None
             if self.batch_by_updates:
                 self._count_in_mini_batches(config)
         self._plan = check(config)

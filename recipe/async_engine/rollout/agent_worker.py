@@ -35,6 +35,7 @@ from typing import Any
 
 import hydra
 import ray
+from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import (
@@ -65,6 +66,10 @@ VERSION_RUNS = "version_runs"
 """Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
 
 REWARD_AT_ONCE_S = 0.03
+
+
+REWARD_METRIC = "reward"
+"""verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
 
 
 class RewardError(RecipeError):
@@ -104,6 +109,7 @@ class TrajectoryScored:
         reprefilled_tokens: tokens sent to an engine again because of them.
         response_tokens: length of the response, tool tokens included.
         recovered_tokens: of answers whose server died, which went on elsewhere from them.
+        filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
     """
 
     score: float | None
@@ -115,6 +121,7 @@ class TrajectoryScored:
     response_tokens: int
     cut_tokens: int = 0
     recovered_tokens: int = 0
+    filter_metric: float | None = None
 
 
 _generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
@@ -130,6 +137,7 @@ class TrajectoryWorker(AgentLoopWorker):
             self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
         self._reward_timeout_s = float(async_training.timeouts.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
+        self._filter_metric = filter_metric(self.config)
         self._running: dict[str, asyncio.Task] = {}
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
         self._scoring: ScoringClient | None = None
@@ -326,8 +334,18 @@ class TrajectoryWorker(AgentLoopWorker):
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
         raise _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause) from cause
 
-    @staticmethod
-    def _scored(output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:
+    def _metric_of(self, output: Any) -> float | None:
+        if self._filter_metric is None:
+            return None
+        found = {REWARD_METRIC: output.reward_score, **output.extra_fields.get("reward_extra_info", {})}
+        if found.get(self._filter_metric) is None:
+            raise RewardError(
+                f"algorithm.filter_groups.metric={self._filter_metric} is not among what the reward gave "
+                f"({', '.join(sorted(found))}); have the reward function return it, or name one of those"
+            )
+        return float(found[self._filter_metric])
+
+    def _scored(self, output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:
         segments = VersionSegments(output.extra_fields[VERSION_RUNS])
         return TrajectoryScored(
             score=output.reward_score,
@@ -339,7 +357,14 @@ class TrajectoryWorker(AgentLoopWorker):
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
             cut_tokens=recorder.cut_tokens,
             recovered_tokens=recorder.recovered_tokens,
+            filter_metric=self._metric_of(output),
         )
+
+
+def filter_metric(config: Any) -> str | None:
+    """What groups are filtered by; None if they are not."""
+    settings = OmegaConf.select(config, "algorithm.filter_groups")
+    return str(settings.metric) if settings is not None and settings.get("enable") else None
 
 
 def _explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:

@@ -41,6 +41,9 @@ class SchedulerSettings:
         max_consecutive_failures: groups that may fail in a row before the run ends.
         on_overdue: what to do about running groups that keep the next batch from being taken.
         places: of the slots, those that generate at once; None: all of them.
+        filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
+            zero. New prompts take their place.
+        filter_limit: groups that may be left out for one batch; the run ends beyond it. 0: any number.
     """
 
     group_size: int
@@ -49,6 +52,8 @@ class SchedulerSettings:
     max_consecutive_failures: int
     on_overdue: OnOverdue = OnOverdue.WAIT
     places: int | None = None
+    filter_groups: bool = False
+    filter_limit: int = 0
 
 
 @dataclass
@@ -68,6 +73,11 @@ class GroupRun:
     keys: set[str] = field(default_factory=set)
     dropped: bool = False
     failed: bool = False
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether several answers are there and nothing tells them apart."""
+        return len(self.scored) > 1 and len({scored.filter_metric for scored in self.scored}) == 1
 
     @property
     def oldest_version(self) -> int:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState, OnOverdue
+from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, Group, GroupState, OnOverdue
 from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.overlap import RewardOverlap
 from recipe.async_engine.core.timeline import Timeline
@@ -77,7 +77,7 @@ class RolloutScheduler:
         self._waiting: deque[GroupRun] = deque()
         self._generating = 0
         self._issuing = self._ending = False
-        self._failures_in_a_row = 0
+        self._failures_in_a_row = self._filtered_since_batch = 0
         self._error: BaseException | None = None
         self.interrupted_trajectories = 0
         self.reprefilled_tokens = 0
@@ -118,6 +118,7 @@ class RolloutScheduler:
                     return None
                 if self.ledger.next_batch() is not None:
                     batch = [self._runs[group.id] for group in self.ledger.take()]
+                    self._filtered_since_batch = 0
                     break
                 if self._over():
                     return None
@@ -236,6 +237,7 @@ class RolloutScheduler:
                 "fully_async/partial/interrupted_trajectories": self.interrupted_trajectories,
                 "fully_async/partial/reprefilled_tokens": self.reprefilled_tokens,
                 "fully_async/partial/recovered_tokens": self.recovered_tokens,
+                "fully_async/ledger/filtered_uniform": counts.filtered_by_reason.get(UNIFORM_REASON, 0),
             }
 
     # The event loop's side.
@@ -320,7 +322,7 @@ class RolloutScheduler:
         error = next((task.exception() for task in done if task.exception() is not None), None)
         if error is None:
             self._failures_in_a_row = 0
-            self._change(lambda: self._ready(run))
+            self._change(lambda: self._complete(run))
             return
         run.failed = True
         await self._pool.cancel(run.keys)
@@ -343,8 +345,25 @@ class RolloutScheduler:
             failed.__cause__ = error
             self.fail(failed)
 
-    def _ready(self, run: GroupRun) -> None:
+    def _complete(self, run: GroupRun) -> None:
+        """Every answer of the group is there, with its reward."""
         self._count_parts(run)
+        if not (self._settings.filter_groups and run.is_uniform):
+            self._ready(run)
+            return
+        self._end(run, lambda: self.ledger.filter(run.group.id, UNIFORM_REASON))
+        self._filtered_since_batch += 1
+        limit = self._settings.filter_limit
+        if limit and self._filtered_since_batch >= limit:
+            self.fail(
+                RolloutFailed(
+                    f"{limit} prompt groups were filtered for one batch (algorithm.filter_groups.max_num_gen_batches): "
+                    "the answers to each prompt all got the same reward. Look at the reward and at how hard the "
+                    "prompts are, or raise the setting; 0 is for no limit"
+                )
+            )
+
+    def _ready(self, run: GroupRun) -> None:
         run.group = self.ledger.mark_ready(run.group.id, max(run.group.start, run.oldest_version))
         self._score([run.group])
 

@@ -35,10 +35,11 @@ from ray.exceptions import RayActorError
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
-from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_reference_policy
+from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.tracking import Tracking
+from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
@@ -51,6 +52,7 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
+from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
@@ -61,6 +63,7 @@ from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.stall import StallWatch
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.critic_stage import CriticStage
 from recipe.async_engine.trainer.diagnosis import describe
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
@@ -72,7 +75,7 @@ from recipe.async_engine.weights.publisher import WeightPublisher
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
+class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
     """See the module's contract.
 
     Args:
@@ -107,6 +110,8 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
         roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
         if need_reference_policy(config):
             roles[Role.RefPolicy] = ray.remote(ActorWorker)
+        if need_critic(config):
+            roles[Role.Critic] = ray.remote(TrainingWorker)
         trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         super().__init__(
             config,
@@ -234,6 +239,8 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
 
     def _scheduler_settings(self) -> SchedulerSettings:
         plan, training = self.plan, self.plan.settings.async_training
+        filtering = filter_metric(self.config) is not None
+        batches = self.config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
         return SchedulerSettings(
             group_size=plan.answers_per_group,
             slots=plan.max_concurrent_trajectories,
@@ -241,6 +248,8 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
             max_retries=training.max_group_retries,
             max_consecutive_failures=plan.batch_groups,
             on_overdue=OnOverdue(training.on_overdue),
+            filter_groups=filtering,
+            filter_limit=max(0, batches) * plan.batch_groups,
         )
 
     def _new_scheduler(self) -> RolloutScheduler:
@@ -351,11 +360,12 @@ class AsyncPPOTrainer(LogProbStage, SeparateRayPPOTrainer):
         batch = self._fit_compute_reward(batch)
         batch = self._fit_compute_log_prob(batch)
         batch = self._fit_compute_ref_log_prob(batch)
+        batch = self._fit_compute_critic(batch)
         batch = self._fit_compute_advantage(batch)
         limit = self.plan.settings.async_training.off_policy_mask
         if limit is not None:
             self.metrics.update(mask_off_policy(batch, self.ledger.version, limit))
-        batch = self._fit_update_actor(batch)
+        batch = self._fit_update_actor(self._fit_update_critic(batch))
         self.scheduler.batch_trained()
         self._fit_dump_data(batch)
         return batch

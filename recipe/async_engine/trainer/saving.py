@@ -63,16 +63,17 @@ class RunState:
         folder = checkpoints.folder_of(self._root, step)
         checkpoints.begin(folder)
         rollout_state.save(str(folder), snapshot, self._timeout_s)
-        keep = self._trainer.get("max_actor_ckpt_to_keep")
+        limits = {name: self._trainer.get(name) for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")}
         # verl would remove an old checkpoint before this one is committed.
         with open_dict(self._config):
-            self._trainer.max_actor_ckpt_to_keep = None
+            self._trainer.update(dict.fromkeys(limits))
             save_verl()
-            self._trainer.max_actor_ckpt_to_keep = keep
+            self._trainer.update(limits)
         checkpoints.commit(folder, step)
         if self.journal is not None:
             self.journal.commit(snapshot["ledger"][MARK])
-        checkpoints.retain(self._root, step, keep)
+        # A checkpoint is kept or removed as a whole.
+        checkpoints.retain(self._root, step, limits["max_actor_ckpt_to_keep"])
 
     def find(self) -> str | None:
         """The complete checkpoint that verl will load when it is asked to; None where it starts from the beginning.

@@ -1,0 +1,59 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the plugin adds to `import verl` in a process that does not use it.
+
+    python benchmarks/import_time.py [--repeats 15]
+
+`import verl` in fresh interpreters, in turns: without plugins (VERL_USE_EXTERNAL_PLUGINS=none), with a search for
+plugins that names another one, which is verl's own work, and with this package's. Medians, in milliseconds; and the
+difference of the last two, which is this package's share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+CODE = "import time; began = time.perf_counter(); import verl; print(time.perf_counter() - began)"
+POLICIES = {"none": "none", "search": "another", "plugin": "recipe"}
+
+
+def seconds(policy: str) -> float:
+    kept = {name: value for name, value in os.environ.items() if name not in ("VERL_PLATFORM", "RECIPE_V1_TRAINERS")}
+    environment = {**kept, "VERL_USE_EXTERNAL_PLUGINS": policy}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    seconds("none")  # the files come into memory
+    times: dict[str, list[float]] = {name: [] for name in POLICIES}
+    for _ in range(repeats):
+        for name, policy in POLICIES.items():
+            times[name].append(seconds(policy))
+    medians = {name: 1000 * statistics.median(values) for name, values in times.items()}
+    pairs = [1000 * (plugin - search) for plugin, search in zip(times["plugin"], times["search"], strict=True)]
+    result = {f"{name}_ms": round(value, 1) for name, value in medians.items()}
+    print(json.dumps({**result, "added_ms": round(statistics.median(pairs), 1), "repeats": repeats}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""PPO with a critic: trained with every batch, kept by checkpoints, and of use to the policy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from main_runs import FULLY_ASYNC, ONE_STEP_OFF, run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+GAE = ("algorithm.adv_estimator=gae", "algorithm.gamma=1.0", "algorithm.lam=1.0")
+LONG_RUN_S = 1800
+
+
+@pytest.mark.e2e
+def test_critic_learns_beside_the_actor_and_a_resumed_one_goes_on(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    folder = tmp_path / "run"
+
+    def overrides(steps: int) -> list[str]:
+        return [
+            *small(task, folder, ray_dir),
+            *GAE,
+            "critic.ppo_mini_batch_size=2",
+            "trainer.critic_warmup=2",
+            "trainer.save_freq=8",
+            f"trainer.total_training_steps={steps}",
+        ]
+
+    first = run_main(FULLY_ASYNC, overrides(8), folder)
+    assert first.returncode == 0, first.output[-8000:]
+    assert [("actor/grad_norm" in step) for step in first.metrics] == [False] + [True] * 7
+    assert all(step["critic/grad_norm"] > 0 for step in first.metrics)
+    losses = first.column("critic/vf_loss")
+    assert (folder / "global_step_8" / "critic").is_dir()
+
+    second = run_main(FULLY_ASYNC, overrides(10), folder)
+    assert second.returncode == 0, second.output[-8000:]
+    assert second.summary["ledger"]["trained"] == 40
+    resumed = second.column("critic/vf_loss")[8:]
+    assert all(map(math.isfinite, [*losses, *resumed]))
+    # One that began again would be as far off as at the beginning.
+    assert max(resumed) < losses[0] / 2, (losses, resumed)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("main", [FULLY_ASYNC, ONE_STEP_OFF])
+def test_policy_learns_the_builtin_task_with_a_critic(main: str, tmp_path: Path, ray_dir: Path) -> None:
+    overrides = [
+        "preset=tiny_cpu",
+        f"trainer.default_local_dir={tmp_path}",
+        f"hydra.run.dir={tmp_path}/hydra",
+        f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
+        *GAE,
+    ]
+    run = run_main(main, overrides, tmp_path, timeout_s=LONG_RUN_S)
+    assert run.returncode == 0, run.output[-8000:]
+    validation = run.summary["validation"]
+    assert validation["first"] <= 0.5
+    assert validation["last"] >= 0.9
