@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Stock verl's v1 trainer `separate_async` on the CPU platform: how old the oldest token is that each strategy trains."""
+"""Stock verl's v1 trainer `separate_async` on the CPU platform: how old the oldest token of a batch is by strategy."""
 
 from __future__ import annotations
 
