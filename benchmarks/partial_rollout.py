@@ -18,8 +18,9 @@
 Both are this package's main in the same placement; the synchronous side has the bound 0, under which a batch is
 generated whole. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and no
 core (`slow_decode` in tests/e2e), as on an accelerator, where it is bound by reading the weights. Reported, from the
-steps after the first ones: seconds of wall-clock a trained sample for both; the synchronous side's idle share, which is
-the part of its wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
+steps after the first ones and, with interruptions, before the last two, in which no further prompts begin because the
+run ends: seconds of wall-clock a trained sample for both; the synchronous side's idle share, which is the part of its
+wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
 
     saved = 1 - seconds a sample / synchronous seconds a sample;   saved / idle share is to be at least 0.9
 
@@ -47,6 +48,7 @@ from recipe.async_engine.task import TaskSettings, ensure_task
 CHECKOUT = Path(__file__).parents[1]
 MAIN = "recipe.partial_rollout.main"
 STOCK_MAIN = "verl.trainer.main_ppo"
+LAST = 2
 PRESETS = {False: "tiny_cpu", True: "tiny_cpu_long_tail"}
 
 
@@ -56,7 +58,8 @@ class Shape:
 
     tail: the prompts at one place of every twenty have answers of 120 tokens, the others of 6, else all of 6; the order
     of the data is fixed, so five batches have all of it. slots: groups that generate at once. decode_s: seconds of a
-    decode step. bound: max_staleness. steps: of the synchronous side and of partial rollout. skip: those not counted.
+    decode step. bound: max_staleness. steps: of the synchronous side and of partial rollout. skip: those not counted;
+    of partial rollout the last ones are not counted either.
     """
 
     tail: bool
@@ -70,9 +73,9 @@ class Shape:
 
 
 SHAPES = {
-    "uniform": Shape(False, slots=8, decode_s=0.1, bound=1, steps=(12, 12), skip=(2, 2)),
-    "tail": Shape(True, slots=4, decode_s=0.08, bound=6, steps=(7, 17), skip=(2, 7)),
-    "long_tail": Shape(True, slots=8, decode_s=0.15, bound=9, steps=(7, 20), skip=(2, 10)),
+    "uniform": Shape(False, slots=8, decode_s=0.1, bound=1, steps=(12, 14), skip=(2, 2)),
+    "tail": Shape(True, slots=4, decode_s=0.08, bound=6, steps=(7, 19), skip=(2, 7)),
+    "long_tail": Shape(True, slots=8, decode_s=0.15, bound=9, steps=(7, 22), skip=(2, 10)),
 }
 
 
@@ -117,7 +120,10 @@ def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
             f"hydra.run.dir={out}/hydra",
             f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
         ]
-        return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment_of(shape, os.environ))
+        finished = run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment_of(shape, os.environ))
+    if not synchronous:
+        del finished.steps[-LAST:]
+    return finished
 
 
 def colocate_async_run(shape: Shape, folder: Path) -> Run:
@@ -146,7 +152,7 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
                 f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}",
             ]
             finished = run(STOCK_MAIN, overrides, metrics, Path(out), environment)
-    finished.steps = [(at, line["data"]) for at, line in finished.steps if "actor/grad_norm" in line["data"]]
+    finished.steps = [(at, line["data"]) for at, line in finished.steps if "actor/grad_norm" in line["data"]][:-LAST]
     return finished
 
 
