@@ -1,0 +1,56 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The README's own commands: a run on data of one's own, word for word."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+
+README = Path(__file__).parents[2] / "README.md"
+ACTIVATE = re.compile(r"^\. \.venv/bin/activate.*$", re.MULTILINE)
+# In a shell this environment is active already.
+RUN_S = 900
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_on_own_data_by_the_commands_of_the_readme(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
+    (commands,) = [block for block in blocks if "my_train.parquet" in block]
+    script = ACTIVATE.sub("set -e", commands)
+    environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    finished = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    assert (summary["steps"], summary["error"]) == (30, None)
+    assert summary["validation"]["last"] > summary["validation"]["first"]
