@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.async_engine.config.inspect import plain
-from recipe.async_engine.core.config import derive
+from recipe.async_engine.core.config import SHARED, derive, rollout_accelerators
 from recipe.async_engine.core.outside import Resources
 from recipe.async_engine.core.server_settings import Proximal
 from recipe.async_engine.core.validation import validate
@@ -35,39 +35,56 @@ from recipe.async_engine.model_engine.launch import engine_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.sh"))
 SHOW_ARGUMENTS = 'python() { printf "%s\\n" "$@"; }; export -f python; exec bash "$0"'
-PRIMARY = {"fully_async": "fully_async_ppo_trainer", "one_step_off": "one_step_off_ppo_trainer"}
+MODES = re.compile(r"^(\w+)\)$", re.MULTILINE)
 
 
-def arguments(script: Path) -> tuple[str, str, list[str]]:
-    """The mode, the primary configuration and the overrides that a script runs its main with."""
-    environment = {"HOME": "/home/someone", "PATH": os.environ["PATH"]}
-    shown = subprocess.run(
+def cases() -> list[tuple[Path, str | None]]:
+    """Each script with each of the modes that it offers; None where it has one."""
+    return [(script, mode) for script in EXAMPLES for mode in (MODES.findall(script.read_text()) or [None])]
+
+
+def shown(script: Path, mode: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {"HOME": "/home/someone", "PATH": os.environ["PATH"]} | ({"MODE": mode} if mode else {})
+    return subprocess.run(
         ["bash", "-c", SHOW_ARGUMENTS, str(script)],
         capture_output=True,
         text=True,
         timeout=30,
         env=environment,
-        check=True,
+        check=False,
     )
-    _, main, *rest = shown.stdout.splitlines()
-    mode = re.fullmatch(r"recipe\.(\w+)\.main", main).group(1)
+
+
+def arguments(script: Path, mode: str | None) -> tuple[str, str, list[str]]:
+    """The mode, the primary configuration and the overrides that a script runs its main with."""
+    finished = shown(script, mode)
+    assert finished.returncode == 0, finished.stderr
+    _, main, *rest = finished.stdout.splitlines()
+    name = re.fullmatch(r"recipe\.(\w+)\.main", main).group(1)
     if rest[0] == "--config-name":
-        return mode, rest[1], rest[2:]
-    return mode, PRIMARY[mode], rest
+        return name, rest[1], rest[2:]
+    return name, f"{name}_ppo_trainer", rest
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_example_composes_validates_and_has_a_plan(script: Path) -> None:
-    mode, name, overrides = arguments(script)
+@pytest.mark.parametrize(
+    ("script", "mode"), cases(), ids=lambda value: value.stem if isinstance(value, Path) else value
+)
+def test_example_composes_validates_and_has_a_plan(script: Path, mode: str | None) -> None:
+    name, primary, overrides = arguments(script, mode)
     GlobalHydra.instance().clear()
-    with initialize_config_module(f"recipe.{mode}.config", version_base=None):
-        composed = compose(name, overrides=overrides)
+    with initialize_config_module(f"recipe.{name}.config", version_base=None):
+        composed = compose(primary, overrides=overrides)
     config = plain(composed)
-    accelerators = sum(map(int, re.search(r"_(\d+(?:_\d+)*)$", script.stem).group(1).split("_")))
-    assert validate(config, dataset_rows=7000, available=Resources(accelerators=accelerators)) == []
-    assert validate(config, dataset_rows=7000, available=Resources(accelerators=accelerators - 1)) != []
     plan = derive(config, dataset_rows=7000)
     servers = plan.settings.servers
+    shared = plan.settings.async_training.placement == SHARED
+    generating = 0 if shared else rollout_accelerators(config, plan.settings)
+    accelerators = plan.trainer_ranks + generating + servers.accelerators
+    named = sum(map(int, re.search(r"_(\d+(?:_\d+)*)$", script.stem).group(1).split("_")))
+    # The one script for "1 to 2": it takes the first of them in turns.
+    assert accelerators == (1 if shared and named == 2 else named)
+    assert validate(config, dataset_rows=7000, available=Resources(accelerators=accelerators)) == []
+    assert validate(config, dataset_rows=7000, available=Resources(accelerators=accelerators - 1)) != []
     assert (plan.proximal is Proximal.SERVER) == servers.enabled
     if servers.enabled:
         engine = engine_config(OmegaConf.create(config["model_engine_server"]["engine"]), servers)
@@ -79,4 +96,10 @@ def test_example_composes_validates_and_has_a_plan(script: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 2
+    assert len(cases()) >= 17
+
+
+def test_mode_that_a_script_does_not_have_is_refused_by_it() -> None:
+    finished = shown(next(script for script in EXAMPLES if "MODE" in script.read_text()), "asynchronous")
+    assert finished.returncode == 2
+    assert "MODE=asynchronous: one of one_step_off, fully_async" in finished.stderr
