@@ -66,9 +66,7 @@ def arguments(script: Path, mode: str | None) -> tuple[str, str, list[str]]:
     return name, f"{name}_ppo_trainer", rest
 
 
-@pytest.mark.parametrize(
-    ("script", "mode"), cases(), ids=lambda value: value.stem if isinstance(value, Path) else value
-)
+@pytest.mark.parametrize(("script", "mode"), cases(), ids=[f"{script.stem} {mode or ''}" for script, mode in cases()])
 def test_example_composes_validates_and_has_a_plan(script: Path, mode: str | None) -> None:
     name, primary, overrides = arguments(script, mode)
     GlobalHydra.instance().clear()
@@ -100,6 +98,6 @@ def test_there_are_examples() -> None:
 
 
 def test_mode_that_a_script_does_not_have_is_refused_by_it() -> None:
-    finished = shown(next(script for script in EXAMPLES if "MODE" in script.read_text()), "asynchronous")
+    finished = shown(next(script for script, mode in cases() if mode), "asynchronous")
     assert finished.returncode == 2
     assert "MODE=asynchronous: one of one_step_off, fully_async" in finished.stderr

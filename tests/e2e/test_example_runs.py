@@ -1,0 +1,82 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The example scripts for FSDP2 in each of their modes, scaled down to the tiny model by further arguments, train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from main_process import short_run
+
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.task import TaskPaths
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, GROUPS, RUN_S = 2, 4, 480
+ALL = ("one_step_off", "fully_async", "fully_async_servers", "partial_rollout")
+CASES = [
+    *(("qwen2_5_0_5b_gsm8k_2", mode) for mode in ALL if mode != "fully_async_servers"),
+    *(("qwen2_5_3b_gsm8k_8", mode) for mode in ALL),
+    *(("qwen2_5_7b_gsm8k_16", mode) for mode in ALL),
+]
+PLACES = {
+    "one_step_off": ("trainer", "rollout"),
+    "fully_async": ("trainer", "rollout"),
+    "fully_async_servers": ("trainer", "rollout", "model_engine_server"),
+    "partial_rollout": ("trainer",),
+}
+SCALED_DOWN = [
+    "preset=tiny_cpu",
+    "data.max_prompt_length=32",
+    "data.max_response_length=32",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={GROUPS}",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+    "trainer.logger=[console]",
+    "trainer.save_freq=-1",
+    f"trainer.total_training_steps={STEPS}",
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
+    batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
+    # The large scripts join a cluster; here the main starts its own.
+    alone = ["++ray_kwargs.ray_init.address=null"]
+    overrides = [*SCALED_DOWN, *places, *batch, *alone, *short_run(task, tmp_path, ray_dir)]
+    environment = {key: value for key, value in os.environ.items() if key not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    environment |= {"MODE": mode, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
+    finished = subprocess.run(
+        ["bash", str(EXAMPLES / f"{name}.sh"), *overrides],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["error"]) == (STEPS, None)
+    assert summary["ledger"]["trained"] == STEPS * GROUPS
