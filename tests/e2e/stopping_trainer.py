@@ -11,12 +11,16 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A trainer that stops the process of a part at the beginning of step ``STOP_AT_STEP``: SIGSTOP to ``STOP_PART``."""
+"""A trainer that stops the process of a part at the beginning of step ``STOP_AT_STEP``: SIGSTOP to ``STOP_PART``.
+
+``STOP_PID_FILE``: where the process's id is written.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,5 +33,7 @@ class StoppingTrainer(FullyAsyncTrainer):
         if self.global_steps == int(os.environ["STOP_AT_STEP"]):
             replica = self.publisher.replicas[0]
             actor = {"server": replica.servers[0], "receiver": replica.workers[0]}[os.environ["STOP_PART"]]
-            os.kill(ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30), signal.SIGSTOP)
+            pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+            Path(os.environ["STOP_PID_FILE"]).write_text(str(pid))
+            os.kill(pid, signal.SIGSTOP)
         return super()._train(groups)

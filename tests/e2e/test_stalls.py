@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 from main_runs import run_main, small
 
@@ -51,6 +52,7 @@ def test_part_that_never_answers_is_named_and_ends_the_run(
 ) -> None:
     monkeypatch.setenv("STOP_AT_STEP", "3")
     monkeypatch.setenv("STOP_PART", part)
+    monkeypatch.setenv("STOP_PID_FILE", str(tmp_path / "pid"))
     overrides = [
         *small(task, tmp_path, ray_dir),
         *(f"async_training.timeouts.{name}={seconds}" for name, seconds in timeouts.items()),
@@ -63,3 +65,5 @@ def test_part_that_never_answers_is_named_and_ends_the_run(
     assert f"{error['name']}: {error['message']}".count(named) >= 1
     last_step = (tmp_path / "metrics.jsonl").stat().st_mtime
     assert (tmp_path / "summary.json").stat().st_mtime - last_step < END_S
+    # A stopped process does not notice that the others have ended.
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

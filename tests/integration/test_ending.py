@@ -15,12 +15,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from recipe.async_engine.run.ending import StartedProcesses
 
 MAIN = """
 import sys, threading, time
@@ -80,3 +83,20 @@ def test_deadline_ends_it_like_a_second_signal() -> None:
     assert process.wait(20) == 128 + signal.SIGTERM
     assert time.monotonic() - began >= 0.2
     process.communicate()
+
+
+def test_process_that_is_stopped_is_ended_and_those_from_before_are_left_alone() -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    before = subprocess.Popen(sleeper)
+    started = StartedProcesses()
+    stopped, ending = subprocess.Popen(sleeper), subprocess.Popen([sys.executable, "-c", "pass"])
+    try:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        started.look()
+        assert started.end(grace_s=1.0) == [stopped.pid]
+        assert stopped.wait(10) == -signal.SIGKILL
+        assert ending.wait(10) == 0
+        assert before.poll() is None
+    finally:
+        before.kill()
+        before.wait()

@@ -47,7 +47,7 @@ from recipe.async_engine.platform.detect import (
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal
+from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, StartedProcesses
 from recipe.async_engine.run.events import take_in
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
@@ -100,6 +100,9 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     record = RunRecord(config.trainer.default_local_dir, mode, began)
     Path(config.trainer.default_local_dir, STALL_FILE).unlink(missing_ok=True)
     meter = MemoryMeter()
+    # Ray's own processes included, unless they are a cluster's or the caller's.
+    starts_ray = not ray.is_initialized() and not config.ray_kwargs.ray_init.get("address")
+    started = StartedProcesses() if starts_ray else None
     display = None
     prefork = None
     failed: BaseException | None = None
@@ -116,9 +119,13 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
         raise
     finally:
         summary = record.close(meter.stop())
+        if started is not None:
+            started.look()
         ray.shutdown()
         if prefork is not None:
             prefork.stop()
+        if started is not None and (killed := started.end()):
+            logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
         if display is not None:
             display.end(summary)
     if summary["error"] is not None and failed is None:

@@ -11,10 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What SIGTERM and Ctrl-C do to a run.
+"""What SIGTERM and Ctrl-C do to a run, and what is left of it at its end.
 
-Contract: the first one asks the run to end after its present step, with a checkpoint if it saves any; the second one,
-or the deadline, ends it at once. Shown by tests/integration/test_ending.py and tests/e2e/test_signals.py.
+Contract: the first signal asks the run to end after its present step, with a checkpoint if it saves any; the second
+one, or the deadline, ends it at once. Of the processes that a run has started on its own machine none outlives it, also
+if it was stopped or hangs. Shown by tests/integration/test_ending.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_S, POLL_S = 5.0, 0.05
 
 
 class EndAtOnce(KeyboardInterrupt):
@@ -81,3 +87,33 @@ class EndingOnSignal:
         self._timer.daemon = True
         self._timer.start()
         self._stop(name)
+
+
+class StartedProcesses:
+    """The processes that this one starts from now on, with all that they start."""
+
+    def __init__(self) -> None:
+        self._others = set(psutil.Process().children(recursive=True))
+        self._found: list[psutil.Process] = []
+
+    def look(self) -> None:
+        """Take note of what is there now; its parents may be gone later."""
+        self._found = [child for child in psutil.Process().children(recursive=True) if child not in self._others]
+
+    def end(self, grace_s: float = GRACE_S) -> list[int]:
+        """Kill what was there at the last look and does not end by itself. Returns the ids of what was killed."""
+        deadline = time.monotonic() + grace_s
+        while (left := [process for process in self._found if _runs(process)]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return [process.pid for process in left]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not one that has ended and whose parent has not asked for its status."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
