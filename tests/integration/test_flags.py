@@ -78,8 +78,13 @@ def test_a_wrong_flag_is_refused_with_the_allowed_ones() -> None:
     assert all(mode in str(refused.value) for mode in MODES)
 
 
-def test_log_prob_servers_join_a_flag() -> None:
-    assert composed("+recipe=fully_async", "model_engine_server=fsdp2").model_engine_server.backend == "fsdp2"
+def test_log_prob_servers_join_a_flag_or_have_their_own() -> None:
+    assert composed("+recipe=one_step_off", "model_engine_server=fsdp2").model_engine_server.backend == "fsdp2"
+    flagged = composed(*GRPO_GSM8K, "+recipe=model_engine_server")
+    assert (flagged.trainer.v1.trainer_mode, flagged.model_engine_server.backend) == ("recipe_fully_async", "fsdp2")
+    assert flagged.data.train_batch_size == 1024
+    megatron = composed("+recipe=model_engine_server", "model_engine_server=megatron")
+    assert megatron.model_engine_server.backend == "megatron"
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -1,0 +1,92 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What verl's synchronous trainer has beside GRPO, in the asynchronous modes: short runs on the built-in task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
+
+from recipe.async_engine.task import TaskPaths
+
+PARTIAL_ROLLOUT = "recipe.partial_rollout.main"
+STEPS, GROUPS, ANSWERS = 3, 4, 4
+
+
+def train(main: str, task: TaskPaths, folder: Path, ray_dir: Path, *overrides: str) -> FinishedRun:
+    steps = f"trainer.total_training_steps={STEPS}"
+    run = run_main(main, [*small(task, folder, ray_dir), steps, *overrides], folder)
+    assert run.returncode == 0, run.output[-8000:]
+    assert (run.summary["steps"], run.summary["ledger"]["trained"]) == (STEPS, STEPS * GROUPS)
+    return run
+
+
+@pytest.mark.e2e
+def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    answers, validation = tmp_path / "answers", tmp_path / "validation"
+    run = train(
+        ONE_STEP_OFF,
+        task,
+        tmp_path / "run",
+        ray_dir,
+        "algorithm.adv_estimator=rloo",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.01",
+        "trainer.balance_batch=true",
+        f"trainer.rollout_data_dir={answers}",
+        f"trainer.validation_data_dir={validation}",
+        "trainer.test_freq=3",
+        "data.train_max_samples=8",
+        "trainer.total_epochs=2",
+    )
+    # The policy is its own reference at first.
+    assert all(step["actor/reward_kl_penalty"] >= 0 for step in run.metrics)
+    assert all("global_seqlen/balanced_max" in step for step in run.metrics)
+    dumped = [json.loads(line) for file in answers.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert len(dumped) == STEPS * GROUPS * ANSWERS
+    assert {"input", "output", "score"} <= dumped[0].keys()
+    assert any(validation.glob("*.jsonl"))
+    # Eight prompts are two batches; the third one begins the second epoch.
+    inputs = {line["input"] for line in dumped}
+    assert len(inputs) == 8
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("main", [FULLY_ASYNC, ONE_STEP_OFF, PARTIAL_ROLLOUT])
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "gpg"])
+def test_estimators_of_verl(main: str, estimator: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    run = train(main, task, tmp_path, ray_dir, f"algorithm.adv_estimator={estimator}")
+    assert any(step["actor/grad_norm"] > 0 for step in run.metrics)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_lora_adapters_are_trained_and_reach_the_rollout(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    run = train(
+        FULLY_ASYNC,
+        task,
+        tmp_path,
+        ray_dir,
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.lora_alpha=16",
+        "async_training.staleness_threshold=0",
+        "async_training.trigger_parameter_sync_step=1",
+    )
+    assert any(step["actor/grad_norm"] > 0 for step in run.metrics)
+    # With bound 0 both sides have the same weights, adapters included.
+    assert max(run.column("training/rollout_probs_diff_max")) < 1e-4
