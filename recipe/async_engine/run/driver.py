@@ -205,6 +205,9 @@ def _start_ray(config: DictConfig, choice: PlatformChoice, prefork: Prefork | No
     if ray.is_initialized():
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    if not arguments.get("address") and arguments.get("include_dashboard") is False:
+        # Events of tasks are for the dashboard; Ray's control process keeps them, 100 MiB for 1,000 small steps.
+        arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
         defaults: dict[str, Any] = {"env_vars": dict(choice.environment)}
     else:
