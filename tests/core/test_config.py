@@ -231,6 +231,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({**GAE, "critic.ppo_mini_batch_size": 12}, "critic.ppo_mini_batch_size", "a divisor of the batch of 32"),
         ({**GAE, "critic.ppo_micro_batch_size_per_gpu": None}, "critic.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
         ({**GAE, "critic.checkpoint.async_save": True}, "critic.checkpoint.async_save", "false"),
+        (
+            {**CPU, "actor_rollout_ref.model.lora_rank": 8},
+            "actor_rollout_ref.model.lora_rank",
+            "does not take adapters",
+        ),
         ({**GAE, **CPU, "critic.strategy": "fsdp"}, "critic.strategy", "fsdp2 where trainer.device=cpu"),
         ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy"),
         ({"algorithm.filter_groups": {"enable": True, "metric": None}}, "algorithm.filter_groups.metric", "a name"),

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, 
         "data.train_max_samples=8",
         "trainer.total_epochs=2",
     )
-    # The policy is its own reference at first.
-    assert all(step["actor/reward_kl_penalty"] >= 0 for step in run.metrics)
+    assert all(math.isfinite(step["actor/reward_kl_penalty"]) for step in run.metrics)
+    assert any(step["actor/reward_kl_penalty"] != 0 for step in run.metrics)
     assert all("global_seqlen/balanced_max" in step for step in run.metrics)
     dumped = [json.loads(line) for file in answers.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert len(dumped) == STEPS * GROUPS * ANSWERS
@@ -72,21 +73,3 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, 
 def test_estimators_of_verl(main: str, estimator: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     run = train(main, task, tmp_path, ray_dir, f"algorithm.adv_estimator={estimator}")
     assert any(step["actor/grad_norm"] > 0 for step in run.metrics)
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_lora_adapters_are_trained_and_reach_the_rollout(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    run = train(
-        FULLY_ASYNC,
-        task,
-        tmp_path,
-        ray_dir,
-        "actor_rollout_ref.model.lora_rank=8",
-        "actor_rollout_ref.model.lora_alpha=16",
-        "async_training.staleness_threshold=0",
-        "async_training.trigger_parameter_sync_step=1",
-    )
-    assert any(step["actor/grad_norm"] > 0 for step in run.metrics)
-    # With bound 0 both sides have the same weights, adapters included.
-    assert max(run.column("training/rollout_probs_diff_max")) < 1e-4

@@ -160,6 +160,10 @@ def _cpu(case: Case) -> Iterator[Problem]:
         if case.get(f"{section}.strategy") == "fsdp":
             advice = f"FSDP1 cannot start from parameters on the CPU; set {section}.strategy=fsdp2."
             yield case.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)
+    for setting in ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"):
+        if case.count(setting) is not None:
+            advice = "vLLM's CPU build does not take adapters over the weight sync yet; train the whole model there."
+            yield case.problem(setting, "0 where trainer.device=cpu", advice)
     for setting in (f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_sleep_mode"):
         if case.get(setting, True):
             advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
