@@ -19,7 +19,7 @@ Fully asynchronous, 16 prompts of 8 answers of 6 tokens a step, 64 at a time; a 
 core (`slow_decode` in tests/e2e), and a reward sleeps. A batch's generation and its rewards, one after the other, would
 take the two numbers of seconds: 180 and 140 in the setting that this stands for, here a twentieth. Reported, from the
 steps after the first ones: seconds a step without rewards and with them, and the share of the rewards' time, queues
-included, in which generation went on.
+included, in which generation went on; the last step, beside which nothing is generated any more, is left out of it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,14 @@ def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Ru
         return run(MAIN, overrides, Path(out) / "metrics.jsonl", Path(out), environment)
 
 
+def hidden_share(finished: Run) -> float:
+    """Between the steps that are counted, without the last one, at which nothing more is generated."""
+    first, last = finished.steps[SKIP - 1][1], finished.steps[-2][1]
+    names = "fully_async/rewards/seconds", "fully_async/rewards/hidden_share"
+    (began, began_share), (ended, ended_share) = ([step[name] for name in names] for step in (first, last))
+    return (ended * ended_share - began * began_share) / (ended - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
@@ -89,12 +97,14 @@ def main() -> None:
         for rewards_s in (0.0, arguments.rewards_seconds):
             finished = one_run(arguments.steps, arguments.generation_seconds, rewards_s, Path(task))
             step = seconds[rewards_s] = finished.seconds_per_step(SKIP)
-            last = finished.steps[-1][1]
             row = {
                 "rewards_s": rewards_s,
                 "step_s": round(step, 2),
-                "reward_seconds": round(last["fully_async/rewards/seconds"], 1),
-                "hidden_share": round(last["fully_async/rewards/hidden_share"], 3),
+                "reward_seconds": round(finished.steps[-1][1]["fully_async/rewards/seconds"], 1),
+                "hidden_share": round(hidden_share(finished), 3),
+                "hidden_share_with_beginning_and_end": round(
+                    finished.steps[-1][1]["fully_async/rewards/hidden_share"], 3
+                ),
             }
             print(json.dumps(row), flush=True)
     with_rewards, without = seconds[arguments.rewards_seconds], seconds[0.0]
