@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,12 @@ def kills() -> list[tuple[int, int]]:
 
 
 def kill(replica: Any) -> None:
-    for actor in [*replica.workers, *replica.servers]:
-        pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
-        os.kill(pid, signal.SIGKILL)
+    actors = [*replica.workers, *replica.servers]
+    # All of them first: a server ends by itself when its worker has died.
+    pids = ray.get([actor.__ray_call__.remote(lambda actor: os.getpid()) for actor in actors], timeout=30)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Recording:
