@@ -68,6 +68,11 @@ class Case:
         return has_critic(self.config)
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        """The sections of the models that are trained."""
+        return (ACTOR, "critic") if self.has_critic else (ACTOR,)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the run asks for the CPU platform."""
         return bool(self.get("trainer.device") == "cpu")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipe.async_engine.core.case import ACTOR, Case
+from recipe.async_engine.core.case import Case
 from recipe.async_engine.core.config import SHARED
 from recipe.async_engine.core.problems import Problem
 
@@ -26,7 +26,7 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 
 def saving(case: Case) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
-    for section in (ACTOR, "critic") if case.has_critic else (ACTOR,):
+    for section in case.trained:
         if case.get(f"{section}.checkpoint.async_save"):
             advice = "A checkpoint is committed when all of it is written; remove the setting."
             yield case.problem(f"{section}.checkpoint.async_save", "false", advice)

@@ -128,21 +128,17 @@ def _rollout(case: Case) -> Iterator[Problem]:
 
 
 def _engine(case: Case) -> Iterator[Problem]:
-    strategy, engine = case.get(f"{ACTOR}.strategy"), case.get("model_engine", "dp")
-    if (engine == "megatron") != (strategy == "megatron"):
-        allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
-        advice = f"The configuration was composed with model_engine={engine}; change one of the two."
-        yield case.problem(f"{ACTOR}.strategy", allowed, advice)
+    engine = case.get("model_engine", "dp")
+    for section in case.trained:
+        if (engine == "megatron") != (case.get(f"{section}.strategy") == "megatron"):
+            allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
+            advice = f"The configuration was composed with model_engine={engine}; change one of the two."
+            yield case.problem(f"{section}.strategy", allowed, advice)
 
 
 def _critic(case: Case) -> Iterator[Problem]:
     if not case.has_critic:
         return
-    strategy, engine = case.get("critic.strategy"), case.get("model_engine", "dp")
-    if (engine == "megatron") != (strategy == "megatron"):
-        allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
-        advice = f"The configuration was composed with model_engine={engine}; change one of the two."
-        yield case.problem("critic.strategy", allowed, advice)
     mini, batch = case.count("critic.ppo_mini_batch_size"), case.batch_groups
     if batch is not None and (mini is None or batch % mini):
         advice = "A step trains the critic in mini-batches of so many prompts."
@@ -156,7 +152,7 @@ def _critic(case: Case) -> Iterator[Problem]:
 def _cpu(case: Case) -> Iterator[Problem]:
     if not case.on_cpu:
         return
-    for section in (ACTOR, "critic") if case.has_critic else (ACTOR,):
+    for section in case.trained:
         if case.get(f"{section}.strategy") == "fsdp":
             advice = f"FSDP1 cannot start from parameters on the CPU; set {section}.strategy=fsdp2."
             yield case.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)

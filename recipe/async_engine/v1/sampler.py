@@ -32,7 +32,6 @@ in stock trainers, tests/e2e/test_v1_trainers.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,8 +40,6 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from recipe.async_engine.core.errors import RecipeError, StalenessViolation
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
-
-logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 POLL_S = 0.1
