@@ -51,6 +51,8 @@ SCALED_DOWN = [
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "trainer.logger=[console]",
     "trainer.save_freq=-1",
+    # The large scripts join a cluster; here the main starts its own.
+    "++ray_kwargs.ray_init.address=null",
     f"trainer.total_training_steps={STEPS}",
 ]
 
@@ -61,9 +63,7 @@ SCALED_DOWN = [
 def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
     batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
-    # The large scripts join a cluster; here the main starts its own.
-    alone = ["++ray_kwargs.ray_init.address=null"]
-    overrides = [*SCALED_DOWN, *places, *batch, *alone, *short_run(task, tmp_path, ray_dir)]
+    overrides = [*SCALED_DOWN, *places, *batch, *short_run(task, tmp_path, ray_dir)]
     environment = {key: value for key, value in os.environ.items() if key not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
     environment |= {"MODE": mode, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
     finished = subprocess.run(

@@ -28,7 +28,6 @@ from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 
 README = Path(__file__).parents[2] / "README.md"
 ACTIVATE = re.compile(r"^\. \.venv/bin/activate.*$", re.MULTILINE)
-# In a shell this environment is active already.
 RUN_S = 900
 
 

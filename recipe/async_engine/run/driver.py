@@ -101,8 +101,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     Path(config.trainer.default_local_dir, STALL_FILE).unlink(missing_ok=True)
     meter = MemoryMeter()
     # Ray's own processes included, unless they are a cluster's or the caller's.
-    starts_ray = not ray.is_initialized() and not config.ray_kwargs.ray_init.get("address")
-    started = StartedProcesses() if starts_ray else None
+    started = StartedProcesses() if _starts_ray(config) else None
     display = None
     prefork = None
     failed: BaseException | None = None
@@ -184,10 +183,14 @@ def _fill_builtin_task(config: DictConfig) -> None:
                 reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
 
 
+def _starts_ray(config: DictConfig) -> bool:
+    """Whether this run starts a Ray of its own, instead of using the caller's or joining a cluster."""
+    return config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
+
+
 def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
     """Whether this run's workers are to be forked from one process that has imported the stack."""
-    starts_ray = config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
-    asked = choice.is_cpu and starts_ray and config.async_training.prefork_workers
+    asked = choice.is_cpu and _starts_ray(config) and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return False
     if not is_supported(ray.__version__, RAY_SUPPORTED):
@@ -205,7 +208,7 @@ def _start_ray(config: DictConfig, choice: PlatformChoice, prefork: Prefork | No
     if ray.is_initialized():
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-    if not arguments.get("address") and arguments.get("include_dashboard") is False:
+    if _starts_ray(config) and arguments.get("include_dashboard") is False:
         # Events of tasks are for the dashboard; Ray's control process keeps them, 100 MiB for 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:

@@ -249,7 +249,7 @@ class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
             max_consecutive_failures=plan.batch_groups,
             on_overdue=OnOverdue(training.on_overdue),
             filter_groups=filtering,
-            filter_limit=max(0, batches) * plan.batch_groups,
+            filter_limit=max(0, batches or 0) * plan.batch_groups,
         )
 
     def _new_scheduler(self) -> RolloutScheduler:
