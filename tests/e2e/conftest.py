@@ -15,11 +15,11 @@
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from surroundings import ray_folder
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
@@ -58,7 +58,5 @@ def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def ray_dir() -> Iterator[Path]:
-    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        yield folder

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 from main_process import run_module, short_run, with_helpers
+from surroundings import user_environment
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
 
 FULLY_ASYNC = "recipe.fully_async.main"
@@ -82,7 +81,7 @@ def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = R
     ``main`` is a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
     """
     # The main chooses its platform by itself, as it would in a user's shell.
-    environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    environment = user_environment()
     if ":" in main:
         environment["MODE"], environment["TRAINER"] = main.split(":")
         main = "trainer_main"

@@ -19,6 +19,8 @@ One by one: ``pytest -m '' tests/e2e/test_drills.py -k "engine and sync"``.
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,18 @@ from main_runs import run_main, small
 from recipe.async_engine.task import TaskPaths
 
 STEPS, MORE, GROUPS = 6, 2, 4
+KILLED_AT = 4
+PLACES = {
+    "before batch": {(3, "batch taken")},
+    "during batch": {(3, "batch taken")},
+    "before sync": {(3, "batch trained")},
+    # The new version is announced on the way.
+    "during sync": {(3, "batch trained"), (4, "published")},
+    "after sync": {(4, "published")},
+    "during checkpoint": {(4, "saving")},
+    "after checkpoint": {(4, "saved")},
+}
+"""Policy version and place that the ledger's journal has at a kill in the step `KILLED_AT`, every second one saved."""
 FATAL = ("trainer", "training worker")
 DRILLS = [
     ("trainer", "before batch"),
@@ -51,6 +65,22 @@ DRILLS = [
 ]
 
 
+def place(journal: Path) -> tuple[int, str]:
+    """Where a run was when this was its ledger's journal: the policy version, and how far its step had come."""
+    with closing(sqlite3.connect(journal)) as connection:
+        rows = connection.execute("SELECT kind, version FROM journal ORDER BY seq").fetchall()
+    kinds = [kind for kind, _ in rows]
+    version = max(version for _, version in rows if version is not None)
+    published = [n for n, kind in enumerate(kinds) if kind == "published"]
+    since = kinds[published[-1] + 1 :] if published else kinds
+    if "marked" in since:
+        # A committed checkpoint drops what precedes its mark.
+        return version, "saved" if kinds[0] == "marked" and not published else "saving"
+    if "trained" in since:
+        return version, "batch trained"
+    return version, "batch taken" if "taken" in since else "published"
+
+
 @pytest.mark.e2e
 @pytest.mark.chaos
 @pytest.mark.slow
@@ -61,7 +91,7 @@ def test_killed_process_costs_no_prompt(
     folder, done = tmp_path / "run", tmp_path / "done.json"
     monkeypatch.setenv("DRILL_PART", part)
     monkeypatch.setenv("DRILL_PHASE", phase)
-    monkeypatch.setenv("DRILL_STEP", "4")
+    monkeypatch.setenv("DRILL_STEP", str(KILLED_AT))
     monkeypatch.setenv("DRILL_DONE", str(done))
 
     def overrides(steps: int) -> list[str]:
@@ -78,7 +108,9 @@ def test_killed_process_costs_no_prompt(
 
     first = run_main("fully_async:drill_trainer.DrillTrainer", overrides(STEPS), folder)
     killed = json.loads(done.read_text())
-    assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, 4)
+    assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, KILLED_AT)
+    left = done.with_suffix(".sqlite")
+    assert place(left if left.exists() else folder / "ledger_journal.sqlite") in PLACES[phase]
     assert first.returncode == (1 if part in FATAL else 0), first.output[-8000:]
 
     total = STEPS + MORE

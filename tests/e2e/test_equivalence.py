@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ import torch
 from main_runs import ONE_STEP_OFF, run_main, small
 from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
+from surroundings import ray_folder
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
@@ -93,9 +92,8 @@ def equivalence_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
 
 @pytest.fixture(scope="module")
 def short_dir() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 from main_process import short_run
+from surroundings import user_environment
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -64,7 +64,7 @@ def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tm
     places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
     batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
     overrides = [*SCALED_DOWN, *places, *batch, *short_run(task, tmp_path, ray_dir)]
-    environment = {key: value for key, value in os.environ.items() if key not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    environment = user_environment()
     environment |= {"MODE": mode, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
     finished = subprocess.run(
         ["bash", str(EXAMPLES / f"{name}.sh"), *overrides],

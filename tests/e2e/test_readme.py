@@ -23,8 +23,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from surroundings import user_environment
 
 README = Path(__file__).parents[2] / "README.md"
 ACTIVATE = re.compile(r"^\. \.venv/bin/activate.*$", re.MULTILINE)
@@ -37,7 +36,7 @@ def test_a_run_on_own_data_by_the_commands_of_the_readme(tmp_path: Path) -> None
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
     (commands,) = [block for block in blocks if "my_train.parquet" in block]
     script = ACTIVATE.sub("set -e", commands)
-    environment = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
+    environment = user_environment()
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     finished = subprocess.run(
         ["bash", "-c", script],

@@ -29,8 +29,8 @@ import psutil
 import pytest
 from main_process import with_helpers
 from main_runs import FULLY_ASYNC, FinishedRun, small
+from surroundings import user_environment
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskPaths
 
 START_S, END_S, AT_ONCE_S = 240.0, 60.0, 30.0
@@ -47,16 +47,13 @@ class Run:
     """A run in a process group of its own, as a shell starts it."""
 
     def __init__(self, overrides: list[str], folder: Path) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}
-        }
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", FULLY_ASYNC, *overrides],
-                env=with_helpers(environment),
+                env=with_helpers(user_environment()),
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,9 +18,24 @@ The modules are imported by path, not through `sys.path`. The platform comes fir
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from surroundings import ray_folder
 
 from recipe.async_engine.platform.detect import apply_environment, choose_platform, inspect_machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 apply_environment(choose_platform(os.environ, inspect_machine()))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray, started for these tests and ended after them."""
+    import ray
+
+    with ray_folder() as folder:
+        ray.init(num_cpus=4, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
+        yield
+        ray.shutdown()

@@ -26,8 +26,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from surroundings import user_environment
 
 SUFFIX = "_on_cpu.py"
 RUN_S = 900
@@ -47,8 +46,7 @@ def copy_tests(folder: Path) -> list[str]:
 def outcomes(folder: Path, tests: list[str], plugins: str) -> dict[str, str]:
     """By test: passed, failed, error or skipped."""
     report = folder / f"{plugins}.xml"
-    inherited = {name: value for name, value in os.environ.items() if name not in {*CPU_ENVIRONMENT, "RAY_ADDRESS"}}
-    environment = {**inherited, "VERL_USE_EXTERNAL_PLUGINS": plugins, "HF_HUB_OFFLINE": "1"}
+    environment = {**user_environment(), "VERL_USE_EXTERNAL_PLUGINS": plugins, "HF_HUB_OFFLINE": "1"}
     options = [
         "-q",
         "-c",

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from surroundings import ray_folder
 
 from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, MODULES, Prefork, use_for_spawned_processes
 
@@ -217,16 +216,14 @@ with Prefork({{}}, modules=[{MARK!r}, "ray"]) as prefork:
 
 
 def test_workers_of_ray_are_forks() -> None:
-    # Ray puts sockets below it, whose paths are limited to 107 bytes.
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    finished = subprocess.run(
-        [sys.executable, "-c", RAY_JOB, folder],
-        capture_output=True,
-        text=True,
-        timeout=3 * RUN_S,
-        check=False,
-    )
-    shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        finished = subprocess.run(
+            [sys.executable, "-c", RAY_JOB, str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=3 * RUN_S,
+            check=False,
+        )
     assert finished.returncode == 0, finished.stderr
     assert [line for line in finished.stdout.splitlines() if "(raylet)" not in line] == [
         "(True, 'of the actor')",

@@ -18,9 +18,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -113,16 +110,6 @@ async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest
     assert worker.states == []
     worker.waiting[2].set_result({"reward_score": 1.0})
     assert await again == {"reward_score": 1.0}
-
-
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: None) -> None:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -80,16 +78,6 @@ def actor_class() -> type:
             self.cancelled.set()
 
     return Worker
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    # Ray puts sockets below it, whose paths are limited to 107 bytes; pytest's own folders are too deep.
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
