@@ -49,6 +49,7 @@ BASE: Mapping[str, Any] = {
     },
     "actor_rollout_ref": {
         "hybrid_engine": False,
+        "model": {"use_remove_padding": True},
         "actor": {
             "strategy": "fsdp",
             "ppo_mini_batch_size": 16,
@@ -235,6 +236,16 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             {**CPU, "actor_rollout_ref.model.lora_rank": 8},
             "actor_rollout_ref.model.lora_rank",
             "does not take adapters",
+        ),
+        (
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": False},
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            "use_remove_padding=True",
+        ),
+        (
+            {**CPU, f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            "1 where trainer.device=cpu",
         ),
         ({**GAE, **CPU, "critic.strategy": "fsdp"}, "critic.strategy", "fsdp2 where trainer.device=cpu"),
         ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy"),

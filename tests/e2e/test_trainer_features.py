@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe.async_engine.task import TaskPaths
 
@@ -37,8 +38,13 @@ def train(main: str, task: TaskPaths, folder: Path, ray_dir: Path, *overrides: s
 
 
 @pytest.mark.e2e
-def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    answers, validation = tmp_path / "answers", tmp_path / "validation"
+def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, validation, boards = tmp_path / "answers", tmp_path / "validation", tmp_path / "boards"
+    monkeypatch.setenv("TENSORBOARD_DIR", str(boards))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     run = train(
         ONE_STEP_OFF,
         task,
@@ -53,6 +59,7 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, 
         "trainer.test_freq=3",
         "data.train_max_samples=8",
         "trainer.total_epochs=2",
+        "trainer.logger=[console,tensorboard,wandb]",
     )
     assert all(math.isfinite(step["actor/reward_kl_penalty"]) for step in run.metrics)
     assert any(step["actor/reward_kl_penalty"] != 0 for step in run.metrics)
@@ -64,6 +71,11 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_and_dumps(task: TaskPaths, 
     # Eight prompts are two batches; the third one begins the second epoch.
     inputs = {line["input"] for line in dumped}
     assert len(inputs) == 8
+    logged = EventAccumulator(str(boards)).Reload().Scalars("actor/grad_norm")
+    assert [(event.step, pytest.approx(event.value)) for event in logged] == [
+        (step, metrics["actor/grad_norm"]) for step, metrics in enumerate(run.metrics, 1)
+    ]
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
 @pytest.mark.e2e

@@ -30,6 +30,9 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
+from recipe.async_engine.config.inspect import plain
+from recipe.async_engine.core.problems import ConfigError
+from recipe.async_engine.core.v1_rules import read_v1
 from recipe.async_engine.flags.register import VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -87,6 +90,45 @@ def test_log_prob_servers_join_a_flag_or_have_their_own() -> None:
     assert megatron.model_engine_server.backend == "megatron"
 
 
+@pytest.mark.parametrize("trainer", ["separate_async", "colocate_async"])
+def test_a_flag_puts_our_parts_beside_a_trainer_of_verls(trainer: str) -> None:
+    flagged = composed(*GRPO_GSM8K, f"+recipe={trainer}")
+    assert flagged.trainer.v1.trainer_mode == f"recipe_{trainer}"
+    assert flagged.trainer.v1.sampler.custom_sampler.name == "BoundedReplayBuffer"
+    assert not read_v1(plain(flagged)).servers.enabled
+    assert flagged.trainer.v1[trainer] == composed().trainer.v1[trainer]
+
+
+def test_log_prob_servers_beside_verls_trainer_are_refused_where_nothing_would_ask_or_reach_them() -> None:
+    servers = (
+        "+recipe=separate_async",
+        "actor_rollout_ref.rollout.name=vllm",
+        "model_engine_server=fsdp2",
+        "model_engine_server.n_gpus_per_node=2",
+    )
+    nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+    assert read_v1(plain(composed(*servers, nccl))).servers.ranks == 2
+    with pytest.raises(ConfigError) as refused:
+        read_v1(
+            plain(
+                composed(
+                    *servers,
+                    "model_engine_server.reference_replicas=1",
+                    "actor_rollout_ref.actor.use_kl_loss=true",
+                    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager",
+                    "algorithm.rollout_correction.bypass_mode=true",
+                    "+async_training.proximal_log_probs=bypass",
+                )
+            )
+        )
+    assert [problem.setting for problem in refused.value.problems] == [
+        "async_training.proximal_log_probs",
+        "model_engine_server.reference_replicas",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+    ]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_trainers_are_registered_where_they_are_looked_up_and_nowhere_else(asked: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
@@ -100,5 +142,5 @@ def test_trainers_are_registered_where_they_are_looked_up_and_nowhere_else(asked
         return json.loads(found.stdout.splitlines()[-1])
 
     assert look() == [False, asked, []]
-    names = {f"recipe_{mode}" for mode in MODES}
+    names = {f"recipe_{mode}" for mode in (*MODES, "separate_async", "colocate_async")}
     assert names & set(look("look")[2]) == (names if asked else set())

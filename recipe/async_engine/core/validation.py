@@ -134,6 +134,20 @@ def _engine(case: Case) -> Iterator[Problem]:
             allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
             advice = f"The configuration was composed with model_engine={engine}; change one of the two."
             yield case.problem(f"{section}.strategy", allowed, advice)
+        yield from _sequence_parallel(case, section)
+
+
+def _sequence_parallel(case: Case, section: str) -> Iterator[Problem]:
+    """FSDP's, which slices packed sequences inside flash attention."""
+    setting = f"{section}.ulysses_sequence_parallel_size"
+    if case.get(f"{section}.strategy") == "megatron" or (case.count(setting) or 1) == 1:
+        return
+    model = "critic.model" if section == "critic" else "actor_rollout_ref.model"
+    if not case.get(f"{model}.use_remove_padding"):
+        advice = f"It slices packed sequences: set {model}.use_remove_padding=True, or the size to 1."
+        yield case.problem(setting, f"1 with {model}.use_remove_padding=false", advice)
+    if case.on_cpu:
+        yield case.problem(setting, "1 where trainer.device=cpu", "It is done inside flash attention; set it to 1.")
 
 
 def _critic(case: Case) -> Iterator[Problem]:

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Registers the modes with verl's v1 trainers, in the process that looks one up and in no other.
+"""Registers the modes, and verl's trainers with our parts beside them, with verl's v1 line, where one is looked up.
 
 The configuration group ``recipe`` sets `VARIABLE` for the processes of its run. Contract: what is installed there is a
 hook, which costs no import of verl's trainers; it runs when `verl.trainer.ppo.v1` is imported, as verl's task runner
@@ -36,8 +36,9 @@ def install() -> None:
 def _register(v1: ModuleType) -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
 
-    from recipe.async_engine.flags.trainer import TRAINERS
+    from recipe.async_engine.flags.trainer import TRAINERS as MODES
+    from recipe.async_engine.v1.trainers import TRAINERS as OF_VERL
 
-    for trainer in TRAINERS:
+    for trainer in (*MODES, *OF_VERL):
         if trainer.name not in TRAINER_REGISTRY:
             register_trainer(trainer.name)(trainer)

@@ -1,0 +1,193 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Stock verl's v1 trainers `separate_async` and `colocate_async`, with this package's parts beside them.
+
+Contract: training is verl's own. Rollout servers have the first-weights gate: with dummy weights they answer nothing
+before the first complete version, nor while weights are loaded over the old ones. With log-prob servers
+(``model_engine_server``) the old log-probs of a batch are there when it is sampled, computed by the version that ended
+each answer; the trainer computes those of a batch with an answer that no server scored. The bound is
+`recipe.async_engine.v1.sampler`'s.
+
+The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` choose them (docs/flags.md). Shown by
+tests/e2e/test_v1_trainers.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf, open_dict
+from transfer_queue import KVBatchMeta
+from verl import DataProto
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from recipe.async_engine.config.inspect import plain
+from recipe.async_engine.core.v1_rules import read_v1
+from recipe.async_engine.model_engine.launch import launch
+from recipe.async_engine.rollout.server import GatedVLLMReplica
+from recipe.async_engine.shadowing import check_not_shadowed
+from recipe.async_engine.v1.agent_loops import ENTROPY, OLD_LOG_PROBS, LogProbServices
+from recipe.partial_rollout.actor_worker import HybridActorWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Beside(PPOTrainer):
+    """Mixed into a trainer of verl's; see the module's contract.
+
+    Attributes:
+        name: what ``trainer.v1.trainer_mode`` is.
+        of_verl: verl's trainer, whose section of ``trainer.v1`` is used.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+    """
+
+    name: ClassVar[str]
+    of_verl: ClassVar[str]
+
+    def __init__(self, config: DictConfig) -> None:
+        check_not_shadowed()
+        settings = read_v1(plain(config))
+        self._servers, self._timeouts = settings.servers, settings.async_training.timeouts
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = self.of_verl
+            rollout = config.actor_rollout_ref.rollout
+            custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
+            custom["recipe"] = {
+                "has_trainer": True,
+                "first_weights_timeout_s": self._timeouts.first_weights,
+                "pause_timeout_s": self._timeouts.weight_sync + self._timeouts.drain,
+                "weight_sync_timeout_s": self._timeouts.weight_sync,
+            }
+            rollout.custom = custom
+            if self._servers.enabled:
+                config.algorithm.rollout_correction.bypass_mode = False
+        super().__init__(config)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in (Role.ActorRollout, Role.ActorRolloutRef):
+            if role in self.role_worker_mapping:
+                # What hands weights to the engine beside it closes that engine's gate and opens it again.
+                self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
+
+    def _setup(self) -> None:
+        RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
+        super()._setup()
+        self._services: LogProbServices | None = None
+        if self._servers.enabled:
+            replicas = launch(self.config, self._servers, self._timeouts.weight_sync)
+            handles = {replica.server_address: replica.server_handle for replica in replicas}
+            self._services = LogProbServices(handles, self._servers.timeout)
+            # Not verl's manager of the rollout replicas: the servers have a version before the first answer of it.
+            self._server_sync = CheckpointEngineManager(
+                config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+                actor_wg=self.actor_rollout_wg,
+                replicas=replicas,
+            )
+
+    def get_llm_client(self) -> LLMServerClient:
+        """verl's, which takes the log-prob servers to the agent loops."""
+        client = super().get_llm_client()
+        client.log_prob_services = self._services
+        return client
+
+    def on_init_end(self) -> None:
+        """Publish the first weights, to the log-prob servers and to the rollout."""
+        self._publish_to_servers()
+        super().on_init_end()
+
+    def on_step_end(self) -> None:
+        """Publish the step's weights, likewise."""
+        with marked_timer("update_server_weights", self.timing_raw, color="red"):
+            self._publish_to_servers()
+        super().on_step_end()
+
+    def _publish_to_servers(self) -> None:
+        if self._services is not None:
+            self._server_sync.update_weights(self.global_steps)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Take the log-prob servers', or compute them where one is missing."""
+        if self._services is None:
+            return super()._compute_old_log_prob(batch, metrics)
+        scored = self._scored(batch)
+        missing = int(scored.batch[OLD_LOG_PROBS].isnan().any(dim=1).sum())
+        metrics["model_engine_server/fallback_rows"] = missing
+        if missing:
+            logger.warning("the trainer computes the log-probs of a batch: no server scored %d answers", missing)
+            return super()._compute_old_log_prob(batch, metrics)
+        actor = self.config.actor_rollout_ref.actor
+        entropy = agg_loss(
+            loss_mat=scored.batch[ENTROPY],
+            loss_mask=scored.batch["response_mask"],
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor,
+        )
+        metrics["actor/entropy"] = entropy.item()
+        if "rollout_log_probs" in scored.batch:
+            metrics.update(calculate_debug_metrics(scored))
+        return batch
+
+    def _scored(self, batch: KVBatchMeta) -> DataProto:
+        """What the servers computed of a batch, and what it is compared with, padded: (rows, R) each."""
+        padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
+        if padding:
+            # verl's rows without meaning are copies of an answer, cut to one token but for these columns.
+            nothing = [{name: torch.zeros(1) for name in (OLD_LOG_PROBS, ENTROPY)} for _ in padding]
+            tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(nothing))
+        fields = [OLD_LOG_PROBS, ENTROPY, "response_mask"]
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            fields += ["responses", "rollout_log_probs"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        return DataProto(batch=data.to_padded_tensor())
+
+
+class SeparateAsync(Beside, PPOTrainerSeparateAsync):
+    """verl's `separate_async`."""
+
+    name = "recipe_separate_async"
+    of_verl = "separate_async"
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        if self._services is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
+            # verl computes later batches of a version with these; it may have to.
+            self.actor_rollout_wg.save_model_to_cpu(0)
+        return super()._compute_old_log_prob(batch, metrics)
+
+
+class ColocateAsync(Beside, PPOTrainerColocateAsync):
+    """verl's `colocate_async`."""
+
+    name = "recipe_colocate_async"
+    of_verl = "colocate_async"
+
+
+TRAINERS = (SeparateAsync, ColocateAsync)
