@@ -51,6 +51,51 @@ GRPO_GSM8K = [
     "trainer.total_epochs=15",
 ]
 
+# https://github.com/volcengine/verl/blob/3f388066192c138aa19338f49accbe8bb9f72f33/examples/grpo_trainer/run_qwen2_5_vl-7b.sh
+# with a + that verl 0.9.1 asks for.
+GRPO_GEO3K_IMAGES = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=512",
+    "data.max_prompt_length=1024",
+    "data.max_response_length=2048",
+    "data.filter_overlong_prompts=True",
+    "data.truncation=error",
+    "data.image_key=images",
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=0.01",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+    "actor_rollout_ref.actor.entropy_coeff=0",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=20",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.name=vllm",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+    "actor_rollout_ref.rollout.enable_chunked_prefill=False",
+    "actor_rollout_ref.rollout.enforce_eager=False",
+    "actor_rollout_ref.rollout.free_cache_engine=False",
+    "actor_rollout_ref.rollout.n=5",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=20",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "algorithm.use_kl_in_reward=False",
+    "trainer.critic_warmup=0",
+    "trainer.logger=['console','wandb']",
+    "trainer.project_name=verl_grpo_example_geo3k",
+    "trainer.experiment_name=qwen2_5_vl_7b_function_rm",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+    "trainer.save_freq=20",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=15",
+]
+
 # https://github.com/verl-project/verl/blob/4eed7063730204cbca7839f04316f3a535ad4fc1/examples/ppo_trainer/run_qwen3_8b_fsdp.sh
 # with its defaults on GPUs. The script gives the critic the policy's model.
 PPO_CRITIC = [

@@ -33,10 +33,11 @@ from hydra_plugins.recipe_searchpath import verl_config_folder
 from recipe.async_engine.config.inspect import plain
 from recipe.async_engine.core.problems import ConfigError
 from recipe.async_engine.core.v1_rules import read_v1
+from recipe.async_engine.core.validation import validate
 from recipe.async_engine.flags.register import VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from published import GRPO_GSM8K
+from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K
 
 MODES = ("fully_async", "one_step_off", "partial_rollout")
 LOOK = """
@@ -73,6 +74,24 @@ def test_the_arguments_of_a_script_are_kept_beside_a_flag(mode: str) -> None:
     assert flagged.trainer.v1.trainer_mode == f"recipe_{mode}"
     assert flagged.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE] == "1"
     assert "recipe" not in json.dumps(OmegaConf.to_container(stock))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_script_for_images_composes_and_validates_in_each_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.async_engine.flags import trainer as flagged
+
+    problems = []
+
+    def judge(config: Any) -> None:
+        problems.extend(validate(plain(config), dataset_rows=2101))
+
+    monkeypatch.setattr(flagged, "check", judge)
+    nccl = "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+    (trainer,) = [trainer for trainer in flagged.TRAINERS if trainer.mode == mode]
+    config = trainer(composed(*GRPO_GEO3K_IMAGES, f"+recipe={mode}", nccl)).config
+    assert problems == []
+    assert config.data.image_key == "images"
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache
 
 
 def test_a_wrong_flag_is_refused_with_the_allowed_ones() -> None:
