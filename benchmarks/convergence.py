@@ -68,6 +68,9 @@ TASKS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
         "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
         "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
+        # Eight versions ahead: what correction is there for.
+        "partial_rollout depth 8, corrected": (PARTIAL, _turns(8, 8)),
+        "partial_rollout depth 8": (PARTIAL, [*_turns(8, 8), *UNCORRECTED]),
     },
 }
 """By preset: main and settings of each variant; "sync" is what the others are compared with."""
@@ -138,7 +141,7 @@ def report(variant: str, rows: list[dict[str, Any]]) -> str:
     }
     seconds = statistics.fmean(row["seconds"][-1] for row in rows)
     return (
-        f"{variant:32} {statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}, {len(scores)} seeds), "
+        f"{variant:34} {statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}, {len(scores)} seeds), "
         f"reward {reward:.3f}, staleness {staleness:.2f}, {mismatch}, {seconds:.0f} s"
     )
 

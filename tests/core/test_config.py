@@ -118,12 +118,23 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
     assert validate(configured(CPU)) == []
     assert validate(configured(WHOLE), dataset_rows=500) == []
+    assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
 
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROXIMAL = "async_training.proximal_log_probs"
 SERVERS = {"model_engine_server.backend": "fsdp2"}
+JUDGE = "reward.reward_model"
+REWARD_MODEL = {
+    f"{JUDGE}.enable": True,
+    f"{JUDGE}.enable_resource_pool": True,
+    f"{JUDGE}.nnodes": 1,
+    f"{JUDGE}.n_gpus_per_node": 2,
+    f"{JUDGE}.rollout.name": "vllm",
+    f"{JUDGE}.rollout.tensor_model_parallel_size": 2,
+    f"{JUDGE}.rollout.free_cache_engine": True,
+}
 REFERENCE, KL = "model_engine_server.reference_replicas", "actor_rollout_ref.actor.use_kl_loss"
 MEGATRON_SERVERS = {"model_engine_server.backend": "megatron"}
 
@@ -261,12 +272,21 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "false with",
         ),
         (
-            {
-                "algorithm.filter_groups": {"enable": True, "metric": "acc"},
-                "reward.reward_model": {"enable": True, "enable_resource_pool": False},
-            },
-            "algorithm.filter_groups.enable",
-            "resources of its own",
+            {**REWARD_MODEL, f"{JUDGE}.enable_resource_pool": False},
+            f"{JUDGE}.enable_resource_pool",
+            "accelerators of its own",
+        ),
+        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0}, f"{JUDGE}.nnodes", "an integer >= 1"),
+        ({**REWARD_MODEL, f"{JUDGE}.rollout.name": "sglang"}, f"{JUDGE}.rollout.name", "vllm"),
+        (
+            {**REWARD_MODEL, f"{JUDGE}.rollout.tensor_model_parallel_size": 4},
+            f"{JUDGE}.rollout.tensor_model_parallel_size",
+            "They are the 2",
+        ),
+        (
+            {**REWARD_MODEL, **CPU, f"{JUDGE}.rollout.enable_sleep_mode": False},
+            f"{JUDGE}.rollout.free_cache_engine",
+            "no sleep mode",
         ),
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),

@@ -20,8 +20,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths
 
@@ -76,6 +78,45 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
         (step, metrics["actor/grad_norm"]) for step, metrics in enumerate(run.metrics, 1)
     ]
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+@pytest.fixture
+def reward_model(task: TaskPaths, tmp_path: Path) -> Path:
+    """A model that gives a text one number, untrained."""
+    config = AutoConfig.from_pretrained(task.model, num_labels=1)
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    folder = tmp_path / "reward_model"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(task.model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.e2e
+def test_reward_model_on_resources_of_its_own(
+    reward_model: Path, task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    answers = tmp_path / "answers"
+    run = train(
+        FULLY_ASYNC,
+        task,
+        tmp_path / "run",
+        ray_dir,
+        "builtin_task=null",
+        "reward.custom_reward_function.path=null",
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={reward_model}",
+        f"trainer.rollout_data_dir={answers}",
+    )
+    assert any(step["actor/grad_norm"] > 0 for step in run.metrics)
+    dumped = [json.loads(line) for file in answers.glob("*.jsonl") for line in file.read_text().splitlines()]
+    # The model's own score of prompt and answer, by another implementation.
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    for line in dumped[:8]:
+        asked = line["input"].removesuffix("<|assistant|>")
+        tokens = tokenizer(f"{asked}<|end|><|assistant|>{line['output']}<|end|>", return_tensors="pt")
+        assert line["score"] == pytest.approx(model(**tokens).logits.item(), abs=1e-5)
 
 
 @pytest.mark.e2e

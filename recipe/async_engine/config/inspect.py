@@ -107,7 +107,12 @@ def _is_remote(path: str) -> bool:
 
 def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
     policy = "actor_rollout_ref.model.path"
-    for setting in (policy, "critic.model.path") if has_critic(config) else (policy,):
+    settings = [policy]
+    if has_critic(config):
+        settings.append("critic.model.path")
+    if lookup(config, "reward.reward_model.enable"):
+        settings.append("reward.reward_model.model_path")
+    for setting in settings:
         path = lookup(config, setting)
         if not path:
             yield FileFact(setting, "null", "model", fault="is not set")

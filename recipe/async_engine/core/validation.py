@@ -21,7 +21,7 @@ case for each rule.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe.async_engine.core import batch_rules, data_rules, saving_rules, server_rules
+from recipe.async_engine.core import batch_rules, data_rules, reward_rules, saving_rules, server_rules
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
 from recipe.async_engine.core.config import SHARED, read_settings, replica_size, rollout_accelerators
 from recipe.async_engine.core.outside import FileFact, Resources
@@ -98,9 +98,6 @@ def _group_filter(case: Case) -> Iterator[Problem]:
     if case.count(f"{ROLLOUT}.n") == 1:
         advice = "A group of one answer is always as good as itself: nothing would be filtered. Remove the setting."
         yield case.problem("algorithm.filter_groups.enable", f"false with {ROLLOUT}.n=1", advice)
-    if case.get("reward.reward_model.enable") and not case.get("reward.reward_model.enable_resource_pool"):
-        advice = "The reward is known only in the trainer; give the reward model resources of its own."
-        yield case.problem("algorithm.filter_groups.enable", "false with this reward model", advice)
 
 
 def _rollout(case: Case) -> Iterator[Problem]:
@@ -225,7 +222,7 @@ def _resources(case: Case) -> Iterator[Problem]:
         return
     training, there = nodes * per_node, case.available.accelerators
     generation = 0 if shared else generation
-    reward, scoring = _reward_model_accelerators(case), case.settings.servers.accelerators
+    reward, scoring = reward_rules.accelerators(case), case.settings.servers.accelerators
     if training + generation + reward + scoring > there:
         parts = (
             f"{training} trainer ranks" if shared else f"{training} trainer ranks and {generation} for rollout replicas"
@@ -245,13 +242,6 @@ def _builtin_task(case: Case) -> Iterator[Problem]:
         yield case.problem("data.max_response_length", allowed, advice)
 
 
-def _reward_model_accelerators(case: Case) -> int:
-    model = "reward.reward_model"
-    if not case.get(f"{model}.enable") or not case.get(f"{model}.enable_resource_pool"):
-        return 0
-    return (case.count(f"{model}.nnodes") or 0) * (case.count(f"{model}.n_gpus_per_node") or 0)
-
-
 RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _amounts,
     batch_rules.staleness,
@@ -266,6 +256,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _cpu,
     server_rules.proximal_log_probs,
     server_rules.log_prob_servers,
+    reward_rules.reward_model,
     _resources,
     _builtin_task,
     data_rules.files,

@@ -28,8 +28,10 @@ import ray
 from ray.exceptions import RayActorError
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.rewards.pool import PoolStats, ScoringPool
+from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.run.stacks import waits
 
 # Where verl's own rules are; each call looks at its row's data source.
@@ -102,7 +104,12 @@ class PoolTotals:
 
 
 class ScoringManager(RewardLoopManager):
-    """verl's manager over :class:`ScoringWorker` s."""
+    """verl's manager over :class:`ScoringWorker` s; the servers of a reward model are like those of the rollout."""
+
+    def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
+        if config.reward.reward_model.enable:
+            RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
+        super().__init__(config, rm_resource_pool)
 
     def _init_reward_loop_workers(self) -> None:
         # verl's constructor has just set its own class.

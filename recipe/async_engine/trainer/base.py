@@ -122,6 +122,8 @@ class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
             train_dataset=dataset,
             train_sampler=create_rl_sampler(config.data, dataset),
         )
+        # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
+        self.use_rm = False
         self.timeouts = self.plan.settings.async_training.timeouts
         # Only the scheduler's thread takes from it; a checkpoint is restored before that thread starts.
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)

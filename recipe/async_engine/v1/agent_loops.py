@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -38,24 +36,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from recipe.async_engine.core.parts import Part
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rollout.part_scores import score
+from recipe.async_engine.v1.services import ENTROPY, OLD_LOG_PROBS, LogProbServices
 
 logger = logging.getLogger(__name__)
-
-OLD_LOG_PROBS = "old_log_probs"
-ENTROPY = "entropy"
-
-
-@dataclass(frozen=True)
-class LogProbServices:
-    """The log-prob servers of a run, for its agent loops.
-
-    Attributes:
-        servers: actor handles by name.
-        timeout_s: longest wait for one answer's scores.
-    """
-
-    servers: Mapping[str, Any]
-    timeout_s: float
 
 
 class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):

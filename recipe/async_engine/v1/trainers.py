@@ -52,7 +52,7 @@ from recipe.async_engine.core.v1_rules import read_v1
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.shadowing import check_not_shadowed
-from recipe.async_engine.v1.agent_loops import ENTROPY, OLD_LOG_PROBS, LogProbServices
+from recipe.async_engine.v1.services import ENTROPY, OLD_LOG_PROBS, LogProbServices
 from recipe.partial_rollout.actor_worker import HybridActorWorker
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,56 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Rules over the reward model's settings; see :mod:`recipe.async_engine.core.validation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipe.async_engine.core.case import Case
+from recipe.async_engine.core.problems import Problem
+
+REWARD_MODEL = "reward.reward_model"
+
+
+def reward_model(case: Case) -> Iterator[Problem]:
+    if not case.get(f"{REWARD_MODEL}.enable"):
+        return
+    if not case.get(f"{REWARD_MODEL}.enable_resource_pool"):
+        advice = "Answers are scored while others are generated and trained on: give the model accelerators of its own."
+        yield case.problem(f"{REWARD_MODEL}.enable_resource_pool", f"true with {REWARD_MODEL}.enable=true", advice)
+    for setting in ("nnodes", "n_gpus_per_node"):
+        if case.count(f"{REWARD_MODEL}.{setting}") is None:
+            advice = "Set the accelerators that the reward model's servers are started on."
+            yield case.problem(f"{REWARD_MODEL}.{setting}", "an integer >= 1", advice)
+    rollout = f"{REWARD_MODEL}.rollout"
+    if case.get(f"{rollout}.name") != "vllm":
+        yield case.problem(f"{rollout}.name", "vllm", "Other engines are not supported for reward models.")
+    size = case.count(f"{rollout}.tensor_model_parallel_size") or 1
+    total = accelerators(case)
+    # Where there are none, that has been said.
+    if total and total % size:
+        advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
+        allowed = "a divisor of the reward model's accelerators"
+        yield case.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
+    for setting in (f"{rollout}.free_cache_engine", f"{rollout}.enable_sleep_mode"):
+        if case.on_cpu and case.get(setting, True):
+            advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
+            yield case.problem(setting, "false where trainer.device=cpu", advice)
+
+
+def accelerators(case: Case) -> int:
+    """Of the reward model's servers."""
+    if not case.get(f"{REWARD_MODEL}.enable") or not case.get(f"{REWARD_MODEL}.enable_resource_pool"):
+        return 0
+    return (case.count(f"{REWARD_MODEL}.nnodes") or 0) * (case.count(f"{REWARD_MODEL}.n_gpus_per_node") or 0)
