@@ -17,14 +17,13 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.core.config import SHARED, RunPlan
+from recipe.async_engine.core.config import SHARED, RunPlan, Timeouts
 from recipe.async_engine.core.server_settings import Proximal
 from recipe.async_engine.logprobs import bypass, loglinear
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     """Write the values that verl reads from elsewhere in its configuration."""
-    timeouts = plan.settings.async_training.timeouts
     with open_dict(config):
         # verl's constructor only knows this placement; which processes exist is decided by the role mapping.
         config.actor_rollout_ref.hybrid_engine = True
@@ -37,15 +36,20 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         if shared:
             # verl's name for handing weights over within one place.
             rollout.checkpoint_engine.backend = "naive"
-        custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
-        custom["recipe"] = {
-            "has_trainer": True,
-            "first_weights_timeout_s": timeouts.first_weights,
-            "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
-            "weight_sync_timeout_s": timeouts.weight_sync,
-        }
-        rollout.custom = custom
+        tell_servers(rollout, plan.settings.async_training.timeouts)
         _log_probs(config, plan.proximal)
+
+
+def tell_servers(rollout: Any, timeouts: Timeouts) -> None:
+    """Write what this package's rollout servers and weight workers read: that there is a trainer, and deadlines."""
+    custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
+    custom["recipe"] = {
+        "has_trainer": True,
+        "first_weights_timeout_s": timeouts.first_weights,
+        "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
+        "weight_sync_timeout_s": timeouts.weight_sync,
+    }
+    rollout.custom = custom
 
 
 def _log_probs(config: Any, source: Proximal) -> None:

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -52,6 +52,7 @@ from recipe.async_engine.core.v1_rules import read_v1
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.shadowing import check_not_shadowed
+from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.v1.services import ENTROPY, OLD_LOG_PROBS, LogProbServices
 from recipe.partial_rollout.actor_worker import HybridActorWorker
 
@@ -78,15 +79,7 @@ class Beside(PPOTrainer):
         self._servers, self._timeouts = settings.servers, settings.async_training.timeouts
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.of_verl
-            rollout = config.actor_rollout_ref.rollout
-            custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
-            custom["recipe"] = {
-                "has_trainer": True,
-                "first_weights_timeout_s": self._timeouts.first_weights,
-                "pause_timeout_s": self._timeouts.weight_sync + self._timeouts.drain,
-                "weight_sync_timeout_s": self._timeouts.weight_sync,
-            }
-            rollout.custom = custom
+            tell_servers(config.actor_rollout_ref.rollout, self._timeouts)
             if self._servers.enabled:
                 config.algorithm.rollout_correction.bypass_mode = False
         super().__init__(config)
