@@ -43,6 +43,9 @@ UNCORRECTED = ["algorithm.rollout_correction.rollout_is=null"]
 # Twice the preset's places: a batch then takes a fifth of the decode steps of a long answer.
 LONG_TAIL = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rollout.max_num_batched_tokens=16384"]
 
+# An eighth of the preset's.
+SMALL_BATCHES = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+
 STEPS = 50
 LAST = 10
 MISMATCH = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_max")
@@ -68,9 +71,9 @@ TASKS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
         "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
         "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
-        # Eight versions ahead: what correction is there for.
-        "partial_rollout depth 8, corrected": (PARTIAL, _turns(8, 8)),
-        "partial_rollout depth 8": (PARTIAL, [*_turns(8, 8), *UNCORRECTED]),
+        # Small batches, so that generation is several ahead: what correction is there for.
+        "partial_rollout S=8, small batches, corrected": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES]),
+        "partial_rollout S=8, small batches": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES, *UNCORRECTED]),
     },
 }
 """By preset: main and settings of each variant; "sync" is what the others are compared with."""

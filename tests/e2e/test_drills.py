@@ -24,8 +24,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from main_runs import run_main, small
+from main_runs import FinishedRun, run_main, small
 
+from recipe.async_engine.core.journal import MARK
 from recipe.async_engine.task import TaskPaths
 
 STEPS, MORE, GROUPS = 6, 2, 4
@@ -65,17 +66,21 @@ DRILLS = [
 ]
 
 
-def place(journal: Path) -> tuple[int, str]:
+def place(journal: Path, run: FinishedRun) -> tuple[int | None, str]:
     """Where a run was when this was its ledger's journal: the policy version, and how far its step had come."""
     with closing(sqlite3.connect(journal)) as connection:
-        rows = connection.execute("SELECT kind, version FROM journal ORDER BY seq").fetchall()
-    kinds = [kind for kind, _ in rows]
-    version = max(version for _, version in rows if version is not None)
+        rows = connection.execute("SELECT kind, version, reason FROM journal ORDER BY seq").fetchall()
+    kinds = [kind for kind, _, _ in rows]
+    version = max((version for _, version, _ in rows if version is not None), default=None)
     published = [n for n, kind in enumerate(kinds) if kind == "published"]
     since = kinds[published[-1] + 1 :] if published else kinds
+    if "marked" in since and (published or kinds[0] != "marked"):
+        return version, "saving"
     if "marked" in since:
         # A committed checkpoint drops what precedes its mark.
-        return version, "saved" if kinds[0] == "marked" and not published else "saving"
+        checkpoint = run.rollout_state()["ledger"]
+        assert checkpoint[MARK] == rows[0][2]
+        return checkpoint["version"], "saved"
     if "trained" in since:
         return version, "batch trained"
     return version, "batch taken" if "taken" in since else "published"
@@ -110,7 +115,7 @@ def test_killed_process_costs_no_prompt(
     killed = json.loads(done.read_text())
     assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, KILLED_AT)
     left = done.with_suffix(".sqlite")
-    assert place(left if left.exists() else folder / "ledger_journal.sqlite") in PLACES[phase]
+    assert place(left if left.exists() else folder / "ledger_journal.sqlite", first) in PLACES[phase]
     assert first.returncode == (1 if part in FATAL else 0), first.output[-8000:]
 
     total = STEPS + MORE
