@@ -15,6 +15,7 @@
 
     python benchmarks/convergence.py runs/convergence.jsonl [--steps 50] [--seeds 3] [--only sync one_step_off]
     python benchmarks/convergence.py runs/long_tail.jsonl --task long_tail
+    python benchmarks/convergence.py runs/far_behind.jsonl --task far_behind
     python benchmarks/plot_convergence.py runs/convergence.jsonl docs/convergence.svg
 
 Appends one line a run: variant, seed, the mean reward and the seconds since the first step for each step, the final
@@ -43,10 +44,12 @@ UNCORRECTED = ["algorithm.rollout_correction.rollout_is=null"]
 # Twice the preset's places: a batch then takes a fifth of the decode steps of a long answer.
 LONG_TAIL = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rollout.max_num_batched_tokens=16384"]
 
-# An eighth of the preset's.
+# An eighth of the preset's: generation is many versions ahead of training.
 SMALL_BATCHES = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
 STEPS = 50
+MORE_STEPS = 4
+"""Of small batches, for one of the others."""
 LAST = 10
 MISMATCH = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_max")
 
@@ -71,16 +74,21 @@ TASKS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
         "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
         "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
-        # Small batches, so that generation is several ahead: what correction is there for.
-        "partial_rollout S=8, small batches, corrected": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES]),
-        "partial_rollout S=8, small batches": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES, *UNCORRECTED]),
     },
 }
 """By preset: main and settings of each variant; "sync" is what the others are compared with."""
 
+FAR_BEHIND: dict[str, tuple[str, list[str]]] = {
+    "sync, small batches": (PARTIAL, [*_turns(0, 0), *SMALL_BATCHES]),
+    "partial_rollout S=8, small batches, corrected": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES]),
+    "partial_rollout S=8, small batches": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES, *UNCORRECTED]),
+}
+"""The long-tailed task again: what a large bound does, with correction and without."""
+
 
 def one_run(preset: str, variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
-    main, settings = TASKS[preset][variant]
+    main, settings = (FAR_BEHIND if variant in FAR_BEHIND else TASKS[preset])[variant]
+    steps *= MORE_STEPS if variant in FAR_BEHIND else 1
     with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         overrides = [
             f"preset={preset}",
@@ -144,7 +152,7 @@ def report(variant: str, rows: list[dict[str, Any]]) -> str:
     }
     seconds = statistics.fmean(row["seconds"][-1] for row in rows)
     return (
-        f"{variant:34} {statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}, {len(scores)} seeds), "
+        f"{variant:45} {statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f}, {len(scores)} seeds), "
         f"reward {reward:.3f}, staleness {staleness:.2f}, {mismatch}, {seconds:.0f} s"
     )
 
@@ -154,14 +162,15 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--task", choices=["uniform", "long_tail"], default="uniform")
+    parser.add_argument("--task", choices=["uniform", "long_tail", "far_behind"], default="uniform")
     parser.add_argument("--only", nargs="+", help="variants; by default all of the task")
     arguments = parser.parse_args()
     preset = "tiny_cpu" if arguments.task == "uniform" else "tiny_cpu_long_tail"
-    if unknown := set(arguments.only or ()) - set(TASKS[preset]):
-        parser.error(f"--only: {', '.join(sorted(unknown))}; the variants are {', '.join(TASKS[preset])}")
-    rows = sweep(arguments.results, arguments.steps, arguments.seeds, preset, arguments.only)
-    for variant in TASKS[preset]:
+    variants = FAR_BEHIND if arguments.task == "far_behind" else TASKS[preset]
+    if unknown := set(arguments.only or ()) - set(variants):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; the variants are {', '.join(variants)}")
+    rows = sweep(arguments.results, arguments.steps, arguments.seeds, preset, arguments.only or list(variants))
+    for variant in variants:
         if own := [row for row in rows if row["variant"] == variant]:
             print(report(variant, own))
 
