@@ -21,22 +21,18 @@ after every step, so whoever drives it sees progress and may stop it.
 Shown by tests/e2e/test_fully_async.py, test_resume.py and test_faults.py.
 """
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
-from ray.exceptions import RayActorError
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
-from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager
+from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.tracking import Tracking
 from verl.workers.engine_workers import TrainingWorker
@@ -47,17 +43,13 @@ from recipe.async_engine.core.groups import OnOverdue
 from recipe.async_engine.core.journal import JournaledLedger
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
-from recipe.async_engine.model_engine.launch import launch
-from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
-from recipe.async_engine.rollout.replacement import Replacements, clear_replica
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.stall import StallWatch
@@ -65,17 +57,17 @@ from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.critic_stage import CriticStage
 from recipe.async_engine.trainer.diagnosis import describe
-from recipe.async_engine.trainer.fleet import Fleet, Handles
+from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.saving import RunState
-from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_rollout
+from recipe.async_engine.trainer.startup import Startup
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
+class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer):
     """See the module's contract.
 
     Args:
@@ -85,14 +77,10 @@ class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
 
     Attributes:
         actor_worker: class of the training workers.
-        actor_role: what one of them does, in verl's words.
-        publisher_class: what hands weights to the replicas.
         keeps_partial: whether a checkpoint has the tokens of answers that were not complete.
     """
 
     actor_worker: type[ActorWorker] = ActorWorker
-    actor_role = "actor"
-    publisher_class: type[WeightPublisher] = WeightPublisher
     keeps_partial = False
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
@@ -139,84 +127,6 @@ class AsyncPPOTrainer(LogProbStage, CriticStage, SeparateRayPPOTrainer):
         self._saved_at = self._validated_at = -1
         self.stopped_by: str | None = None
         self._stall_watch: StallWatch | None = None
-
-    # Start-up
-
-    def init_workers(self) -> None:
-        """Start every process of the run; see :mod:`recipe.async_engine.trainer.setup`."""
-        servers = self.plan.settings.servers
-        parts = {"the training workers": self._start_training, "the rollout side": lambda: start_rollout(self.config)}
-        if servers.enabled:
-            parts["the log-prob servers"] = lambda: self._launch_servers(servers)
-        if servers.reference_replicas:
-            parts["the servers of the reference policy"] = lambda: self._launch_reference(servers)
-        started = side_by_side(parts, self.timeouts.startup)
-        self._use_rollout(started["the rollout side"])
-        if servers.enabled:
-            self._use_servers(started["the log-prob servers"], servers)
-        if servers.reference_replicas:
-            self._use_reference(started["the servers of the reference policy"], servers)
-
-    def _use_rollout(self, rollout: RolloutSide) -> None:
-        """Give the rollout side its names in verl's trainer, and its replicas a publisher."""
-        self.llm_server_manager = rollout.replicas
-        self.async_rollout_manager = rollout.agents
-        self.reward_loop_manager = rollout.rewards
-        self.publisher = self.checkpoint_manager = self.publisher_class(
-            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
-            actor_wg=self.actor_rollout_wg,
-            replicas=rollout.replicas.get_replicas(),
-            load_balancer=rollout.replicas.global_load_balancer,
-            timeout_s=self.timeouts.weight_sync,
-        )
-        self.fleet = self._new_fleet(rollout)
-
-    def _new_fleet(self, rollout: RolloutSide) -> Fleet:
-        budget = self.plan.settings.async_training.max_replica_restarts
-        replacements = Replacements(budget, self.timeouts.startup, clear_replica)
-        return Fleet(self.publisher, replacements, rollout.replicas.start_another)
-
-    def _launch_servers(
-        self, servers: LogProbServers, numbers: Sequence[int] | None = None
-    ) -> list[ModelEngineReplica]:
-        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers)
-
-    def _launch_reference(self, servers: LogProbServers) -> list[ModelEngineReplica]:
-        numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
-        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers, static=True)
-
-    def _use_reference(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
-        """Have agent-loop workers ask the servers of the reference policy; these get no weights."""
-        handles = {replica.server_address: replica.server_handle for replica in replicas}
-        workers = self.async_rollout_manager.agent_loop_workers
-        told = [worker.use_reference.remote(handles, servers.timeout) for worker in workers]
-        ray.get(told, timeout=self.timeouts.startup)
-
-    def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
-        """Give the log-prob servers weights from now on, and work."""
-        numbers = itertools.count(len(replicas) + servers.reference_replicas)
-        score_parts = servers.anchor == Anchor.GENERATION
-
-        def tell(handles: Handles) -> None:
-            workers = self.async_rollout_manager.agent_loop_workers
-            told = [worker.use_servers.remote(handles, servers.timeout, score_parts) for worker in workers]
-            for answer in told:
-                with suppress(RayActorError):  # a dead worker has no trajectories
-                    ray.get(answer, timeout=self.timeouts.weight_sync)
-
-        self.fleet.use_servers(replicas, tell, lambda: self._launch_servers(servers, [next(numbers)])[0])
-
-    def _start_training(self) -> None:
-        self._init_resource_pools()
-        self._create_worker_classes()
-        self._init_worker_groups()
-        self._init_models()
-
-    def _create_actor_rollout_classes(self) -> None:
-        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
-        self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self.actor_role
-        )
 
     def _new_ledger(self, snapshot: dict[str, Any] | None = None) -> SampleLedger:
         plan = self.plan
