@@ -27,14 +27,36 @@ from surroundings import user_environment
 
 from recipe.async_engine.task import TaskPaths
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+CHECKOUT = Path(__file__).parents[2]
 STEPS, GROUPS, RUN_S = 2, 4, 480
 ALL = ("one_step_off", "fully_async", "fully_async_servers", "partial_rollout")
+DAPO = "recipe/partial_rollout/run_dapo_math17k_pr_4b_2node"
+SERVERS = "examples/fully_async_log_prob_servers_fsdp2_8_8_8"
 CASES = [
-    *(("qwen2_5_0_5b_gsm8k_2", mode) for mode in ALL if mode != "fully_async_servers"),
-    *(("qwen2_5_3b_gsm8k_8", mode) for mode in ALL),
-    *(("qwen2_5_7b_gsm8k_16", mode) for mode in ALL),
+    *(("examples/qwen2_5_0_5b_gsm8k_2", mode) for mode in ALL if mode != "fully_async_servers"),
+    *(("examples/qwen2_5_3b_gsm8k_8", mode) for mode in ALL),
+    *(("examples/qwen2_5_7b_gsm8k_16", mode) for mode in ALL),
+    (SERVERS, "fully_async_servers"),
+    (DAPO, "partial_rollout"),
 ]
+# Of each script one mode in every run of the tests, the others in `make test-all`.
+IN_CI = {
+    ("examples/qwen2_5_0_5b_gsm8k_2", "one_step_off"),
+    ("examples/qwen2_5_3b_gsm8k_8", "fully_async"),
+    ("examples/qwen2_5_7b_gsm8k_16", "partial_rollout"),
+    (SERVERS, "fully_async_servers"),
+    (DAPO, "partial_rollout"),
+}
+MORE = {
+    SERVERS: ["model_engine_server.replicas=1"],
+    DAPO: [
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "actor_rollout_ref.rollout.max_model_len=128",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=false",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false",
+    ],
+}
 PLACES = {
     "one_step_off": ("trainer", "rollout"),
     "fully_async": ("trainer", "rollout"),
@@ -58,16 +80,17 @@ SCALED_DOWN = [
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("name", "mode"), [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES]
+)
 def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
     batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
-    overrides = [*SCALED_DOWN, *places, *batch, *short_run(task, tmp_path, ray_dir)]
+    overrides = [*SCALED_DOWN, *MORE.get(name, ()), *places, *batch, *short_run(task, tmp_path, ray_dir)]
     environment = user_environment()
     environment |= {"MODE": mode, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
     finished = subprocess.run(
-        ["bash", str(EXAMPLES / f"{name}.sh"), *overrides],
+        ["bash", str(CHECKOUT / f"{name}.sh"), *overrides],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
