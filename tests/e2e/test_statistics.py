@@ -34,6 +34,8 @@ import convergence
 
 SEEDS = 3
 VALIDATION_PROMPTS = 256
+FP32_KL = 1e-6
+"""More than this the policy that sampled differs from the one trained only if it is an older one."""
 
 
 Scores = dict[str, dict[str, list[dict[str, Any]]]]
@@ -81,3 +83,18 @@ def test_asynchronous_training_ends_no_worse_than_synchronous(preset: str, varia
     synchronous = [row["last"] for row in scores[preset]["sync"]]
     error = math.sqrt(variance_of_mean(final) + variance_of_mean(synchronous))
     assert statistics.mean(final) >= statistics.mean(synchronous) - 3 * error
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_training_on_old_answers_shows_in_the_metrics(tmp_path: Path) -> None:
+    folder = Path(os.environ.get("RECIPE_CONVERGENCE_RESULTS", tmp_path))
+    variants = list(convergence.FAR_BEHIND)
+    rows = convergence.sweep(folder / "far_behind.jsonl", convergence.STEPS, 1, "tiny_cpu_long_tail", variants)
+    of = {row["variant"]: row for row in rows}
+    current, *old = [of[variant] for variant in variants]
+    assert current["staleness"]["max"] == 0
+    assert abs(current["mismatch"]["rollout_corr/kl"]) < FP32_KL
+    for row in old:
+        assert row["staleness"]["mean"] > 1
+        assert row["mismatch"]["rollout_corr/kl"] > 100 * FP32_KL
