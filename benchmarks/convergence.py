@@ -31,10 +31,11 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mains import run, short_folder
+from mains import ray_folder, run
 
 ONE_STEP_OFF, FULLY_ASYNC, PARTIAL = (
     f"recipe.{mode}.main" for mode in ("one_step_off", "fully_async", "partial_rollout")
@@ -48,8 +49,6 @@ LONG_TAIL = ["actor_rollout_ref.rollout.max_num_seqs=64", "actor_rollout_ref.rol
 SMALL_BATCHES = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
 STEPS = 50
-MORE_STEPS = 4
-"""Of small batches, for one of the others."""
 LAST = 10
 MISMATCH = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_max")
 
@@ -62,37 +61,59 @@ def _turns(depth: int, bound: int) -> list[str]:
     return [*LONG_TAIL, *_depth(depth), f"async_training.max_staleness={bound}"]
 
 
-TASKS: dict[str, dict[str, tuple[str, list[str]]]] = {
-    "tiny_cpu": {
-        "sync": (ONE_STEP_OFF, _depth(0)),
-        "one_step_off": (ONE_STEP_OFF, []),
-        **{f"fully_async S={bound}": (FULLY_ASYNC, _depth(bound)) for bound in (1, 2, 4)},
-        **{f"fully_async S={bound}, corrected": (FULLY_ASYNC, [*_depth(bound), *CORRECTED]) for bound in (1, 2, 4)},
-    },
-    "tiny_cpu_long_tail": {
-        "sync": (PARTIAL, _turns(0, 0)),
-        "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
-        "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
-        "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
-    },
+@dataclass(frozen=True)
+class Task:
+    """What is compared on a preset.
+
+    Attributes:
+        variants: main and settings of each by its name; the first is synchronous training.
+        steps: for each of the sweep's.
+    """
+
+    preset: str
+    variants: dict[str, tuple[str, list[str]]]
+    steps: int = 1
+
+
+TASKS = {
+    "uniform": Task(
+        "tiny_cpu",
+        {
+            "sync": (ONE_STEP_OFF, _depth(0)),
+            "one_step_off": (ONE_STEP_OFF, []),
+            **{f"fully_async S={bound}": (FULLY_ASYNC, _depth(bound)) for bound in (1, 2, 4)},
+            **{f"fully_async S={bound}, corrected": (FULLY_ASYNC, [*_depth(bound), *CORRECTED]) for bound in (1, 2, 4)},
+        },
+    ),
+    "long_tail": Task(
+        "tiny_cpu_long_tail",
+        {
+            "sync": (PARTIAL, _turns(0, 0)),
+            "partial_rollout S=2, corrected": (PARTIAL, _turns(1, 2)),
+            "partial_rollout S=8, corrected": (PARTIAL, _turns(1, 8)),
+            "partial_rollout S=8": (PARTIAL, [*_turns(1, 8), *UNCORRECTED]),
+        },
+    ),
+    # What a large bound does, with correction and without.
+    "far_behind": Task(
+        "tiny_cpu_long_tail",
+        {
+            "sync, small batches": (PARTIAL, [*_turns(0, 0), *SMALL_BATCHES]),
+            "partial_rollout S=8, small batches, corrected": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES]),
+            "partial_rollout S=8, small batches": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES, *UNCORRECTED]),
+        },
+        steps=4,
+    ),
 }
-"""By preset: main and settings of each variant; "sync" is what the others are compared with."""
-
-FAR_BEHIND: dict[str, tuple[str, list[str]]] = {
-    "sync, small batches": (PARTIAL, [*_turns(0, 0), *SMALL_BATCHES]),
-    "partial_rollout S=8, small batches, corrected": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES]),
-    "partial_rollout S=8, small batches": (PARTIAL, [*_turns(8, 8), *SMALL_BATCHES, *UNCORRECTED]),
-}
-"""The long-tailed task again: what a large bound does, with correction and without."""
 
 
-def one_run(preset: str, variant: str, seed: int, steps: int, task: Path) -> dict[str, Any]:
-    main, settings = (FAR_BEHIND if variant in FAR_BEHIND else TASKS[preset])[variant]
-    steps *= MORE_STEPS if variant in FAR_BEHIND else 1
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+def one_run(task: Task, variant: str, seed: int, steps: int, data: Path) -> dict[str, Any]:
+    main, settings = task.variants[variant]
+    steps *= task.steps
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         overrides = [
-            f"preset={preset}",
-            f"builtin_task.dir={task}",
+            f"preset={task.preset}",
+            f"builtin_task.dir={data}",
             *settings,
             f"data.seed={seed}",
             f"actor_rollout_ref.rollout.seed={seed}",
@@ -123,17 +144,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def sweep(
-    results: Path, steps: int, seeds: int, preset: str = "tiny_cpu", variants: Sequence[str] | None = None
+    results: Path, steps: int, seeds: int, task: Task, variants: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """Do the runs that ``results`` does not have yet; returns all rows of the file."""
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["variant"], row["seed"]) for row in read(results)}
-    with tempfile.TemporaryDirectory() as task:
+    with tempfile.TemporaryDirectory() as data:
         for seed in range(seeds):
-            for variant in variants or TASKS[preset]:
+            for variant in variants or task.variants:
                 if (variant, seed) in done:
                     continue
-                row = one_run(preset, variant, seed, steps, Path(task))
+                row = one_run(task, variant, seed, steps, Path(data))
                 with results.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
                 print(variant, seed, row["first"], row["last"], flush=True)
@@ -162,15 +183,14 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--task", choices=["uniform", "long_tail", "far_behind"], default="uniform")
+    parser.add_argument("--task", choices=list(TASKS), default="uniform")
     parser.add_argument("--only", nargs="+", help="variants; by default all of the task")
     arguments = parser.parse_args()
-    preset = "tiny_cpu" if arguments.task == "uniform" else "tiny_cpu_long_tail"
-    variants = FAR_BEHIND if arguments.task == "far_behind" else TASKS[preset]
-    if unknown := set(arguments.only or ()) - set(variants):
-        parser.error(f"--only: {', '.join(sorted(unknown))}; the variants are {', '.join(variants)}")
-    rows = sweep(arguments.results, arguments.steps, arguments.seeds, preset, arguments.only or list(variants))
-    for variant in variants:
+    task = TASKS[arguments.task]
+    if unknown := set(arguments.only or ()) - set(task.variants):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; the variants are {', '.join(task.variants)}")
+    rows = sweep(arguments.results, arguments.steps, arguments.seeds, task, arguments.only)
+    for variant in task.variants:
         if own := [row for row in rows if row["variant"] == variant]:
             print(report(variant, own))
 

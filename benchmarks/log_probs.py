@@ -32,7 +32,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mains import Run, run, short_folder
+from mains import Run, ray_folder, run
 
 SKIP = 3
 BATCH, ANSWERS = 16, 8
@@ -46,7 +46,7 @@ def one_run(source: str, steps: int, pads: tuple[float, float, float], task: Pat
     environment = dict(os.environ) | {name: str(pad) for name, pad in zip(names, pads, strict=True)}
     environment["BATCH_TRAJECTORIES"] = str(BATCH * ANSWERS)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         loops = Path(out) / "agent_loops.yaml"
         loops.write_text("- name: padded\n  _target_: padded.PaddedLoop\n")
         overrides = [

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from mains import short_folder
+from mains import ray_folder
 
 MAIN = "recipe.fully_async.main"
 LOOK_S = 5.0
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         folder = Path(out)
         overrides = [
             "preset=tiny_cpu",

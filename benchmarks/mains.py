@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 import stock_overrides as stock
 from main_process import run_module, short_run, with_helpers
+from surroundings import ray_folder
 
-__all__ = ["Run", "run", "short_folder", "short_run", "stock", "with_helpers"]
+__all__ = ["Run", "ray_folder", "run", "short_run", "stock", "with_helpers"]
 
 RUN_S = 1800
 POLL_S = 0.02
@@ -51,16 +50,6 @@ class Run:
         """Mean over the steps after the first ``skip``, by the clock."""
         times = [seconds for seconds, _ in self.steps]
         return (times[-1] - times[skip - 1]) / (len(times) - skip)
-
-
-@contextmanager
-def short_folder() -> Iterator[Path]:
-    """For Ray: paths of sockets are limited to 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(

@@ -32,7 +32,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from mains import Run, run, short_folder
+from mains import Run, ray_folder, run
 
 SKIP = 2
 
@@ -44,7 +44,7 @@ def one_run(steps: int, bound: int, pads: tuple[float, float], task: Path) -> Ru
         "GENERATION_PAD_S": str(pads[0]),
         "TRAINING_PAD_S": str(pads[1]),
     }
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         loops = Path(out) / "agent_loops.yaml"
         loops.write_text("- name: padded\n  _target_: padded.PaddedLoop\n")
         overrides = [

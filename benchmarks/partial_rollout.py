@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mains import Run, run, short_folder, short_run, stock, with_helpers
+from mains import Run, ray_folder, run, short_run, stock, with_helpers
 
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task import TaskSettings, ensure_task
@@ -106,7 +106,7 @@ def overrides_of(shape: Shape, steps: int, out: str) -> list[str]:
 
 def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
     bound, depth = (0, 0) if synchronous else (shape.bound, 1)
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         overrides = [
             f"preset={PRESETS[shape.tail]}",
             f"builtin_task.dir={task / PRESETS[shape.tail]}",
@@ -128,7 +128,7 @@ def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
 
 def colocate_async_run(shape: Shape, folder: Path) -> Run:
     task = ensure_task(folder / PRESETS[shape.tail], TaskSettings(lengths="long_tail" if shape.tail else "uniform"))
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "stock.jsonl"
         environment = environment_of(shape, stock.stock_environment(CHECKOUT))
         environment["VERL_FILE_LOGGER_PATH"] = str(metrics)

@@ -30,7 +30,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from mains import Run, run, short_folder, with_helpers
+from mains import Run, ray_folder, run, with_helpers
 
 MAIN = "recipe.fully_async.main"
 BATCH, ANSWERS, TOKENS, AT_ONCE = 16, 8, 6, 64
@@ -51,7 +51,7 @@ def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Ru
     rounds = BATCH * ANSWERS / AT_ONCE
     environment = with_helpers(os.environ) | {"DECODE_STEP_S": str(generation_s / rounds / TOKENS)}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         loops = Path(out) / "agent_loops.yaml"
         loops.write_text("- name: fixed\n  _target_: fixed_lengths.FixedLengthLoop\n")
         reward = Path(out) / "reward.py"

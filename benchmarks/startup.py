@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 import psutil
-from mains import run, short_folder, short_run, stock
+from mains import ray_folder, run, short_run, stock
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
@@ -93,7 +93,7 @@ def main() -> None:
         task = ensure_task(Path(folder) / "task", TaskSettings())
         for repeat in range(repeats):
             for variant, times in seconds.items():
-                with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+                with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
                     build = theirs if variant.startswith("stock") else lambda *a, v=variant: ours(*a, v == "forked")
                     name, overrides, metrics = build(task, Path(out), ray_dir)
                     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}

@@ -32,7 +32,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from mains import run, short_folder, short_run
+from mains import ray_folder, run, short_run
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
@@ -92,7 +92,7 @@ def main() -> None:
         for model in arguments.models:
             large = model == "0.5B"
             path = half_billion(task, Path(folder) / "large") if large else task.model
-            with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+            with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
                 overrides = [
                     "preset=tiny_cpu",
                     *short_run(task, Path(out), ray_dir),

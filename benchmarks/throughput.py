@@ -30,7 +30,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from mains import Run, run, short_folder, short_run, stock
+from mains import Run, ray_folder, run, short_run, stock
 
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
@@ -53,13 +53,13 @@ def overrides(task: TaskPaths, preset: str, steps: int, out: Path, ray_dir: Path
 
 
 def ours(task: TaskPaths, preset: str, steps: int) -> Run:
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         settings = overrides(task, preset, steps, Path(out), ray_dir, plus="")
         return run(OURS, settings, Path(out) / "metrics.jsonl", Path(out))
 
 
 def theirs(task: TaskPaths, preset: str, steps: int) -> Run:
-    with short_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "stock.jsonl"
         environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
         with Prefork(environment) as forks:

@@ -32,5 +32,7 @@ def user_environment() -> dict[str, str]:
 def ray_folder() -> Iterator[Path]:
     """A folder for Ray, which puts sockets below it whose paths are limited to 107 bytes: pytest's own are too deep."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

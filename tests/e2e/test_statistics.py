@@ -32,6 +32,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import convergence
 
+COMPARED = ("uniform", "long_tail")
 SEEDS = 3
 VALIDATION_PROMPTS = 256
 
@@ -41,15 +42,16 @@ Scores = dict[str, dict[str, list[dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> Scores:
-    """Rows by the task's preset and the variant."""
+    """Rows by task and variant."""
     kept = os.environ.get("RECIPE_CONVERGENCE_RESULTS")
     folder = Path(kept) if kept else tmp_path_factory.mktemp("convergence")
     by_task: Scores = {}
-    for preset, variants in convergence.TASKS.items():
-        by_variant = by_task[preset] = defaultdict(list)
-        for row in convergence.sweep(folder / f"{preset}.jsonl", convergence.STEPS, SEEDS, preset):
+    for name in COMPARED:
+        task = convergence.TASKS[name]
+        by_variant = by_task[name] = defaultdict(list)
+        for row in convergence.sweep(folder / f"{name}.jsonl", convergence.STEPS, SEEDS, task):
             by_variant[row["variant"]].append(row)
-        assert {variant: len(rows) for variant, rows in by_variant.items()} == dict.fromkeys(variants, SEEDS)
+        assert {variant: len(rows) for variant, rows in by_variant.items()} == dict.fromkeys(task.variants, SEEDS)
     return by_task
 
 
@@ -61,9 +63,9 @@ def variance_of_mean(scores: list[float]) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", convergence.TASKS)
-def test_every_variant_learns_within_its_bound(preset: str, scores: Scores) -> None:
-    for variant, rows in scores[preset].items():
+@pytest.mark.parametrize("task", COMPARED)
+def test_every_variant_learns_within_its_bound(task: str, scores: Scores) -> None:
+    for variant, rows in scores[task].items():
         for row in rows:
             assert row["last"] >= row["first"] + 0.3, (variant, row["seed"])
             assert len(row["reward"]) == convergence.STEPS
@@ -73,12 +75,12 @@ def test_every_variant_learns_within_its_bound(preset: str, scores: Scores) -> N
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "variant"),
-    [(preset, variant) for preset, variants in convergence.TASKS.items() for variant in variants if variant != "sync"],
+    ("task", "variant"),
+    [(task, variant) for task in COMPARED for variant in convergence.TASKS[task].variants if variant != "sync"],
 )
-def test_asynchronous_training_ends_no_worse_than_synchronous(preset: str, variant: str, scores: Scores) -> None:
-    final = [row["last"] for row in scores[preset][variant]]
-    synchronous = [row["last"] for row in scores[preset]["sync"]]
+def test_asynchronous_training_ends_no_worse_than_synchronous(task: str, variant: str, scores: Scores) -> None:
+    final = [row["last"] for row in scores[task][variant]]
+    synchronous = [row["last"] for row in scores[task]["sync"]]
     error = math.sqrt(variance_of_mean(final) + variance_of_mean(synchronous))
     assert statistics.mean(final) >= statistics.mean(synchronous) - 3 * error
 
@@ -87,10 +89,10 @@ def test_asynchronous_training_ends_no_worse_than_synchronous(preset: str, varia
 @pytest.mark.slow
 def test_training_on_old_answers_shows_in_the_metrics(tmp_path: Path) -> None:
     folder = Path(os.environ.get("RECIPE_CONVERGENCE_RESULTS", tmp_path))
-    variants = list(convergence.FAR_BEHIND)
-    rows = convergence.sweep(folder / "far_behind.jsonl", convergence.STEPS, 1, "tiny_cpu_long_tail", variants)
+    task = convergence.TASKS["far_behind"]
+    rows = convergence.sweep(folder / "far_behind.jsonl", convergence.STEPS, 1, task)
     of = {row["variant"]: row for row in rows}
-    current, *old = [of[variant] for variant in variants]
+    current, *old = [of[variant] for variant in task.variants]
     assert current["staleness"]["max"] == 0
     sample_size = "rollout_corr/rollout_is_eff_sample_size"
     assert current["mismatch"][sample_size] == pytest.approx(1, abs=1e-5)

@@ -55,11 +55,13 @@ class V1Run:
         return [step[key] for step in self.steps]
 
 
-def run_v1(trainer: str, more: Sequence[str], task: TaskPaths, folder: Path, ray_dir: Path) -> V1Run:
-    """A run with three batches issued ahead under a threshold that has room for one."""
+def run_v1(
+    trainer: str, more: Sequence[str], task: TaskPaths, folder: Path, ray_dir: Path, flagged: bool = True
+) -> V1Run:
+    """A run with three batches issued ahead under a threshold that has room for one; by this package's flag or not."""
     log = folder / "metrics.jsonl"
     overrides = [
-        *[override for override in more if override.startswith("+recipe")],
+        *([f"+recipe={trainer}"] if flagged else []),
         "+preset=tiny_cpu",
         *short_run(task, folder, ray_dir),
         "algorithm.adv_estimator=grpo",
@@ -69,17 +71,16 @@ def run_v1(trainer: str, more: Sequence[str], task: TaskPaths, folder: Path, ray
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "trainer.v1.separate_async.parameter_sync_step=1",
         f"trainer.v1.{trainer}.num_warmup_batches={WARMUP}",
         f"trainer.v1.sampler.max_off_policy_threshold={THRESHOLD}",
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
         f"trainer.total_training_steps={STEPS}",
-        *[override for override in more if not override.startswith("+recipe")],
+        *more,
     ]
-    if trainer == "separate_async":
-        overrides.append("trainer.v1.separate_async.parameter_sync_step=1")
     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(log)}
-    if any(override.startswith("+recipe") for override in more):
+    if flagged:
         # As the flag sets it, for workers that are forked from a process that has imported verl before.
         environment[VARIABLE] = "1"
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
@@ -105,7 +106,7 @@ def stock_run(strategy: str, more: Sequence[str], task: TaskPaths, folder: Path,
         "+async_training.partial_rollout=true",
         *more,
     ]
-    return run_v1("separate_async", overrides, task, folder, ray_dir)
+    return run_v1("separate_async", overrides, task, folder, ray_dir, flagged=False)
 
 
 @pytest.mark.e2e
@@ -137,7 +138,7 @@ def test_a_flag_puts_bound_gate_and_log_prob_servers_beside_verls_trainer(
     trainer: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     shown = "ray_kwargs.ray_init.log_to_driver=true"
-    run = run_v1(trainer, (f"+recipe={trainer}", "model_engine_server=fsdp2", shown), task, tmp_path, ray_dir)
+    run = run_v1(trainer, ("model_engine_server=fsdp2", shown), task, tmp_path, ray_dir)
     assert_bounded(run)
     assert "(GatedVLLMHttpServer pid=" in run.output
     assert "(vLLMHttpServer pid=" not in run.output
@@ -151,7 +152,7 @@ def test_a_flag_puts_bound_gate_and_log_prob_servers_beside_verls_trainer(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_trainer_computes_what_no_server_scored(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    late = ("+recipe=separate_async", "model_engine_server=fsdp2", "model_engine_server.timeout=0.001")
+    late = ("model_engine_server=fsdp2", "model_engine_server.timeout=0.001")
     run = run_v1("separate_async", late, task, tmp_path, ray_dir)
     assert run.sum(FALLBACK) > 0
     assert max(run.column("actor/entropy")) > 0

@@ -26,6 +26,7 @@ from recipe.async_engine.core.problems import Problem
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+REWARD_MODEL = "reward.reward_model"
 
 
 def has_critic(config: Mapping[str, Any]) -> bool:
@@ -71,6 +72,11 @@ class Case:
     def trained(self) -> tuple[str, ...]:
         """The sections of the models that are trained."""
         return (ACTOR, "critic") if self.has_critic else (ACTOR,)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The sections of the rollout engines: the policy's, and the reward model's if there is one."""
+        return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
 
     @property
     def on_cpu(self) -> bool:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recipe.async_engine.core.case import Case
+from recipe.async_engine.core.case import REWARD_MODEL, Case
 from recipe.async_engine.core.problems import Problem
-
-REWARD_MODEL = "reward.reward_model"
 
 
 def reward_model(case: Case) -> Iterator[Problem]:
@@ -43,10 +41,6 @@ def reward_model(case: Case) -> Iterator[Problem]:
         advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
         yield case.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
-    for setting in (f"{rollout}.free_cache_engine", f"{rollout}.enable_sleep_mode"):
-        if case.on_cpu and case.get(setting, True):
-            advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
-            yield case.problem(setting, "false where trainer.device=cpu", advice)
 
 
 def accelerators(case: Case) -> int:

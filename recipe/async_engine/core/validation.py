@@ -171,10 +171,11 @@ def _cpu(case: Case) -> Iterator[Problem]:
         if case.count(setting) is not None:
             advice = "vLLM's CPU build does not take adapters over the weight sync yet; train the whole model there."
             yield case.problem(setting, "0 where trainer.device=cpu", advice)
-    for setting in (f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.enable_sleep_mode"):
-        if case.get(setting, True):
-            advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
-            yield case.problem(setting, "false where trainer.device=cpu", advice)
+    for engine in case.engines:
+        for setting in (f"{engine}.free_cache_engine", f"{engine}.enable_sleep_mode"):
+            if case.get(setting, True):
+                advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
+                yield case.problem(setting, "false where trainer.device=cpu", advice)
     separate = case.settings.async_training.placement != SHARED
     if separate and case.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", "nixl", "hccl"):
         advice = (

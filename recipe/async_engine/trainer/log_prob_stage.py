@@ -23,11 +23,11 @@ import time
 
 import torch
 from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 
 from recipe.async_engine.logprobs.columns import reference_column
+from recipe.async_engine.logprobs.entropy import entropy_metric
 from recipe.async_engine.rollout.part_scores import REFERENCE
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,9 @@ class LogProbStage:
         return batch
 
     def _report_entropy(self, batch: DataProto) -> None:
-        """As verl does where it has computed the column (separation/ray_trainer.py:522)."""
-        actor = self.config.actor_rollout_ref.actor
-        entropy = agg_loss(
-            loss_mat=batch.batch.pop("entropys"),
-            loss_mask=batch.batch["response_mask"],
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor,
-        )
-        self.metrics["actor/entropy"] = entropy.item()
+        """As verl does where it has computed the column."""
+        entropy, mask = batch.batch.pop("entropys"), batch.batch["response_mask"]
+        self.metrics.update(entropy_metric(entropy, mask, self.config.actor_rollout_ref.actor))
         self.metrics.update(calculate_debug_metrics(batch))
 
     def _recompute(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:

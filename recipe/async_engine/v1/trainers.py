@@ -35,7 +35,6 @@ from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
@@ -49,6 +48,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.config.inspect import plain
 from recipe.async_engine.core.v1_rules import read_v1
+from recipe.async_engine.logprobs.entropy import entropy_metric
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.shadowing import check_not_shadowed
@@ -137,14 +137,8 @@ class Beside(PPOTrainer):
         if missing:
             logger.warning("the trainer computes the log-probs of a batch: no server scored %d answers", missing)
             return super()._compute_old_log_prob(batch, metrics)
-        actor = self.config.actor_rollout_ref.actor
-        entropy = agg_loss(
-            loss_mat=scored.batch[ENTROPY],
-            loss_mask=scored.batch["response_mask"],
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor,
-        )
-        metrics["actor/entropy"] = entropy.item()
+        entropy, mask = scored.batch[ENTROPY], scored.batch["response_mask"]
+        metrics.update(entropy_metric(entropy, mask, self.config.actor_rollout_ref.actor))
         if "rollout_log_probs" in scored.batch:
             metrics.update(calculate_debug_metrics(scored))
         return batch
