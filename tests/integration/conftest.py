@@ -32,10 +32,10 @@ apply_environment(choose_platform(os.environ, inspect_machine()))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray, started for these tests and ended after them."""
+    """Ray with two logical accelerators, started for these tests and ended after them."""
     import ray
 
     with ray_folder() as folder:
-        ray.init(num_cpus=4, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
+        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
         yield
         ray.shutdown()

@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.rollout import replacement
+from recipe.async_engine.rollout.replacement import Replacements, clear_replica, cleared_on_failure
 from recipe.async_engine.trainer.fleet import Fleet
 
 SOON_S = 5.0
@@ -106,6 +109,58 @@ def test_start_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture)
     wait_for(lambda: not replacements.take() and replacements.under_way == 0)
     late.set()
     assert "not up after 0.02 s" in caplog.text
+
+
+@pytest.fixture
+def start_killed_replica(cluster: None) -> Callable[[], Any]:
+    """Makes a replica of one worker on an accelerator of its own, whose process is killed then."""
+    import ray
+    from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_cpus=1, num_gpus=0.5)
+    class Worker:
+        def process(self) -> int:
+            return os.getpid()
+
+    def start() -> Any:
+        group = placement_group([{"CPU": 2, "GPU": 1}])
+        ray.get(group.ready(), timeout=SOON_S)
+        worker = Worker.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)).remote()
+        os.kill(ray.get(worker.process.remote(), timeout=60), signal.SIGKILL)
+        return SimpleNamespace(servers=[], workers=[worker], resource_pool=SimpleNamespace(pgs=[group]))
+
+    return start
+
+
+def test_accelerators_of_a_lost_replica_are_free_when_it_is_cleared_away(
+    start_killed_replica: Callable[[], Any],
+) -> None:
+    import ray
+
+    for _ in range(5):  # one alone may be freed before anybody looks
+        replica = start_killed_replica()
+        clear_replica(replica)
+        assert ray.available_resources()["GPU"] == 2
+
+
+def test_accelerators_that_stay_held_are_told_with_the_deadline(
+    start_killed_replica: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = start_killed_replica()
+    with monkeypatch.context() as patch:
+        patch.setattr(replacement, "remove_placement_group", lambda group: None)
+        with pytest.raises(TimeoutError, match="did not free the resources of a lost replica"):
+            clear_replica(replica, timeout_s=0.2)
+    clear_replica(replica)
+
+
+def test_failed_start_gives_back_what_it_had_and_keeps_its_error(start_killed_replica: Callable[[], Any]) -> None:
+    import ray
+
+    with pytest.raises(OSError, match="no port is free"), cleared_on_failure([start_killed_replica()]):
+        raise OSError("no port is free")
+    assert ray.available_resources()["GPU"] == 2
 
 
 def test_fleet_publishes_to_what_took_a_lost_ones_place_from_the_next_sync_on() -> None:

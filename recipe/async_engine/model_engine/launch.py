@@ -28,6 +28,7 @@ from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import WorkerSettings
+from recipe.async_engine.rollout.replacement import cleared_on_failure
 
 
 def launch(
@@ -74,7 +75,8 @@ def launch(
     async def start() -> None:
         await asyncio.gather(*[replica.init_standalone() for replica in replicas])
 
-    asyncio.run(start())
+    with cleared_on_failure(replicas):
+        asyncio.run(start())
     return replicas
 
 

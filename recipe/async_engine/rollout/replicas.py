@@ -27,6 +27,7 @@ import ray
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import get_router_handle
 
+from recipe.async_engine.rollout.replacement import cleared_on_failure
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 
 END_S = 30.0
@@ -80,7 +81,8 @@ class ReplicaManager(LLMServerManager):
             model_config=self.model_config,
             gpus_per_node=self.rollout_config.n_gpus_per_node,
         )
-        asyncio.run(replica.init_standalone())
+        with cleared_on_failure([replica]):
+            asyncio.run(replica.init_standalone())
         return replica
 
     def start_again(self, lost: GatedVLLMReplica, timeout_s: float) -> GatedVLLMReplica:
