@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from recipe.async_engine.task import TaskPaths
 FULLY_ASYNC = "recipe.fully_async.main"
 ONE_STEP_OFF = "recipe.one_step_off.main"
 RUN_S = 480
+RAY_FOLDER = "+ray_kwargs.ray_init._temp_dir"
 
 
 @dataclass(frozen=True)
@@ -88,4 +90,13 @@ def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = R
     folder.mkdir(parents=True, exist_ok=True)
     finished = run_module(main, overrides, folder, with_helpers(environment), timeout_s)
     (folder / "output.txt").write_text(finished.stdout)
+    sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
     return FinishedRun(finished.returncode, finished.stdout, folder)
+
+
+def trainer_log(overrides: list[str]) -> str:
+    """What the trainer's actor of a run that has just ended has logged."""
+    temporary = next((value for key, _, value in (item.partition("=") for item in overrides) if key == RAY_FOLDER), "")
+    logs = Path(temporary, "session_latest", "logs").glob("worker-*.err") if temporary else ()
+    texts = [path.read_text(errors="replace") for path in logs]
+    return "\n".join(text for text in texts if ":actor_name:TaskRunner" in text)
