@@ -102,13 +102,22 @@ def test_past_the_budget_a_lost_part_is_cleared_away_and_not_replaced() -> None:
     assert (replacements.begun, replacements.take()) == (0, [])
 
 
-def test_start_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_that_takes_too_long_is_given_up_and_cleared_away_when_it_is_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     late = threading.Event()
-    replacements = Replacements(1, 0.02, lambda lost: None)
-    replacements.begin("a replica", "old", lambda: late.wait(SOON_S))
+    cleared: list[str] = []
+    replacements = Replacements(1, 0.02, cleared.append)
+
+    def start() -> str:
+        assert late.wait(SOON_S)
+        return "new"
+
+    replacements.begin("a replica", "old", start)
     wait_for(lambda: not replacements.take() and replacements.under_way == 0)
-    late.set()
     assert "not up after 0.02 s" in caplog.text
+    late.set()
+    wait_for(lambda: cleared == ["old", "new"])
 
 
 @pytest.fixture

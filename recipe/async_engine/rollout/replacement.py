@@ -15,7 +15,8 @@
 
 Contract: nobody waits for it. On a thread of its own the lost one is cleared away, its processes and its resources, and
 another one started; `take` hands it out when it is up. Each attempt, whether it succeeds or not, counts against the
-budget; past it, what is lost stays lost, which the log says. An attempt longer than the deadline is given up.
+budget; past it, what is lost stays lost, which the log says. An attempt longer than the deadline is given up, and what
+it starts after all is cleared away.
 
 Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py.
 """
@@ -81,16 +82,17 @@ class Replacements:
         """Replicas that came up since the last call; they hold no weights yet."""
         waiting, ready = [], []
         for attempt in self._attempts:
-            if attempt.result.done() and attempt.result.exception() is None:
+            if not attempt.result.done():
+                if time.monotonic() > attempt.deadline and attempt.result.cancel():
+                    logger.error("%s could not be started: not up after %g s", attempt.what, self._timeout_s)
+                else:
+                    waiting.append(attempt)
+            elif (error := attempt.result.exception()) is not None:
+                logger.error("%s could not be started: %s", attempt.what, error)
+                self._begin(attempt.what, lambda: None, attempt.start, waiting)
+            else:
                 logger.warning("%s is up and takes part from the next weight sync on", attempt.what)
                 ready.append(attempt.result.result())
-            elif attempt.result.done() or time.monotonic() > attempt.deadline:
-                why = attempt.result.exception() if attempt.result.done() else f"not up after {self._timeout_s:g} s"
-                logger.error("%s could not be started: %s", attempt.what, why)
-                if attempt.result.done():
-                    self._begin(attempt.what, lambda: None, attempt.start, waiting)
-            else:
-                waiting.append(attempt)
         self._attempts = waiting
         return ready
 
@@ -118,9 +120,15 @@ class Replacements:
         def work() -> None:
             try:
                 clear()
-                attempt.result.set_result(start())
+                started = start()
             except BaseException as error:  # whatever it is, `take` reports it
-                attempt.result.set_exception(error)
+                if attempt.result.set_running_or_notify_cancel():
+                    attempt.result.set_exception(error)
+                return
+            if attempt.result.set_running_or_notify_cancel():
+                attempt.result.set_result(started)
+            else:
+                self._clear(started)
 
         threading.Thread(target=work, name=f"start {what}", daemon=True).start()
 
