@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,7 @@ MODEL = Scenario("fsdp2", "qwen3", tied=False)
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 TIMEOUT_S = 30.0
 START_S = 120.0
+LATE_S = 0.5
 LENGTHS = (13, 24, 7, 20, 9)
 ENGINE = {"recipe_gloo": {"timeout_s": 10.0}}
 MODULE = "recipe.async_engine.weights.gloo_engine"
@@ -197,8 +199,21 @@ async def paused(replica: ModelEngineReplica, client: ScoringClient) -> list[boo
     return [bool(done), request.done()]
 
 
+def arrive_late(worker: Any, seconds: float) -> None:
+    """The weights are staged on this rank when the leader has long said that they are there."""
+    receive = worker._receive
+
+    def receive_late(version: int | None) -> str:
+        checksum = receive(version)
+        time.sleep(seconds)
+        return checksum
+
+    worker._receive = receive_late
+
+
 def play(path: str) -> dict[str, Any]:
     replicas = make_replicas(path)
+    ray.get(replicas[0].workers[1].__ray_call__.remote(arrive_late, LATE_S), timeout=TIMEOUT_S)
     handles = {replica.server_address: replica.server_handle for replica in replicas}
     two_ranks, both = ScoringClient(dict([*handles.items()][:1]), TIMEOUT_S), ScoringClient(handles, TIMEOUT_S)
     group = TrainerGroup()

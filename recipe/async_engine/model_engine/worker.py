@@ -14,9 +14,10 @@
 """One rank of a log-prob server, as a Ray actor: takes weights in the broadcast that the rollout replicas get.
 
 Contract: the event loop is never blocked. The engine is used by one thread of its own; weights are received and staged
-on another one, while the live version computes. A rank takes no further weights before its staged ones are live. The
-leader tells the server what is on its way and what has arrived. Weights that the model does not take are a
-`WeightLoadError`, by which the publisher knows whose fault it is.
+on another one, while the live version computes. A rank takes no further weights before its staged ones are live, and
+makes none live before it has staged them: the leader tells the server what is on its way and what has arrived, and may
+be ahead of the other ranks. Weights that the model does not take are a `WeightLoadError`, by which the publisher knows
+whose fault it is.
 
 Shown by tests/integration/test_model_engine_server.py.
 """
@@ -89,8 +90,9 @@ class ModelEngineWorker(CheckpointEngineWorker):
         super().__init__(rollout_config, model_config, server_adapter=adapter)
         self._settings = settings
         self._server: ray.actor.ActorHandle | None = None
-        self._staged = False
+        self._staged = asyncio.Event()
         self._place_free = asyncio.Event()
+        self._place_free.set()
         self._device = get_platform().current_device()
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._use_device)
 
@@ -117,7 +119,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
             # The server moves on to what is staged, on all ranks, before it lets further weights in.
             await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
-            await self._wait_for_place()
+            await self._wait(self._place_free, "did not take its last weights into use")
             checksum = await asyncio.to_thread(self._receive, global_steps)
         except StagingError as error:
             if leads:
@@ -127,7 +129,8 @@ class ModelEngineWorker(CheckpointEngineWorker):
             if leads:
                 await self._tell("load_failed", f"{type(error).__name__}: {error}")
             raise
-        self._staged = True
+        self._place_free.clear()
+        self._staged.set()
         if leads:
             await self._tell("staged")
         return checksum
@@ -141,8 +144,9 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     async def promote(self) -> None:
         """Make the staged weights the live ones, on this rank."""
+        await self._wait(self._staged, "did not stage the weights that another rank has staged")
         await self._on_engine(self.server_adapter.promote)
-        self._staged = False
+        self._staged.clear()
         self._place_free.set()
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
@@ -173,17 +177,12 @@ class ModelEngineWorker(CheckpointEngineWorker):
         scored = from_batch(output, len(rows))
         return [torch.stack([scores.log_probs, scores.entropy]).numpy() for scores in scored]
 
-    async def _wait_for_place(self) -> None:
+    async def _wait(self, event: asyncio.Event, otherwise: str) -> None:
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                while self._staged:
-                    self._place_free.clear()
-                    await self._place_free.wait()
+            await asyncio.wait_for(event.wait(), self._settings.timeout_s)
         except TimeoutError:
-            raise WeightLoadError(
-                f"log-prob server {self.server_adapter.replica_rank} did not take its last weights into use within "
-                f"{self._settings.timeout_s:g} s"
-            ) from None
+            server = f"log-prob server {self.server_adapter.replica_rank}"
+            raise WeightLoadError(f"{server} {otherwise} within {self._settings.timeout_s:g} s") from None
 
     async def _tell(self, what: str, *arguments: Any) -> None:
         answer = getattr(self._server, what).remote(*arguments)
