@@ -35,6 +35,8 @@ import convergence
 COMPARED = ("uniform", "long_tail")
 SEEDS = 3
 VALIDATION_PROMPTS = 256
+FP32_KL = 1e-6
+"""More than this the policy that sampled differs from the one trained only if it is an older one."""
 
 
 Scores = dict[str, dict[str, list[dict[str, Any]]]]
@@ -94,8 +96,11 @@ def test_training_on_old_answers_shows_in_the_metrics(tmp_path: Path) -> None:
     of = {row["variant"]: row for row in rows}
     current, *old = [of[variant] for variant in task.variants]
     assert current["staleness"]["max"] == 0
-    sample_size = "rollout_corr/rollout_is_eff_sample_size"
+    kl, sample_size = "rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size"
+    assert abs(current["mismatch"][kl]) < FP32_KL
     assert current["mismatch"][sample_size] == pytest.approx(1, abs=1e-5)
     for row in old:
         assert row["staleness"]["mean"] > 1
+        # An estimate of it may be below zero.
+        assert abs(row["mismatch"][kl]) > 100 * FP32_KL
         assert row["mismatch"][sample_size] < 0.999
