@@ -25,8 +25,9 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.rollout import replacement
-from recipe.async_engine.rollout.replacement import Replacements, clear_replica, cleared_on_failure
+from recipe.async_engine.rollout import clearing
+from recipe.async_engine.rollout.clearing import clear_replica, cleared_on_failure
+from recipe.async_engine.rollout.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet
 
 SOON_S = 5.0
@@ -158,8 +159,10 @@ def test_accelerators_that_stay_held_are_told_with_the_deadline(
 ) -> None:
     replica = start_killed_replica()
     with monkeypatch.context() as patch:
-        patch.setattr(replacement, "remove_placement_group", lambda group: None)
-        with pytest.raises(TimeoutError, match="did not free the resources of a lost replica"):
+        patch.setattr(clearing, "remove_placement_group", lambda group: None)
+        with pytest.raises(
+            TimeoutError, match=r"did not free the resources of a lost replica, placement groups \w+, within 0\.2 s"
+        ):
             clear_replica(replica, timeout_s=0.2)
     clear_replica(replica)
 

@@ -28,7 +28,7 @@ from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import WorkerSettings
-from recipe.async_engine.rollout.replacement import cleared_on_failure
+from recipe.async_engine.rollout.clearing import cleared_on_failure
 
 
 def launch(

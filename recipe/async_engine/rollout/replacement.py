@@ -26,20 +26,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup
-
 logger = logging.getLogger(__name__)
-
-FREED_S = 60.0
-POLL_S = 0.05
 
 
 @dataclass
@@ -118,6 +110,7 @@ class Replacements:
         (self._attempts if attempts is None else attempts).append(attempt)
 
         def work() -> None:
+            # The future is cancelled when `take` has given the attempt up.
             try:
                 clear()
                 started = start()
@@ -131,47 +124,3 @@ class Replacements:
                 self._clear(started)
 
         threading.Thread(target=work, name=f"start {what}", daemon=True).start()
-
-
-def clear_replica(replica: Any, timeout_s: float = FREED_S) -> None:
-    """End what is left of a replica with resources of its own, and give those back.
-
-    Returns when Ray counts them as free, which it does a while after their processes' end: verl starts nothing where it
-    finds too few accelerators, and does not wait for them (single_controller/ray/base.py:239).
-
-    Raises:
-        TimeoutError: Ray does not.
-    """
-    for actor in (*replica.servers, *replica.workers):
-        with suppress(Exception):  # it is dead already, in one way or another
-            ray.kill(actor)
-    groups = (replica.resource_pool.pgs if replica.resource_pool else None) or ()
-    for group in groups:
-        remove_placement_group(group)
-    deadline = time.monotonic() + timeout_s
-    while held := [group.id.hex() for group in groups if _holds_resources(group)]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"Ray did not free the resources of a lost replica within {timeout_s:g} s: placement groups "
-                + ", ".join(held)
-            )
-        time.sleep(POLL_S)
-
-
-@contextmanager
-def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
-    """Clear away replicas whose start fails: the resources that one has by then are needed by the next attempt."""
-    try:
-        yield
-    except BaseException:
-        for replica in replicas:
-            try:
-                clear_replica(replica)
-            except Exception:  # the failure of the start is the one to report
-                logger.exception("what is left of number %s was not cleared away", replica.replica_rank)
-        raise
-
-
-def _holds_resources(group: PlacementGroup) -> bool:
-    """A group's resources have names with its id in them, and the node's own are less by as much."""
-    return any(group.id.hex() in name for name in ray.available_resources())

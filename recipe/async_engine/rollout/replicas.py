@@ -19,45 +19,15 @@ routed to only when the weight publisher says that it holds a complete version.
 
 import asyncio
 import itertools
-import time
-from contextlib import suppress
 from typing import Any
 
-import ray
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import get_router_handle
 
-from recipe.async_engine.rollout.replacement import cleared_on_failure
+from recipe.async_engine.rollout.clearing import cleared_on_failure, end_servers
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 
 END_S = 30.0
-POLL_S = 0.05
-
-
-def end_servers(replica: GatedVLLMReplica, timeout_s: float) -> None:
-    """End the server actors of a replica; returns when their names are free.
-
-    Raises:
-        TimeoutError: they are not.
-    """
-    prefix = replica._get_server_name_prefix()
-    names = [f"{prefix}server_{replica.replica_rank}_{node}" for node in range(replica.nnodes)]
-    for server in replica.servers:
-        with suppress(Exception):  # it is dead already, in one way or another
-            ray.kill(server)
-    deadline = time.monotonic() + timeout_s
-    while taken := [name for name in names if _is_taken(name)]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rollout servers {', '.join(taken)} did not end within {timeout_s:g} s")
-        time.sleep(POLL_S)
-
-
-def _is_taken(name: str) -> bool:
-    try:
-        ray.get_actor(name)
-    except ValueError:
-        return False
-    return True
 
 
 class ReplicaManager(LLMServerManager):

@@ -31,7 +31,8 @@ from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
-from recipe.async_engine.rollout.replacement import Replacements, clear_replica
+from recipe.async_engine.rollout.clearing import clear_replica
+from recipe.async_engine.rollout.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_rollout
 from recipe.async_engine.weights.publisher import WeightPublisher
