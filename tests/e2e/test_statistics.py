@@ -19,11 +19,13 @@ RECIPE_CONVERGENCE_RESULTS to keep their rows, or to go on where an interrupted 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +41,25 @@ FP32_KL = 1e-6
 """More than this the policy that sampled differs from the one trained only if it is an older one."""
 
 
-Scores = dict[str, dict[str, list[dict[str, Any]]]]
+Scores = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> Scores:
-    """Rows by task and variant."""
+def scores_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Scores]:
+    """Rows of a task by variant; its runs are done when they are first asked for."""
     kept = os.environ.get("RECIPE_CONVERGENCE_RESULTS")
     folder = Path(kept) if kept else tmp_path_factory.mktemp("convergence")
-    by_task: Scores = {}
-    for name in COMPARED:
+
+    @functools.cache
+    def of(name: str) -> Scores:
         task = convergence.TASKS[name]
-        by_variant = by_task[name] = defaultdict(list)
+        by_variant = defaultdict(list)
         for row in convergence.sweep(folder / f"{name}.jsonl", convergence.STEPS, SEEDS, task):
             by_variant[row["variant"]].append(row)
         assert {variant: len(rows) for variant, rows in by_variant.items()} == dict.fromkeys(task.variants, SEEDS)
-    return by_task
+        return by_variant
+
+    return of
 
 
 def variance_of_mean(scores: list[float]) -> float:
@@ -66,8 +71,8 @@ def variance_of_mean(scores: list[float]) -> float:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize("task", COMPARED)
-def test_every_variant_learns_within_its_bound(task: str, scores: Scores) -> None:
-    for variant, rows in scores[task].items():
+def test_every_variant_learns_within_its_bound(task: str, scores_of: Callable[[str], Scores]) -> None:
+    for variant, rows in scores_of(task).items():
         for row in rows:
             assert row["last"] >= row["first"] + 0.3, (variant, row["seed"])
             assert len(row["reward"]) == convergence.STEPS
@@ -80,9 +85,12 @@ def test_every_variant_learns_within_its_bound(task: str, scores: Scores) -> Non
     ("task", "variant"),
     [(task, variant) for task in COMPARED for variant in convergence.TASKS[task].variants if variant != "sync"],
 )
-def test_asynchronous_training_ends_no_worse_than_synchronous(task: str, variant: str, scores: Scores) -> None:
-    final = [row["last"] for row in scores[task][variant]]
-    synchronous = [row["last"] for row in scores[task]["sync"]]
+def test_asynchronous_training_ends_no_worse_than_synchronous(
+    task: str, variant: str, scores_of: Callable[[str], Scores]
+) -> None:
+    scores = scores_of(task)
+    final = [row["last"] for row in scores[variant]]
+    synchronous = [row["last"] for row in scores["sync"]]
     error = math.sqrt(variance_of_mean(final) + variance_of_mean(synchronous))
     assert statistics.mean(final) >= statistics.mean(synchronous) - 3 * error
 
