@@ -67,7 +67,7 @@ def _turns(depth: int, bound: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is compared on a preset: main and settings of each variant by its name; the first is synchronous training."""
+    """What is compared on a preset: main and settings by the name of a variant; the first is synchronous training."""
 
     preset: str
     variants: dict[str, tuple[str, list[str]]]
