@@ -68,7 +68,8 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         return TurnFleet(self.publisher, lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
 
     def _new_scheduler(self) -> TurnScheduler:
-        pool = TurnPool(self.async_rollout_manager.agent_loop_workers)
+        agents = self.async_rollout_manager
+        pool = TurnPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup)
         scheduler = TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
         scheduler.tokens = self.interrupted_tokens
         return scheduler

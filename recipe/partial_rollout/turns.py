@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
@@ -62,17 +62,23 @@ class TokenAccount:
 
     cut: sampled before an interruption. restored: given again from the record of an earlier process, complete answers
     included. lost: of trajectories that failed or were given up, or that a tool answered differently after a restart.
-    in_tools: trajectories that were interrupted while none of their requests was under way.
+    in_tools: trajectories that were interrupted while none of their requests was under way. held: tokens of cut answers
+    that unfinished trajectories have at this moment.
     """
 
     cut: int = 0
     restored: int = 0
     lost: int = 0
     in_tools: int = 0
+    held: int = 0
 
     def __add__(self, other: "TokenAccount") -> "TokenAccount":
         parts = {name: value + getattr(other, name) for name, value in vars(self).items()}
         return TokenAccount(**parts)
+
+    def of_the_dead(self) -> "TokenAccount":
+        """The same once the worker has died: what was held is lost."""
+        return replace(self, lost=self.lost + self.held, held=0)
 
 
 def cut_tokens(record: bytes) -> int:
@@ -177,7 +183,7 @@ class TurnGate:
         closed: the newest turn that is over.
         requests: how many are under way at servers.
         settled: set when the last of them has been answered.
-        account: of the tokens of cut answers.
+        account: of the tokens of cut answers, but for those held.
     """
 
     def __init__(self) -> None:
@@ -219,6 +225,11 @@ class TurnGate:
             if ticket is not None:
                 ticket.turn = turn
                 ticket.admitted.set()
+
+    def account_now(self) -> TokenAccount:
+        """The account of this moment."""
+        held = sum(kept.cut_tokens for ticket in self._tickets.values() for kept in ticket.record)
+        return replace(self.account, held=held)
 
     async def export(self, timeout_s: float) -> dict[str, bytes | None]:
         """What each unfinished trajectory keeps, by key, None if nothing; waits until no request is under way.

@@ -27,7 +27,8 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.rollout.agent_worker import TrajectoryManager, TrajectoryWorker
+from recipe.async_engine.rollout.agent_worker import TrajectoryWorker
+from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.partial_rollout.turns import TokenAccount, TurnGate, current_ticket, use_ticket
 
@@ -108,7 +109,7 @@ class TurnWorker(TrajectoryWorker):
     async def end_turn(self, turn: int) -> TokenAccount:
         """Hold every trajectory at its next request from now on; returns the account of this moment."""
         self._gate.close(turn)
-        return self._gate.account
+        return self._gate.account_now()
 
     async def resume(self, keys: list[str], turn: int) -> None:
         """Let these trajectories go on in ``turn``."""
@@ -116,7 +117,7 @@ class TurnWorker(TrajectoryWorker):
 
     async def export(self, timeout_s: float) -> tuple[dict[str, bytes | None], TokenAccount]:
         """What each unfinished trajectory keeps, and the account of this moment; call it between turns."""
-        return await self._gate.export(timeout_s), self._gate.account
+        return await self._gate.export(timeout_s), self._gate.account_now()
 
 
 class TurnManager(TrajectoryManager):

@@ -32,15 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from recording import pid_of
 
 from recipe.async_engine.weights.publisher import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
 DURING_S = 0.03
-
-
-def pid_of(actor: Any) -> int:
-    return ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
 
 
 def engine_core(server: Any) -> int:

@@ -48,11 +48,13 @@ def kills() -> list[tuple[int, int]]:
     return [(int(step), int(server)) for step, server in pairs]
 
 
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+
+
 def kill(replica: Any) -> None:
-    actors = [*replica.workers, *replica.servers]
     # All of them first: a server ends by itself when its worker has died.
-    pids = ray.get([actor.__ray_call__.remote(lambda actor: os.getpid()) for actor in actors], timeout=30)
-    for pid in pids:
+    for pid in [pid_of(actor) for actor in (*replica.workers, *replica.servers)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

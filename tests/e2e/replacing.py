@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A trainer that kills a rollout replica's server and the log-prob server at the beginning of step ``KILL_AT_STEP``.
+"""A trainer that kills a rollout replica, the log-prob server and an agent-loop worker in step ``KILL_AT_STEP``.
 
 After the last step it writes to ``REPLACED`` what the newest of each kind has answered. At step 10 it waits for what is
 being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2.
@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import ray
-from recording import kill
+from recording import kill, pid_of
 
+from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.publisher import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
@@ -43,6 +45,13 @@ def wait_for_replacements(fleet: Fleet) -> None:
         attempt.result.result(max(0.0, deadline - time.monotonic()))
 
 
+def wait_for_agents(pool: WorkerPool) -> None:
+    """Until the first agent-loop worker is up again."""
+    deadline = time.monotonic() + START_S
+    while pool.restarts == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 class ReplacingTrainer(FullyAsyncTrainer):
     def init_workers(self) -> None:
         super().init_workers()
@@ -52,10 +61,12 @@ class ReplacingTrainer(FullyAsyncTrainer):
         if self.global_steps == int(os.environ["KILL_AT_STEP"]):
             kill(self.publisher.replicas[1])
             kill(self.fleet.servers[0])
+            os.kill(pid_of(self.async_rollout_manager.agent_loop_workers[0]), signal.SIGKILL)
         if self.global_steps == 2:
             self.http_statuses.append(self._complete_over_http())
         if self.global_steps == 10:
             wait_for_replacements(self.fleet)
+            wait_for_agents(self.scheduler._pool)
         batch = super()._train(groups)
         if self.is_last_step:
             self._write()

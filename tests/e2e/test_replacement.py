@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A rollout replica and a log-prob server are killed in a run; others take their places and do their work."""
+"""A rollout replica, a log-prob server and an agent-loop worker are killed in a run; others take their places."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recipe.async_engine.task import TaskPaths
 
 
 @pytest.mark.e2e
-def test_killed_replica_and_log_prob_server_are_replaced_and_serve(
+def test_killed_replica_log_prob_server_and_agent_loop_worker_are_replaced_and_serve(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 24
@@ -37,6 +37,9 @@ def test_killed_replica_and_log_prob_server_are_replaced_and_serve(
         "rollout.n_gpus_per_node=2",
         "model_engine_server=fsdp2",
         "async_training.staleness_threshold=1",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "trainer.test_freq=3",
+        "data.val_max_samples=16",
         "async_training.timeouts.first_weights=2",
         f"trainer.total_training_steps={steps}",
     ]
@@ -47,6 +50,14 @@ def test_killed_replica_and_log_prob_server_are_replaced_and_serve(
     assert min(live) == 1 and min(servers) == 0, "both were missed for a while"
     assert run.metrics[-1]["fully_async/count/restarts"] == 2
     assert (live[-1], servers[-1]) == (2, 1)
+    agents = run.column("fully_async/count/live_agent_loop_workers")
+    assert (agents[0], agents[-1]) == (2, 2)
+    assert run.metrics[-1]["fully_async/count/agent_loop_worker_restarts"] == 1
+    # At step 3 with one agent-loop worker.
+    validated = [
+        step["training/global_step"] for step in run.metrics if any(key.startswith("val-core/") for key in step)
+    ]
+    assert validated == list(range(3, steps + 1, 3))
     # The trainer did the work of the log-prob server until the next one held weights.
     fallback = run.column("model_engine_server/fallback_rows")
     assert max(fallback) > 0 and fallback[-1] == 0

@@ -94,11 +94,19 @@ class ScriptedPool:
 
     def __init__(self, answer: Callable[[ScriptedCall], None] | None = None) -> None:
         self.alive = 2
+        self.restarts = 0
         self.cancels_reach = True
         self.calls: list[ScriptedCall] = []
         self.loop: Any = None
         self._answer = answer
         self._changed = threading.Condition()
+
+    @property
+    def lost(self) -> bool:
+        return self.alive == 0
+
+    def close(self) -> None:
+        pass
 
     def call(self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None) -> ScriptedCall:
         self.loop = asyncio.get_running_loop()

@@ -33,6 +33,7 @@ from verl.experimental.agent_loop.agent_loop import (
     _agent_loop_registry,
 )
 
+from recipe.async_engine.rollout import agent_worker
 from recipe.async_engine.rollout.agent_worker import (
     VERSION_RUNS,
     AgentLoopError,
@@ -41,6 +42,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryGenerated,
     TrajectoryScored,
     TrajectoryWorker,
+    WorkerRestarted,
 )
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.payload import pack, unpack
@@ -329,3 +331,15 @@ async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: A
 
 def test_stock_registry_is_what_the_loops_are_found_in() -> None:
     assert {"single_turn_agent", "tool_agent"} <= stock._agent_loop_registry.keys()
+
+
+async def test_worker_that_was_started_again_has_no_work_before_it_is_prepared(
+    make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_worker, "was_restarted", lambda: True)
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5))
+    with pytest.raises(WorkerRestarted):
+        await run(worker)
+    assert await worker.rescore(b"", 1, 0) is None
+    await worker.be_prepared()
+    assert await run(worker)

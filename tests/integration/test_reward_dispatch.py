@@ -25,9 +25,9 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from remote_fakes import Handle
 
-from recipe.async_engine.rewards import dispatch as dispatching
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
 from recipe.async_engine.rewards.workers import PoolTotals
+from recipe.async_engine.run import restarts
 
 
 class Worker:
@@ -95,7 +95,7 @@ async def test_without_any_worker_the_call_says_so() -> None:
 
 
 async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatching, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(restarts, "ASK_AGAIN_S", 0.01)
     worker = Worker(ActorUnavailableError("", None), ActorUnavailableError("", None), None)
     dispatch = LeastBusyWorker([Handle(worker)])
     tasks = await begin(dispatch, 2)

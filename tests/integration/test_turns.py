@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
-from recipe.partial_rollout.turns import HeldTooLong, Ticket, TurnGate, cut_tokens, use_ticket
+from recipe.partial_rollout.turns import HeldTooLong, Ticket, TokenAccount, TurnGate, cut_tokens, use_ticket
 from recipe.partial_rollout.worker import TurnClient
 
 PROMPT = [1, 2, 3]
@@ -217,7 +217,9 @@ async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost()
     server = ScriptedServer(part([10, 11], 0, "aborted"))
     work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
     await settle()
+    assert gate.account_now() == TokenAccount(cut=2, held=2)
+    assert gate.account_now().of_the_dead() == TokenAccount(cut=2, lost=2)
     work.cancel()
     await settle()
     gate.end("0-0-0", complete=False)
-    assert (gate.account.cut, gate.account.lost) == (2, 2)
+    assert gate.account_now() == TokenAccount(cut=2, lost=2)

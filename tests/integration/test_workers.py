@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import traceback
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -47,6 +48,7 @@ def actor_class() -> type:
 
         def __init__(self) -> None:
             self.cancelled = asyncio.Event()
+            self.prepared = False
 
         async def run_trajectory(
             self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
@@ -59,6 +61,8 @@ def actor_class() -> type:
                 raise failed
             if behaviour == "raises something else":
                 raise KeyError("a defect of the worker")
+            if behaviour == "works once it is prepared" and not self.prepared:
+                raise events.WorkerRestarted("started again")
             if behaviour == "reward fails":
                 raise events.RewardError("the sandbox is down")
             if behaviour == "meets a dead actor":
@@ -73,6 +77,9 @@ def actor_class() -> type:
             yield events.TrajectoryScored(0.5, version, version, True, 0, 0, sample_index)
             if behaviour != "no payload":
                 yield {"sample": sample, "n": rollout_n}
+
+        async def be_prepared(self) -> None:
+            self.prepared = True
 
         async def cancel(self, keys: list[str]) -> None:
             self.cancelled.set()
@@ -184,3 +191,63 @@ async def test_dead_worker_fails_its_trajectory_and_is_used_no_more(cluster: Non
         await events_of(doomed)
     with pytest.raises(NoWorkers):
         call_of(pool)
+
+
+async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepared(
+    cluster: None,
+) -> None:
+    prepared = []
+
+    async def prepare(actor: Any) -> None:
+        await actor.cancel.remote([])
+        prepared.append(actor)
+
+    actor = ray.remote(max_restarts=1)(actor_class()).remote()
+    pool = WorkerPool([actor], prepare)
+    with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
+        await events_of(call_of(pool, "dies"))
+    assert (pool.alive, pool.lost, prepared) == (0, False, [])
+    assert pool.rescore(None, 1, 1) is None
+    waiting, cancelled = call_of(pool, n=1), call_of(pool, n=2)
+    ends = [asyncio.create_task(events_of(waiting)), asyncio.create_task(events_of(cancelled))]
+    while len(pool._worker_of_key) < 2:
+        await asyncio.sleep(0)
+    await pool.cancel([cancelled.key])
+    assert [event for event, _ in await ends[0]][:1] == [TrajectoryGenerated()]
+    with pytest.raises(TrajectoryCancelled):
+        await ends[1]
+    assert (pool.alive, pool.restarts, prepared) == (1, 1, [actor])
+    with pytest.raises(TrajectoryFailed, match="died"):
+        await events_of(call_of(pool, "dies"))
+    with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
+        await events_of(call_of(pool))
+    assert pool.lost
+    with pytest.raises(NoWorkers):
+        call_of(pool)
+    assert pool._running.total() == 0 and pool._cancelled == set()
+
+
+async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(actors: list[Any]) -> None:
+    async def prepare(actor: Any) -> None:
+        await actor.be_prepared.remote()
+
+    pool = WorkerPool(actors[:1], prepare)
+    with pytest.raises(TrajectoryFailed, match="started again"):
+        await events_of(call_of(pool, "works once it is prepared"))
+    assert len(await events_of(call_of(pool, "works once it is prepared"))) == 3
+    assert (pool.alive, pool.restarts) == (1, 1)
+
+
+async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) -> None:
+    class SlowToStart(actor_class()):
+        def __init__(self) -> None:
+            super().__init__()
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                time.sleep(SOON)
+
+    pool = WorkerPool([ray.remote(max_restarts=1)(SlowToStart).remote()], startup_s=0.5)
+    with pytest.raises(TrajectoryFailed, match="died"):
+        await events_of(call_of(pool, "dies"))
+    with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
+        await events_of(call_of(pool))
+    assert pool.lost

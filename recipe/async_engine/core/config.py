@@ -156,7 +156,8 @@ class AsyncTraining:
         3,
         "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
         " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
-        " trainer's accelerators, the next weight sync waits for it. Each reward worker is started again as often.",
+        " trainer's accelerators, the next weight sync waits for it. Each reward worker and each agent-loop worker is"
+        " started again as often.",
         minimum=0,
     )
     partial_tokens_interval: float | None = knob(

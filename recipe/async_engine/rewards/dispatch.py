@@ -26,14 +26,13 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.spread import TokenSpread
+from recipe.async_engine.run.restarts import is_up_again
 
 logger = logging.getLogger(__name__)
-
-ASK_AGAIN_S = 1.0
 
 
 class NoRewardWorker(RecipeError):
@@ -85,17 +84,10 @@ class LeastBusyWorker:
     async def _wait_for(self, name: str) -> None:
         """Until it answers again, or Ray says that it is not started any more."""
         try:
-            while True:
-                try:
-                    await self._workers[name].__ray_ready__.remote()
-                except ActorUnavailableError:
-                    await asyncio.sleep(ASK_AGAIN_S)
-                except RayActorError:
-                    logger.error("%s is not started again", name)
-                    return
-                else:
-                    logger.warning("%s is up again", name)
-                    self._calls.add(name)
-                    return
+            if await is_up_again(self._workers[name]):
+                logger.warning("%s is up again", name)
+                self._calls.add(name)
+            else:
+                logger.error("%s is not started again", name)
         finally:
             del self._returning[name]

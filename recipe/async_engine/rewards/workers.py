@@ -32,6 +32,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.rewards.pool import PoolStats, ScoringPool
 from recipe.async_engine.rollout.server import GatedVLLMReplica
+from recipe.async_engine.run.restarts import Restartable
 from recipe.async_engine.run.stacks import waits
 
 # Where verl's own rules are; each call looks at its row's data source.
@@ -114,7 +115,7 @@ class ScoringManager(RewardLoopManager):
     def _init_reward_loop_workers(self) -> None:
         # verl's constructor has just set its own class.
         restarts = int(self.config.async_training.max_replica_restarts)
-        self.reward_loop_workers_class = ray.remote(max_restarts=restarts)(ScoringWorker)
+        self.reward_loop_workers_class = Restartable(ScoringWorker, restarts)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
         self._pools = PoolTotals(len(self.reward_loop_workers))

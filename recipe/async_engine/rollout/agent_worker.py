@@ -34,13 +34,10 @@ from functools import partial
 from typing import Any
 
 import hydra
-import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
-from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
-    AgentLoopManager,
     AgentLoopOutput,
     AgentLoopWorker,
     DictConfigWrap,
@@ -58,6 +55,7 @@ from recipe.async_engine.rewards.dispatch import LeastBusyWorker
 from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.run.restarts import was_restarted
 from recipe.async_engine.run.stacks import waits
 
 logger = logging.getLogger(__name__)
@@ -83,6 +81,10 @@ def root_cause(error: BaseException) -> BaseException:
 
 class AgentLoopError(RecipeError):
     """An agent loop raised; a note has its traceback, which Ray cuts short for streaming calls."""
+
+
+class WorkerRestarted(RecipeError):
+    """The worker was started again and has not been told yet what the others know."""
 
 
 class TrajectoryCancelled(RecipeError):
@@ -143,11 +145,17 @@ class TrajectoryWorker(AgentLoopWorker):
         self._scoring: ScoringClient | None = None
         self._score_parts = False
         self._reference: ScoringClient | None = None
+        # It may have died with no work, so that nobody has noticed.
+        self._is_prepared = not was_restarted()
 
     async def use_servers(self, servers: dict[str, Any], timeout_s: float, score_parts: bool) -> None:
         """Have log-prob servers, actor handles by name, score trajectories: at once if ``score_parts``."""
         self._scoring = ScoringClient(servers, timeout_s)
         self._score_parts = score_parts
+
+    async def be_prepared(self) -> None:
+        """Take work from now on: what the others know was told, or is with the calls before this one."""
+        self._is_prepared = True
 
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
         """Have servers of the reference policy, actor handles by name, score each finished trajectory."""
@@ -164,7 +172,8 @@ class TrajectoryWorker(AgentLoopWorker):
         Returns:
             The scores, of the whole padded response; None if no server answered in time.
         """
-        assert self._scoring is not None
+        if self._scoring is None:
+            return None
         output = unpack(payload)
         if output.multi_modal_inputs:
             return None
@@ -189,7 +198,12 @@ class TrajectoryWorker(AgentLoopWorker):
             sample_index: data set index, for traces.
             rollout_n: which of the group's trajectories this is.
             version: policy version at issue, for traces.
+
+        Raises:
+            WorkerRestarted: :meth:`be_prepared` is to come.
         """
+        if not self._is_prepared:
+            raise WorkerRestarted("the agent-loop worker was started again")
         generated = asyncio.Event()
         work = self._trajectory(generated, dict(sample), sample_index, rollout_n, version)
         task = asyncio.create_task(work, name=f"trajectory {key}")
@@ -389,17 +403,3 @@ def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
         # Arguments of its own that Hydra builds.
         return partial(hydra.utils.instantiate, settings)
     return partial(hydra.utils.get_object(plain.pop("_target_")), **plain)
-
-
-class TrajectoryManager(AgentLoopManager):
-    """verl's manager over :class:`TrajectoryWorker` s; validation goes through its ``generate_sequences``."""
-
-    worker_class: type[TrajectoryWorker] = TrajectoryWorker
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.agent_loop_workers_class = ray.remote(self.worker_class)
-        super().__init__(*args, **kwargs)
-
-    def join(self, outputs: list[Any]) -> DataProto:
-        """Join fetched trajectories into one batch as verl's worker does; that method needs no worker's state."""
-        return AgentLoopWorker._postprocess(self, outputs)

@@ -229,6 +229,8 @@ class RolloutScheduler:
                 "fully_async/rollouter/generating_trajectories": self._generating,
                 "fully_async/rollouter/groups_running": counts.running,
                 "fully_async/rollouter/groups_ready": counts.ready,
+                "fully_async/count/live_agent_loop_workers": self._pool.alive,
+                "fully_async/count/agent_loop_worker_restarts": self._pool.restarts,
                 "fully_async/rollouter/idle_ratio": self._timeline.rollout_idle_share,
                 "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
                 "fully_async/rewards/scoring": self._overlap.scoring,
@@ -337,7 +339,7 @@ class RolloutScheduler:
         logger.error("prompt group %s failed for good", run.group.prompt, exc_info=error)
         self._change(lambda: self._end(run, lambda: self.ledger.fail(run.group.id, type(error).__name__)))
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._settings.max_consecutive_failures or not self._pool.alive:
+        if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
             failed = RolloutFailed(
                 f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "
                 f"({run.group.prompt}) with: {error}"
@@ -458,6 +460,7 @@ class RolloutScheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(self._pool.cancel(keys), *tasks, return_exceptions=True)
+        self._pool.close()
 
     # Under the condition variable.
 

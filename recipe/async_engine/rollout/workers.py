@@ -14,13 +14,15 @@
 """The pool of agent-loop workers: which one runs a trajectory, and how its events come back.
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
-Whatever a worker raises arrives as a :class:`RecipeError`; a worker that died is used no more. Events are awaited,
-payloads are not: the pool hands on their object references. Shown by tests/integration/test_workers.py.
+Whatever a worker raises arrives as a :class:`RecipeError`. A worker that died has no work until Ray has started it
+again; while there is no other, its calls wait for that. Events are awaited, payloads are not: the pool hands on their
+object references. One event loop calls it. Shown by tests/integration/test_workers.py.
 """
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +37,14 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
+    WorkerRestarted,
 )
 from recipe.async_engine.rollout.prompts import sample_of
+from recipe.async_engine.run.restarts import is_up_again
 
 logger = logging.getLogger(__name__)
+
+STARTUP_S = 600.0
 
 
 class TrajectoryFailed(RecipeError):
@@ -46,7 +52,10 @@ class TrajectoryFailed(RecipeError):
 
 
 class NoWorkers(RecipeError):
-    """Every agent-loop worker has died."""
+    """Every agent-loop worker has died, and none is being started again."""
+
+    def __init__(self) -> None:
+        super().__init__("every agent-loop worker has died; the first one's error is in the log above")
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,8 @@ class TrajectoryCall:
         """
         self.pool.began(self)
         try:
-            stream = (
-                self.pool.actor(self.worker_id)
-                .run_trajectory.options(num_returns="streaming")
-                .remote(*self.arguments())
-            )
+            actor = await self.pool.actor_of(self)
+            stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
             scored = False
             async for reference in stream:
                 if scored:
@@ -94,6 +100,8 @@ class TrajectoryCall:
             # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
             cause = error.cause
             failed: RecipeError
+            if isinstance(cause, WorkerRestarted):
+                self.pool.died(self.worker_id, cause)
             if isinstance(cause, RewardError | TrajectoryCancelled):
                 failed = type(cause)(str(cause))
             else:
@@ -110,21 +118,37 @@ class TrajectoryCall:
 
 
 class WorkerPool:
-    """The live agent-loop workers and how many trajectories each one runs."""
+    """The agent-loop workers and how many trajectories each one runs.
 
-    def __init__(self, actors: list[ray.actor.ActorHandle]) -> None:
+    Args:
+        actors: Ray may start them again.
+        prepare: tells one that was what the others have been told.
+        startup_s: how long one may take to be up again; after that it is given up.
+    """
+
+    def __init__(
+        self,
+        actors: list[ray.actor.ActorHandle],
+        prepare: Callable[[ray.actor.ActorHandle], Awaitable[None]] | None = None,
+        startup_s: float = STARTUP_S,
+    ) -> None:
         self._actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
         self._running: Counter[str] = Counter({worker_id: 0 for worker_id in self._actors})
         self._worker_of_key: dict[str, str] = {}
+        self._returning: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+        self._prepare_actor = prepare
+        self._startup_s = startup_s
+        self.restarts = 0
 
     @property
     def alive(self) -> int:
         return len(self._actors)
 
-    def actor(self, worker_id: str) -> ray.actor.ActorHandle:
-        if worker_id not in self._actors:
-            raise TrajectoryFailed(f"agent-loop {worker_id} has died")
-        return self._actors[worker_id]
+    @property
+    def lost(self) -> bool:
+        """Whether no worker is alive or being started again."""
+        return not self._actors and not self._returning
 
     def call(
         self, row: dict[str, Any], group: Group, rollout_n: int, attempt: int, avoid: str | None
@@ -132,13 +156,28 @@ class WorkerPool:
         """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
 
         Raises:
-            NoWorkers: none is alive.
+            NoWorkers: none is alive or being started again.
         """
-        if not self._actors:
-            raise NoWorkers("every agent-loop worker has died; the first one's error is in the log above")
-        candidates = [worker_id for worker_id in self._actors if worker_id != avoid] or list(self._actors)
-        worker_id = min(candidates, key=lambda candidate: self._running[candidate])
+        candidates = [worker_id for worker_id in self._actors if worker_id != avoid]
+        worker_id = min(candidates or self._actors or self._returning, key=self._running.__getitem__, default=None)
+        if worker_id is None:
+            raise NoWorkers
         return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n)
+
+    async def actor_of(self, call: TrajectoryCall) -> ray.actor.ActorHandle:
+        """The worker of a call, once it is up.
+
+        Raises:
+            TrajectoryFailed: it has died and is not started again.
+            TrajectoryCancelled: :meth:`cancel` named the call meanwhile.
+        """
+        if call.worker_id in self._returning:
+            await asyncio.wait([self._returning[call.worker_id]])
+        if call.key in self._cancelled:
+            raise TrajectoryCancelled(f"trajectory {call.key} was ended on request")
+        if call.worker_id not in self._actors:
+            raise TrajectoryFailed(f"agent-loop {call.worker_id} has died")
+        return self._actors[call.worker_id]
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
@@ -149,16 +188,17 @@ class WorkerPool:
         for worker_id, worker_keys in by_worker.items():
             if worker_id in self._actors:
                 self._actors[worker_id].cancel.remote(worker_keys)
+            else:
+                self._cancelled.update(worker_keys)
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
         """Object reference of the scores of a finished trajectory; see :meth:`TrajectoryWorker.rescore`.
 
-        Raises:
-            NoWorkers: none is alive.
+        None where no worker is alive: the trainer scores it then.
         """
         if not self._actors:
-            raise NoWorkers("every agent-loop worker has died; the first one's error is in the log above")
-        worker_id = min(self._actors, key=lambda candidate: self._running[candidate])
+            return None
+        worker_id = min(self._actors, key=self._running.__getitem__)
         return self._actors[worker_id].rescore.remote(payload, version, start)
 
     def began(self, call: TrajectoryCall) -> None:
@@ -168,7 +208,39 @@ class WorkerPool:
     def ended(self, call: TrajectoryCall) -> None:
         self._running[call.worker_id] -= 1
         self._worker_of_key.pop(call.key, None)
+        self._cancelled.discard(call.key)
 
     def died(self, worker_id: str, error: BaseException) -> None:
-        if self._actors.pop(worker_id, None) is not None:
+        """Calls of a worker end with its death, and the first to say so has it taken back once it is up again."""
+        actor = self._actors.pop(worker_id, None)
+        if actor is not None:
             logger.error("agent-loop %s died: %s", worker_id, error)
+            self._returning[worker_id] = asyncio.create_task(self._take_back(worker_id, actor))
+
+    def close(self) -> None:
+        """Wait for no worker any more."""
+        for task in self._returning.values():
+            task.cancel()
+
+    async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
+        try:
+            async with asyncio.timeout(self._startup_s):
+                while await is_up_again(actor):
+                    try:
+                        await self._prepare(actor)
+                    except RayActorError:
+                        continue
+                    self._actors[worker_id] = actor
+                    self.restarts += 1
+                    logger.warning("agent-loop %s is up again", worker_id)
+                    return
+            logger.error("agent-loop %s is not started again", worker_id)
+        except TimeoutError:
+            logger.error("agent-loop %s was not up again within %g s: it is given up", worker_id, self._startup_s)
+        finally:
+            del self._returning[worker_id]
+
+    async def _prepare(self, actor: ray.actor.ActorHandle) -> None:
+        """Tell a worker that was started again what it has to know before it has work."""
+        if self._prepare_actor is not None:
+            await self._prepare_actor(actor)

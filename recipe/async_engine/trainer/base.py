@@ -165,7 +165,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         )
 
     def _new_scheduler(self) -> RolloutScheduler:
-        pool = WorkerPool(self.async_rollout_manager.agent_loop_workers)
+        agents = self.async_rollout_manager
+        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
@@ -343,7 +344,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
 
     def _validate_now(self) -> dict[str, float]:
         """Validate the published weights, on the replicas, beside the generation that goes on."""
-        with self.timeline.phase("trainer", "validate"), marked_timer("testing", self.timing_raw, color="green"):
+        with (
+            self.timeline.phase("trainer", "validate"),
+            marked_timer("testing", self.timing_raw, color="green"),
+            self.async_rollout_manager.validation(self.timeouts.validation),
+        ):
             metrics = self._validate()
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
         score = float(sum(scores) / len(scores)) if scores else None

@@ -25,7 +25,7 @@ from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rewards.workers import ScoringManager
-from recipe.async_engine.rollout.agent_worker import TrajectoryManager
+from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.replicas import ReplicaManager
 

@@ -19,10 +19,7 @@ before it has weights. Shown by tests/e2e/test_fully_async.py and test_model_eng
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 
-import ray
-from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
@@ -95,9 +92,7 @@ class Startup:
     def _use_reference(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
         """Have agent-loop workers ask the servers of the reference policy; these get no weights."""
         handles = {replica.server_address: replica.server_handle for replica in replicas}
-        workers = self.async_rollout_manager.agent_loop_workers
-        told = [worker.use_reference.remote(handles, servers.timeout) for worker in workers]
-        ray.get(told, timeout=self.timeouts.startup)
+        self.async_rollout_manager.tell("use_reference", handles, servers.timeout, timeout_s=self.timeouts.startup)
 
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
         """Give the log-prob servers weights from now on, and work."""
@@ -105,11 +100,8 @@ class Startup:
         score_parts = servers.anchor == Anchor.GENERATION
 
         def tell(handles: Handles) -> None:
-            workers = self.async_rollout_manager.agent_loop_workers
-            told = [worker.use_servers.remote(handles, servers.timeout, score_parts) for worker in workers]
-            for answer in told:
-                with suppress(RayActorError):  # a dead worker has no trajectories
-                    ray.get(answer, timeout=self.timeouts.weight_sync)
+            agents, timeout_s = self.async_rollout_manager, self.timeouts.weight_sync
+            agents.tell("use_servers", handles, servers.timeout, score_parts, timeout_s=timeout_s)
 
         self.fleet.use_servers(replicas, tell, lambda: self._launch_servers(servers, [next(numbers)])[0])
 

@@ -1,0 +1,159 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The agent-loop workers of a run: verl's manager, whose workers are started again by Ray when they die.
+
+Contract: what :meth:`TrajectoryManager.tell` told the workers is told to one that was started again, by
+:meth:`TrajectoryManager.prepare`, before it has work. Validation has a deadline, and the part of it that a worker had
+when it died is done by another one. Shown by tests/integration/test_agents.py and tests/e2e/test_replacement.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.utils.ray_utils import auto_await
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rollout.agent_worker import TrajectoryWorker
+from recipe.async_engine.rollout.workers import NoWorkers
+from recipe.async_engine.run.restarts import Restartable, is_up_again
+
+logger = logging.getLogger(__name__)
+
+
+class ValidationTimeout(RecipeError):
+    """Validation took longer than ``async_training.timeouts.validation``."""
+
+
+class AnyWorker:
+    """Stands in for one of verl's handles in ``generate_sequences``: the first of ``workers`` that lives through it."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = workers
+
+    @property
+    def generate_sequences(self) -> AnyWorker:
+        """As of an actor handle: its ``remote`` begins a call."""
+        return self
+
+    def remote(self, part: DataProto) -> Awaitable[DataProto]:
+        """verl's ``AgentLoopWorker.generate_sequences``.
+
+        Raises:
+            NoWorkers: all have died, and none is started again.
+        """
+        return self._generate(part)
+
+    async def _generate(self, part: DataProto) -> DataProto:
+        for worker in self._workers:
+            with suppress(_Died):
+                return await _generate_on(worker, part)
+        for worker in self._workers:
+            while await is_up_again(worker):
+                with suppress(_Died):
+                    return await _generate_on(worker, part)
+        raise NoWorkers
+
+
+class _Died(Exception):
+    """The worker itself did, not an actor that it asked."""
+
+
+async def _generate_on(worker: Any, part: DataProto) -> DataProto:
+    try:
+        return await worker.generate_sequences.remote(part)
+    except RayTaskError:
+        # First of all: it is also an instance of its cause's class.
+        raise
+    except RayActorError as error:
+        logger.warning("an agent-loop worker died in validation, whose part of it is done by another: %s", error)
+        raise _Died from error
+
+
+class TrajectoryManager(AgentLoopManager):
+    """See the module's contract; verl's validation goes through its ``generate_sequences``."""
+
+    worker_class: type[TrajectoryWorker] = TrajectoryWorker
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        restarts = int(self.config.async_training.max_replica_restarts)
+        self.agent_loop_workers_class = Restartable(self.worker_class, restarts)
+        self._told: dict[str, tuple[Any, ...]] = {}
+        # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
+        self._telling = threading.Lock()
+        self._deadline: float | None = None
+
+    def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
+        """Call a method of every worker; a dead one is called by :meth:`prepare`, should it be started again."""
+        with self._telling:
+            self._told[method] = arguments
+            answers = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
+        for answer in answers:
+            with suppress(RayActorError):
+                ray.get(answer, timeout=timeout_s)
+
+    async def prepare(self, worker: Any) -> None:
+        """Tell a worker that was started again what the others have been told, and that it may work."""
+        with self._telling:
+            answers = [getattr(worker, method).remote(*arguments) for method, arguments in self._told.items()]
+        await asyncio.gather(*answers)
+        await worker.be_prepared.remote()
+
+    @contextmanager
+    def validation(self, timeout_s: float) -> Iterator[None]:
+        """A ``generate_sequences`` in it has ``timeout_s`` seconds from now."""
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """As verl's; see the module's contract.
+
+        Raises:
+            ValidationTimeout: the time of :meth:`validation` is over.
+            NoWorkers: all have died, and none is started again.
+        """
+        workers = self.agent_loop_workers
+        of_any = copy.copy(self)
+        of_any.agent_loop_workers = [AnyWorker([*workers[n:], *workers[:n]]) for n in range(len(workers))]
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                return await AgentLoopManager.generate_sequences(of_any, prompts)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ValidationTimeout(
+                "validation was not done within async_training.timeouts.validation; raise it, or validate fewer "
+                "prompts (data.val_max_samples)"
+            ) from error
+
+    def join(self, outputs: list[Any]) -> DataProto:
+        """Join fetched trajectories into one batch as verl's worker does; that method needs no worker's state."""
+        return AgentLoopWorker._postprocess(self, outputs)

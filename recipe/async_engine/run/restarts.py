@@ -1,0 +1,72 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Actors that Ray starts again after they died (``max_restarts``), from the side of who calls them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+ASK_AGAIN_S = 1.0
+
+
+async def is_up_again(actor: Any) -> bool:
+    """Wait until a dead actor answers; False once Ray says that it is not started any more."""
+    while True:
+        try:
+            await actor.__ray_ready__.remote()
+        except ActorUnavailableError:
+            await asyncio.sleep(ASK_AGAIN_S)
+        except RayActorError:
+            return False
+        else:
+            return True
+
+
+def was_restarted() -> bool:
+    """Whether this process is an actor that Ray has started again."""
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and context.was_current_actor_reconstructed
+
+
+class Restartable:
+    """Stands in for a remote class whose actors Ray starts again, ``restarts`` times each.
+
+    What they were made with is held in the object store: Ray deletes large arguments once the actors are up, and cannot
+    start them again then (ray-project/ray#53727). Each argument is stored once, however many actors have it.
+    """
+
+    def __init__(self, actor_class: type, restarts: int) -> None:
+        self._remote_class = ray.remote(max_restarts=restarts)(actor_class)
+        # With the values themselves, whose ids they are.
+        self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
+
+    def options(self, **options: Any) -> SimpleNamespace:
+        """As of a remote class: its ``remote`` makes an actor."""
+        return SimpleNamespace(remote=partial(self._make, self._remote_class.options(**options)))
+
+    def _make(self, remote_class: Any, *arguments: Any) -> Any:
+        return remote_class.remote(*[self._hold(value) for value in arguments])
+
+    def _hold(self, value: Any) -> ray.ObjectRef:
+        if id(value) not in self._held:
+            self._held[id(value)] = value, ray.put(value)
+        return self._held[id(value)][1]

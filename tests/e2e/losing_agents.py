@@ -1,0 +1,59 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Trainers that kill their first agent-loop worker in a batch of step ``LOST_AT``, with answers under way.
+
+At step ``WAITS_AT`` they wait until it is up again. Validation is due in between.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from recording import pid_of
+from replacing import wait_for_agents
+
+from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.partial_rollout.trainer import PartialRolloutTrainer
+
+LOST_AT, WAITS_AT = 4, 7
+# Answers take two seconds or so.
+MIDWAY_S = 1.0
+
+
+class LosingAgents:
+    """Mixed into a trainer."""
+
+    def _next_groups(self) -> Any:
+        if self.global_steps == LOST_AT:
+            threading.Thread(target=self._lose, daemon=True).start()
+        if self.global_steps == WAITS_AT:
+            wait_for_agents(self.scheduler._pool)
+        return super()._next_groups()
+
+    def _lose(self) -> None:
+        pid = pid_of(self.async_rollout_manager.agent_loop_workers[0])
+        time.sleep(MIDWAY_S)
+        os.kill(pid, signal.SIGKILL)
+
+
+class LosingFullyAsync(LosingAgents, FullyAsyncTrainer):
+    """As its bases."""
+
+
+class LosingPartialRollout(LosingAgents, PartialRolloutTrainer):
+    """As its bases."""

@@ -1,0 +1,72 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An agent-loop worker is killed with answers under way, alone or beside another: it is started again, nothing is lost.
+
+`make test-all`; tests/e2e/test_replacement.py has the death of one of two in every run of the tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from main_runs import run_main, small
+from test_fully_async import check_books
+
+from recipe.async_engine.task import TaskPaths
+
+STEPS = 12
+SLOW_DECODE = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
+FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.staleness_threshold=1", 1)
+PARTIAL = ("partial_rollout:losing_agents.LosingPartialRollout", "async_training.max_staleness=2", 2)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("main", "setting", "bound"), [FULLY_ASYNC, PARTIAL], ids=["fully_async", "partial_rollout"])
+def test_answers_of_a_killed_agent_loop_worker_begin_again_and_it_is_started_again(
+    main: str,
+    setting: str,
+    bound: int,
+    workers: int,
+    task: TaskPaths,
+    tmp_path: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DECODE_STEP_S", "0.08")
+    loops = tmp_path / "agent_loops.yaml"
+    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
+    overrides = [
+        *small(task, tmp_path, ray_dir),
+        setting,
+        SLOW_DECODE,
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=long",
+        f"actor_rollout_ref.rollout.agent.num_workers={workers}",
+        "trainer.test_freq=5",
+        "data.val_max_samples=8",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    run = run_main(main, overrides, tmp_path)
+    check_books(run, STEPS, bound)
+    assert run.summary["ledger"]["failed"] == 0
+    agents = run.column("fully_async/count/live_agent_loop_workers")
+    assert (agents[0], agents[-1]) == (workers, workers)
+    assert run.column("fully_async/count/agent_loop_worker_restarts")[-1] == 1
+    validated = [
+        step["training/global_step"] for step in run.metrics if any(key.startswith("val-core/") for key in step)
+    ]
+    assert validated == [5, 10, 12]

@@ -1,0 +1,116 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The pool of agent-loop workers in turns over a real Ray actor that dies and is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from recipe.async_engine.core.groups import Group
+from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.rollout.agent_worker import TrajectoryScored, WorkerRestarted
+from recipe.async_engine.rollout.workers import TrajectoryFailed
+from recipe.partial_rollout.pool import TurnCall, TurnPool
+from recipe.partial_rollout.turns import TokenAccount
+
+SOON = 60.0
+
+
+def actor_class() -> type:
+    # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
+    from recipe.async_engine.rollout import agent_worker as events
+    from recipe.partial_rollout import turns
+
+    class Worker:
+        """Its payloads say which turn a trajectory began in, and which turns were over for the worker by then."""
+
+        def __init__(self) -> None:
+            self.closed: list[int] = []
+
+        async def run_trajectory(
+            self, key: str, sample: dict, index: int, n: int, version: int, *turn: Any
+        ) -> AsyncGenerator:
+            if sample["behaviour"] == "dies":
+                os._exit(1)
+            yield events.TrajectoryScored(0.5, version, version, True, 0, 0, 6)
+            yield (*turn, self.closed)
+
+        async def process(self) -> int:
+            return os.getpid()
+
+        async def resume(self, keys: list[str], turn: int) -> None:
+            pass
+
+        async def end_turn(self, turn: int) -> Any:
+            self.closed.append(turn)
+            return turns.TokenAccount(cut=10 * len(self.closed), lost=1, held=4)
+
+    return Worker
+
+
+def call_in(pool: TurnPool, turn: int, behaviour: str = "", n: int = 0) -> TurnCall:
+    row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
+    return pool.call_in(turn, row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, None, None)
+
+
+async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one(
+    cluster: None,
+) -> None:
+    pool = TurnPool([ray.remote(max_restarts=1)(actor_class()).remote()])
+    assert await pool.end_turn(1, SOON) == TokenAccount(cut=10, lost=1, held=4)
+    with pytest.raises(TrajectoryFailed, match="died"):
+        async for _ in call_in(pool, 2, "dies").events():
+            pass
+    waiting = call_in(pool, 2)
+
+    async def follow() -> list[tuple[Any, Any]]:
+        return [event async for event in waiting.events()]
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0)
+    # Nobody is there to ask; what the dead one counted is kept, and what it held is lost.
+    assert await pool.end_turn(2, SOON) == TokenAccount(cut=10, lost=5)
+    pool.resume([waiting], 3)
+    (scored, _), (_, payload) = await asyncio.wait_for(following, SOON)
+    assert isinstance(scored, TrajectoryScored)
+    assert ray.get(payload, timeout=SOON) == (3, None, [2])
+    assert await pool.end_turn(3, SOON) == TokenAccount(cut=30, lost=6, held=4)
+    assert pool.admitted == {}
+
+
+async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: None) -> None:
+    actor = ray.remote(max_restarts=1)(actor_class()).remote()
+    pool = TurnPool([actor])
+    await pool.end_turn(1, SOON)
+    before = await pool.end_turn(2, SOON)
+    assert before == TokenAccount(cut=20, lost=1, held=4)
+    os.kill(await actor.process.remote(), signal.SIGKILL)
+    while (account := await pool.end_turn(2, SOON)) == before:
+        await asyncio.sleep(0.1)
+    # Nobody has noticed but by its counts, which begin again.
+    of_the_dead = TokenAccount(cut=20, lost=5)
+    assert account == of_the_dead + TokenAccount(cut=10, lost=1, held=4)
+    pool.died("worker-0", WorkerRestarted())
+    while not pool.alive:
+        await asyncio.sleep(0.1)
+    # Asked for the third time: it was told once more that the turn is over.
+    assert await pool.end_turn(2, SOON) == of_the_dead + TokenAccount(cut=30, lost=1, held=4)
