@@ -69,6 +69,19 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     ]
 
 
+def long_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides for answers of 24 tokens with decode steps of 0.08 s; see `losing.LongAnswers`."""
+    monkeypatch.setenv("DECODE_STEP_S", "0.08")
+    loops = folder / "agent_loops.yaml"
+    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        f"{rollout}.agent.agent_loop_config_path={loops}",
+        f"{rollout}.agent.default_agent_loop=long",
+    ]
+
+
 def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) -> list[str]:
     """Overrides for a run in which one weight receiver dies in the sync of ``version``; see `faulty_engine`."""
     monkeypatch.setenv("FAULTY_SYNC_VERSION", str(version))

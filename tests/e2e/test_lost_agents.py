@@ -21,13 +21,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from main_runs import run_main, small
+from main_runs import long_answers, run_main, small
 from test_fully_async import check_books
 
 from recipe.async_engine.task import TaskPaths
 
 STEPS = 12
-SLOW_DECODE = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
 FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.staleness_threshold=1", 1)
 PARTIAL = ("partial_rollout:losing_agents.LosingPartialRollout", "async_training.max_staleness=2", 2)
 
@@ -46,15 +45,10 @@ def test_answers_of_a_killed_agent_loop_worker_begin_again_and_it_is_started_aga
     ray_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DECODE_STEP_S", "0.08")
-    loops = tmp_path / "agent_loops.yaml"
-    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
     overrides = [
         *small(task, tmp_path, ray_dir),
         setting,
-        SLOW_DECODE,
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=long",
+        *long_answers(tmp_path, monkeypatch),
         f"actor_rollout_ref.rollout.agent.num_workers={workers}",
         "trainer.test_freq=5",
         "data.val_max_samples=8",

@@ -19,13 +19,12 @@ import json
 from pathlib import Path
 
 import pytest
-from main_runs import run_main, small
+from main_runs import long_answers, run_main, small
 from test_fully_async import check_books
 
 from recipe.async_engine.task import TaskPaths
 
 STEPS = 12
-SLOW_DECODE = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
 APART = ["rollout.n_gpus_per_node=2", "async_training.staleness_threshold=1"]
 
 
@@ -52,16 +51,11 @@ def test_answers_of_a_killed_replica_go_on_elsewhere_and_another_one_takes_its_p
     ray_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DECODE_STEP_S", "0.08")
     monkeypatch.setenv("LOST", str(tmp_path / "lost.json"))
-    loops = tmp_path / "agent_loops.yaml"
-    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
     overrides = [
         *small(task, tmp_path, ray_dir),
         *settings,
-        SLOW_DECODE,
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=long",
+        *long_answers(tmp_path, monkeypatch),
         "async_training.partial_tokens_interval=0.05",
         f"trainer.total_training_steps={STEPS}",
     ]

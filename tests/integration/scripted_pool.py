@@ -94,7 +94,6 @@ class ScriptedPool:
 
     def __init__(self, answer: Callable[[ScriptedCall], None] | None = None) -> None:
         self.alive = 2
-        self.restarts = 0
         self.cancels_reach = True
         self.calls: list[ScriptedCall] = []
         self.loop: Any = None
@@ -105,8 +104,11 @@ class ScriptedPool:
     def lost(self) -> bool:
         return self.alive == 0
 
-    def close(self) -> None:
-        pass
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def close(self, keys: Iterable[str]) -> None:
+        await self.cancel(keys)
 
     def call(self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None) -> ScriptedCall:
         self.loop = asyncio.get_running_loop()

@@ -229,8 +229,7 @@ class RolloutScheduler:
                 "fully_async/rollouter/generating_trajectories": self._generating,
                 "fully_async/rollouter/groups_running": counts.running,
                 "fully_async/rollouter/groups_ready": counts.ready,
-                "fully_async/count/live_agent_loop_workers": self._pool.alive,
-                "fully_async/count/agent_loop_worker_restarts": self._pool.restarts,
+                **self._pool.metrics(),
                 "fully_async/rollouter/idle_ratio": self._timeline.rollout_idle_share,
                 "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
                 "fully_async/rewards/scoring": self._overlap.scoring,
@@ -459,8 +458,7 @@ class RolloutScheduler:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self._pool.cancel(keys), *tasks, return_exceptions=True)
-        self._pool.close()
+        await asyncio.gather(self._pool.close(keys), *tasks, return_exceptions=True)
 
     # Under the condition variable.
 

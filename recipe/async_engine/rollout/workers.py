@@ -217,10 +217,18 @@ class WorkerPool:
             logger.error("agent-loop %s died: %s", worker_id, error)
             self._returning[worker_id] = asyncio.create_task(self._take_back(worker_id, actor))
 
-    def close(self) -> None:
-        """Wait for no worker any more."""
+    async def close(self, keys: Iterable[str]) -> None:
+        """End the named calls, and wait for no worker any more."""
         for task in self._returning.values():
             task.cancel()
+        await self.cancel(keys)
+
+    def metrics(self) -> dict[str, float]:
+        """How many are up, and how often one was started again."""
+        return {
+            "fully_async/count/live_agent_loop_workers": self.alive,
+            "fully_async/count/agent_loop_worker_restarts": self.restarts,
+        }
 
     async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
         try:
