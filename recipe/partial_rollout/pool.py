@@ -105,11 +105,11 @@ class TurnPool(WorkerPool):
         super().ended(call)
         self.admitted.pop(call.key, None)
 
-    def died(self, worker_id: str, error: BaseException) -> None:
+    def died(self, worker_id: str, life: int, error: BaseException) -> None:
         """As :meth:`WorkerPool.died`."""
-        if not isinstance(error, WorkerRestarted):
+        super().died(worker_id, life, error)
+        if worker_id not in self._actors and not isinstance(error, WorkerRestarted):
             self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
-        super().died(worker_id, error)
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
         # One that has died since is counted already.

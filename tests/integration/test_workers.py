@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import time
 import traceback
 from collections.abc import AsyncGenerator
@@ -216,7 +217,10 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     assert [event for event, _ in await ends[0]][:1] == [TrajectoryGenerated()]
     with pytest.raises(TrajectoryCancelled):
         await ends[1]
-    assert (pool.alive, pool.restarts, prepared) == (1, 1, [actor])
+    assert (pool.alive, pool.lives.total(), prepared) == (1, 1, [actor])
+    # Of a call that the dead one had, too late.
+    pool.died("worker-0", 0, RuntimeError())
+    assert pool.alive == 1
     with pytest.raises(TrajectoryFailed, match="died"):
         await events_of(call_of(pool, "dies"))
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
@@ -235,7 +239,7 @@ async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(
     with pytest.raises(TrajectoryFailed, match="started again"):
         await events_of(call_of(pool, "works once it is prepared"))
     assert len(await events_of(call_of(pool, "works once it is prepared"))) == 3
-    assert (pool.alive, pool.restarts) == (1, 1)
+    assert (pool.alive, pool.lives.total()) == (1, 1)
 
 
 async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) -> None:
@@ -251,3 +255,7 @@ async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) ->
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
         await events_of(call_of(pool))
     assert pool.lost
+
+
+def test_what_is_raised_without_workers_reaches_another_process() -> None:
+    assert str(pickle.loads(pickle.dumps(NoWorkers()))) == str(NoWorkers())

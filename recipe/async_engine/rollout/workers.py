@@ -54,8 +54,8 @@ class TrajectoryFailed(RecipeError):
 class NoWorkers(RecipeError):
     """Every agent-loop worker has died, and none is being started again."""
 
-    def __init__(self) -> None:
-        super().__init__("every agent-loop worker has died; the first one's error is in the log above")
+    def __init__(self, message: str = "every agent-loop worker has died; the first one's error is in the log above"):
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ class TrajectoryCall:
             TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
         """
         self.pool.began(self)
+        life = 0
         try:
             actor = await self.pool.actor_of(self)
+            life = self.pool.lives[self.worker_id]
             stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
             scored = False
             async for reference in stream:
@@ -101,7 +103,7 @@ class TrajectoryCall:
             cause = error.cause
             failed: RecipeError
             if isinstance(cause, WorkerRestarted):
-                self.pool.died(self.worker_id, cause)
+                self.pool.died(self.worker_id, life, cause)
             if isinstance(cause, RewardError | TrajectoryCancelled):
                 failed = type(cause)(str(cause))
             else:
@@ -111,7 +113,7 @@ class TrajectoryCall:
                 failed.add_note(note)
             raise failed from error
         except RayActorError as error:
-            self.pool.died(self.worker_id, error)
+            self.pool.died(self.worker_id, life, error)
             raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
         finally:
             self.pool.ended(self)
@@ -124,6 +126,9 @@ class WorkerPool:
         actors: Ray may start them again.
         prepare: tells one that was what the others have been told.
         startup_s: how long one may take to be up again; after that it is given up.
+
+    Attributes:
+        lives: how often each worker was started again.
     """
 
     def __init__(
@@ -139,7 +144,7 @@ class WorkerPool:
         self._cancelled: set[str] = set()
         self._prepare_actor = prepare
         self._startup_s = startup_s
-        self.restarts = 0
+        self.lives: Counter[str] = Counter()
 
     @property
     def alive(self) -> int:
@@ -210,10 +215,14 @@ class WorkerPool:
         self._worker_of_key.pop(call.key, None)
         self._cancelled.discard(call.key)
 
-    def died(self, worker_id: str, error: BaseException) -> None:
-        """Calls of a worker end with its death, and the first to say so has it taken back once it is up again."""
-        actor = self._actors.pop(worker_id, None)
-        if actor is not None:
+    def died(self, worker_id: str, life: int, error: BaseException) -> None:
+        """The calls of a worker end with its death, and the first to say so has it taken back once it is up again.
+
+        Args:
+            life: ``lives`` of the worker when the call began: others may say so after its return.
+        """
+        if worker_id in self._actors and life == self.lives[worker_id]:
+            actor = self._actors.pop(worker_id)
             logger.error("agent-loop %s died: %s", worker_id, error)
             self._returning[worker_id] = asyncio.create_task(self._take_back(worker_id, actor))
 
@@ -227,7 +236,7 @@ class WorkerPool:
         """How many are up, and how often one was started again."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
-            "fully_async/count/agent_loop_worker_restarts": self.restarts,
+            "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
 
     async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
@@ -239,12 +248,14 @@ class WorkerPool:
                     except RayActorError:
                         continue
                     self._actors[worker_id] = actor
-                    self.restarts += 1
+                    self.lives[worker_id] += 1
                     logger.warning("agent-loop %s is up again", worker_id)
                     return
             logger.error("agent-loop %s is not started again", worker_id)
         except TimeoutError:
             logger.error("agent-loop %s was not up again within %g s: it is given up", worker_id, self._startup_s)
+        except Exception:  # the run goes on without it
+            logger.exception("agent-loop %s could not be told what the others know: it is given up", worker_id)
         finally:
             del self._returning[worker_id]
 
