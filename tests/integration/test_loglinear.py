@@ -93,3 +93,25 @@ def test_bypass_is_plain_ppo_that_reports_the_mismatch() -> None:
     ratios = torch.exp(CURRENT - BEHAVE)[MASK.bool()]
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(ratios.max().item())
     assert 0 < metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("rollout_rs", [None, "token_k1"])
+@pytest.mark.parametrize("name", [bypass.LOSS, loglinear.LOSS])
+def test_micro_batch_without_trainable_tokens_has_the_loss_0_and_the_metrics_of_the_others(
+    name: str, rollout_rs: str | None, loss_type: str
+) -> None:
+    config = actor("token")
+    correction = {"loss_type": loss_type, "rollout_rs": rollout_rs, "rollout_rs_threshold": "0.5_2.0"}
+    config.policy_loss.rollout_correction.update(correction)
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=9, global_batch_size=3)
+    current, share = CURRENT.clone().requires_grad_(), shares(VERSIONS, 4)
+
+    def loss_of(mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        return get_policy_loss_fn(name)(BEHAVE, current, ADVANTAGES, mask, config=config, rollout_is_weights=share)
+
+    loss, metrics = loss_of(torch.zeros_like(MASK))
+    loss.backward()
+    assert loss.item() == 0.0 and current.grad.abs().sum() == 0, "the other ranks wait for its gradient"
+    assert metrics.keys() == loss_of(MASK)[1].keys(), "ranks with other keys cannot be averaged"
+    assert all(value == value for value in metrics.values())

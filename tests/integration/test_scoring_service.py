@@ -42,6 +42,7 @@ class Engine:
         self.script: list[Any] = []
         self.batches: list[tuple[int, list[Any]]] = []
         self.promotion_error: Exception | None = None
+        self.gives: int | None = None
         self.busy = False
 
     async def score(self, sequences: Sequence[Any]) -> list[str]:
@@ -54,7 +55,7 @@ class Engine:
             if isinstance(step, Exception):
                 raise step
             self.batches.append((self.version, list(sequences)))
-            return [f"{sequence} by {self.version}" for sequence in sequences]
+            return [f"{sequence} by {self.version}" for sequence in sequences][: self.gives]
         finally:
             self.busy = False
 
@@ -214,6 +215,31 @@ async def test_failed_promotion_closes_the_service_with_its_cause(generation: Ha
         await generation.answer(generation.ask("later", 0))
     with pytest.raises(ServiceClosed):
         await generation.service.begin_load(2, SOON)
+
+
+async def test_error_of_the_loop_itself_closes_the_service_by_name(
+    generation: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(now: float) -> None:
+        raise KeyError("no such request")
+
+    await generation.load(0)
+    monkeypatch.setattr(generation.service._queue, "next", fail)
+    with pytest.raises(ServiceClosed, match="no such request"):
+        await generation.answer(generation.ask("waits", 0))
+    assert isinstance(await asyncio.wait_for(generation.service.ended(), SOON), KeyError)
+
+
+async def test_engine_that_gives_too_few_scores_costs_its_batch_only(generation: Harness) -> None:
+    await generation.load(0)
+    generation.engine.gives = 1
+    held, tasks = await generation.hold("a", "b")
+    held.set()
+    for task in tasks:
+        with pytest.raises(ScoringFailed, match="2 sequences could not be scored: ValueError: the engine gave 1"):
+            await generation.answer(task)
+    generation.engine.gives = None
+    assert (await generation.answer(generation.ask("c", 0))).scores == "c by 0"
 
 
 async def test_caller_that_goes_away_takes_its_request_along(generation: Harness) -> None:

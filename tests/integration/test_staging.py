@@ -184,3 +184,28 @@ def scenario_one_rank_cut_off(rank: int) -> None:
 
 def test_stream_that_one_rank_loses_is_refused_on_all(ranks: Any) -> None:
     assert ranks(scenario_one_rank_cut_off) == {0}
+
+
+class Small(torch.nn.Module):
+    """Parameters of which the second of two ranks has nothing, in shapes that cannot be copied into each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.offset = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1, 3))
+        self.table = torch.nn.Parameter(torch.zeros(4, 3))
+
+
+def scenario_empty_shards(rank: int) -> None:
+    member = Rank.__new__(Rank)
+    member.module = fully_shard(Small(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    member.staging = WeightStaging(FSDP2Shards(member.module), dist.group.WORLD)
+    new = {"scale": torch.ones(1), "offset": torch.full((1, 3), 2.0), "table": torch.rand(4, 3)}
+    for name in new:
+        assert name in member.refusal({key: tensor for key, tensor in new.items() if key != name})
+    member.load(new)
+    member.staging.promote()
+    assert member.holds(new)
+
+
+def test_parameters_of_which_a_rank_has_nothing_are_staged_and_missed_like_the_others(ranks: Any) -> None:
+    assert ranks(scenario_empty_shards) == {0}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, register_policy_loss
 
-from recipe.async_engine.logprobs.mismatch import mismatch_metrics
+from recipe.async_engine.logprobs.mismatch import mismatch_metrics, neutral
 
 LOSS = "recipe_bypass"
 
@@ -41,6 +41,8 @@ def bypass_loss(
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """verl's signature of a policy loss, tensors (rows, R)."""
+    if not response_mask.any():
+        old_log_prob, advantages, response_mask = neutral(log_prob, advantages, response_mask)
     loss, metrics = compute_policy_loss_bypass_mode(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )

@@ -37,7 +37,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_po
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from recipe.async_engine.core.versions import NOT_SAMPLED
-from recipe.async_engine.logprobs.mismatch import mismatch_metrics
+from recipe.async_engine.logprobs.mismatch import mismatch_metrics, neutral
 
 LOSS = "recipe_loglinear"
 
@@ -60,6 +60,8 @@ def loglinear_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """verl's signature of a policy loss, tensors (rows, R); ``rollout_is_weights`` has the shares, see the module."""
     assert config is not None and rollout_is_weights is not None
+    if not response_mask.any():
+        old_log_prob, advantages, response_mask = neutral(log_prob, advantages, response_mask)
     sampled, correction = old_log_prob, config.policy_loss.rollout_correction
     with torch.no_grad():
         proximal = sampled + rollout_is_weights * (log_prob - sampled)

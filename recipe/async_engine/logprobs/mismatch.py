@@ -47,3 +47,14 @@ def mismatch_metrics(proximal: torch.Tensor, sampled: torch.Tensor, response_mas
         "rollout_corr/rollout_is_min": ratios.min().item(),
         "rollout_corr/rollout_is_eff_sample_size": (1.0 / (ratios / mean).square().mean()).item(),
     }
+
+
+def neutral(
+    log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sampled log-probs, advantages and mask that give a micro-batch without trainable tokens the loss 0.
+
+    verl's correction raises where the mask is empty. Its ranks must report equally many values of each metric
+    (utils/metric/utils.py:143), so these report what a policy that equals the sampling one does.
+    """
+    return log_prob.detach(), torch.zeros_like(advantages), torch.ones_like(response_mask)

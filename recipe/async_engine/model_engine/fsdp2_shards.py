@@ -47,8 +47,9 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))]
 
     def missing(self) -> list[str]:
-        """See `Shards.missing`."""
-        return [name for name, local in self._local.items() if local.data_ptr() not in self._accepted]
+        """See `Shards.missing`. A rank that has nothing of a tensor misses nothing: another rank does."""
+        held = {name: local.data_ptr() for name, local in self._local.items() if local.numel() > 0}
+        return [name for name, address in held.items() if address not in self._accepted]
 
     def reset(self) -> None:
         """See `Shards.reset`."""

@@ -20,7 +20,7 @@ Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this d
   request along.
 - The engine is asked for one thing at a time: a batch, or a promotion.
 - A batch that fails costs that batch only. A promotion that fails closes the service, since ranks may disagree then,
-  and so does the loss of the engine.
+  and so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -247,7 +247,14 @@ class ScoringService:
             answer.set_result(result)
 
     async def _run(self) -> None:
-        while True:
+        try:
+            await self._serve()
+        except Exception as error:  # a defect; whoever waits here, or asks from now on, must learn of it
+            logger.exception("the serving loop of the log-prob server failed")
+            self._close(error)
+
+    async def _serve(self) -> None:
+        while self._closed is None:
             action = self._queue.next(self._clock())
             if isinstance(action, Promotion):
                 try:
@@ -260,8 +267,6 @@ class ScoringService:
                 self._place_free.set()
             elif action is not None:
                 await self._compute(action)
-                if self._closed is not None:
-                    return
             else:
                 await self._sleep()
 
@@ -278,6 +283,8 @@ class ScoringService:
         sequences = [self._answers[request.id][0] for request in batch.requests]
         try:
             scores = await self._engine.score(sequences)
+            if len(scores) != len(sequences):
+                raise ValueError(f"the engine gave {len(scores)} scores")
         except EngineLost as error:
             logger.error("the log-prob server lost its engine: %s", error)
             self._close(error)

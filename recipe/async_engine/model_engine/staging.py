@@ -84,6 +84,9 @@ class WeightStaging:
             StagingError: see `Shards.accept`. The other ranks learn of it in `agree`.
         """
         for live, new in self._shards.accept(name, tensor):
+            if live.numel() == 0:
+                # A rank may have nothing of a small parameter; all such shards have the address 0.
+                continue
             if live.data_ptr() not in self._buffers:
                 device = torch.device("cpu") if self._host else live.device
                 self._buffers[live.data_ptr()] = live, torch.empty_like(live, device=device)
