@@ -18,7 +18,13 @@ the name `recipe` too, and Hydra scans every installed portion of `hydra_plugins
 packaged (verl's wheel already installs a top-level `tests`).
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
+
+ENGINE = Path(__file__).parent / "recipe" / "async_engine" / "__init__.py"
+VERSION = re.search(r'__version__ = "(.+)"', ENGINE.read_text())[1]
 
 VERL = "verl==0.9.1"
 
@@ -45,7 +51,7 @@ DEV = ["hypothesis", "mypy", "pytest", "pytest-asyncio", "ruff"]
 
 setup(
     name="verl-recipe-async",
-    version="0.1.0",
+    version=VERSION,
     description="Fully asynchronous reinforcement learning of language models, as a plugin for verl",
     license="Apache-2.0",
     license_files=["LICENSE"],

@@ -12,3 +12,5 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 """The engine that the asynchronous modes share. Importing it imports nothing heavy."""
+
+__version__ = "0.1.0"

@@ -24,7 +24,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_engine import __version__
+
 CHECKOUT = Path(__file__).resolve().parents[2]
+PACKAGED = (".py", ".yaml", ".typed")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         (source / name).write_bytes((CHECKOUT / name).read_bytes())
     for directory in ("recipe", "hydra_plugins", "tests"):
         for file in (CHECKOUT / directory).rglob("*"):
-            if file.is_file() and file.suffix in (".py", ".yaml"):
+            if file.is_file() and file.suffix in PACKAGED:
                 copy = source / file.relative_to(CHECKOUT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(file.read_bytes())
@@ -60,7 +63,7 @@ def test_the_wheel_has_every_module_and_config_file(wheel: zipfile.ZipFile) -> N
         file.relative_to(CHECKOUT).as_posix()
         for directory in ("recipe", "hydra_plugins")
         for file in (CHECKOUT / directory).rglob("*")
-        if file.suffix in (".py", ".yaml")
+        if file.suffix in PACKAGED
     ]
     assert packaged == set(sources)
     assert "recipe/fully_async/config/fully_async_ppo_megatron_trainer.yaml" in packaged
@@ -70,6 +73,17 @@ def test_the_wheel_has_every_module_and_config_file(wheel: zipfile.ZipFile) -> N
 def test_recipe_and_hydra_plugins_are_namespace_packages(wheel: zipfile.ZipFile) -> None:
     assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(wheel.namelist())
     assert not (CHECKOUT / "recipe" / "__init__.py").exists()
+
+
+def test_the_wheel_has_the_version_of_the_package_and_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
+    assert f"\nVersion: {__version__}\n" in metadata(wheel, "METADATA")
+    assert "recipe/async_engine/py.typed" in wheel.namelist()
+
+
+def test_every_mode_names_the_version_of_verl_that_is_installed() -> None:
+    required = f"verl=={Distribution.from_name('verl').version}"
+    for mode in ("fully_async", "one_step_off", "partial_rollout"):
+        assert required in (CHECKOUT / "recipe" / mode / "REQUIRED_VERL.txt").read_text()
 
 
 def test_the_wheel_announces_the_plugin_to_verl(wheel: zipfile.ZipFile) -> None:
