@@ -11,15 +11,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Whether a long run grows: memory, open files and the journal over the steps of one run of the main `fully_async`.
+"""Whether a long run grows: memory and open files over the steps of one run of the main `fully_async`.
 
     python benchmarks/long_run.py [--steps 2000]
 
 Batches of 4 prompts x 4 answers of the built-in task, a checkpoint every 100 steps of which the newest is kept. Every
 few seconds the run's processes are looked at: memory that is theirs alone (USS), and open file descriptors. Reported,
 for all of them together and for the three whose memory grows most: the mean after a quarter of the steps, at the end,
-and the slope of a least-squares line between, per 1,000 steps. The journal, its write-ahead log included: its largest
-size in each half.
+and the slope of a least-squares line between, per 1,000 steps.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ def main() -> None:
             f"+ray_kwargs.ray_init._temp_dir={ray_dir}",
         ]
         samples: dict[str, list[Sample]] = defaultdict(list)
-        journal: list[tuple[int, float]] = []
         with (folder / "output.txt").open("w") as output:
             run = subprocess.Popen(
                 [sys.executable, "-m", MAIN, *overrides], cwd=folder, stdout=output, stderr=subprocess.STDOUT
@@ -114,8 +112,6 @@ def main() -> None:
                 step = steps_done(folder)
                 if step > 0 and root.is_running():
                     look(root, step, samples)
-                    size = sum(file.stat().st_size for file in folder.glob("ledger_journal.sqlite*")) / MIB
-                    journal.append((step, size))
                 time.sleep(LOOK_S)
         if run.returncode != 0:
             sys.stderr.write((folder / "output.txt").read_text()[-6000:])
@@ -127,8 +123,6 @@ def main() -> None:
     grown = sorted((row["memory_mib_per_1000_steps"], name) for name, row in rows.items() if row)
     for _, name in reversed(grown[-3:]):
         print(json.dumps({"process": name, **rows[name]}))
-    halves = [[size for step, size in journal if (step > arguments.steps / 2) == later] for later in (False, True)]
-    print(json.dumps({"journal_mib": [round(max(half, default=0.0), 2) for half in halves]}))
 
 
 if __name__ == "__main__":

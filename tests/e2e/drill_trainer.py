@@ -15,8 +15,7 @@
 
 Environment: ``DRILL_PART`` names the process, ``DRILL_PHASE`` is "before batch", "during sync", "after checkpoint" and
 the like, ``DRILL_STEP`` the step, and ``DRILL_DONE`` a file that is written at the kill: it says what was killed and
-when, and while it is there nothing is killed again. Beside it is the ledger's journal as it was at the kill, if this
-process has outlived it; else that is what is left in the run's folder.
+when, where the run was then by its ledger and its checkpoints, and while it is there nothing is killed again.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 from recording import pid_of
 
+from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.weights.publisher import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
@@ -73,15 +72,14 @@ class DrillTrainer(FullyAsyncTrainer):
             self._kill(self._pid(), phase)
 
     def _kill(self, pid: int, phase: str) -> None:
-        journal = self.saved.journal
-        # What was done before the phase is on disk: the journal can tell where the run was.
-        journal.flush()
-        said = {"part": os.environ["DRILL_PART"], "phase": phase, "step": self.global_steps, "pid": pid}
+        counts = self.scheduler.counts()
+        place = {"version": self.ledger.version, "taken": counts.taken, "trained": counts.trained}
+        place["saved"] = checkpoints.is_committed(
+            checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps)
+        )
+        said = {"part": os.environ["DRILL_PART"], "phase": phase, "step": self.global_steps, "place": place}
         Path(os.environ["DRILL_DONE"]).write_text(json.dumps(said))
         os.kill(pid, signal.SIGKILL)
-        copy = Path(os.environ["DRILL_DONE"]).with_suffix(".sqlite")
-        with closing(sqlite3.connect(journal.path)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
 
     def _pid(self) -> int:
         replicas = [replica for replica in self.publisher.replicas if generates(replica)]

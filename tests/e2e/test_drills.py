@@ -19,29 +19,28 @@ One by one: ``pytest -m '' tests/e2e/test_drills.py -k "engine and sync"``.
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from main_runs import FinishedRun, run_main, small
+from main_runs import run_main, small
 
-from recipe.async_engine.core.journal import MARK
 from recipe.async_engine.task import TaskPaths
 
 STEPS, MORE, GROUPS = 6, 2, 4
 KILLED_AT = 4
+BEFORE = (KILLED_AT - 1) * GROUPS
+"""Groups that were trained in the steps before the kill."""
 PLACES = {
-    "before batch": {(3, "batch taken")},
-    "during batch": {(3, "batch taken")},
-    "before sync": {(3, "batch trained")},
+    "before batch": [(3, GROUPS, BEFORE, False)],
+    "during batch": [(3, GROUPS, BEFORE, False)],
+    "before sync": [(3, 0, BEFORE + GROUPS, False)],
     # The new version is announced on the way.
-    "during sync": {(3, "batch trained"), (4, "published")},
-    "after sync": {(4, "published")},
-    "during checkpoint": {(4, "saving")},
-    "after checkpoint": {(4, "saved")},
+    "during sync": [(3, 0, BEFORE + GROUPS, False), (4, 0, BEFORE + GROUPS, False)],
+    "after sync": [(4, 0, BEFORE + GROUPS, False)],
+    "during checkpoint": [(4, 0, BEFORE + GROUPS, False)],
+    "after checkpoint": [(4, 0, BEFORE + GROUPS, True)],
 }
-"""Policy version and place that the ledger's journal has at a kill in the step `KILLED_AT`, every second one saved."""
+"""By phase: policy version, groups taken and trained, and whether the step's checkpoint was complete at the kill."""
 FATAL = ("trainer", "training worker")
 DRILLS = [
     ("trainer", "before batch"),
@@ -64,26 +63,6 @@ DRILLS = [
     ("log-prob worker", "during sync"),
     ("log-prob worker", "during batch"),
 ]
-
-
-def place(journal: Path, run: FinishedRun) -> tuple[int | None, str]:
-    """Where a run was when this was its ledger's journal: the policy version, and how far its step had come."""
-    with closing(sqlite3.connect(journal)) as connection:
-        rows = connection.execute("SELECT kind, version, reason FROM journal ORDER BY seq").fetchall()
-    kinds = [kind for kind, _, _ in rows]
-    version = max((version for _, version, _ in rows if version is not None), default=None)
-    published = [n for n, kind in enumerate(kinds) if kind == "published"]
-    since = kinds[published[-1] + 1 :] if published else kinds
-    if "marked" in since and (published or kinds[0] != "marked"):
-        return version, "saving"
-    if "marked" in since:
-        # A committed checkpoint drops what precedes its mark.
-        checkpoint = run.rollout_state()["ledger"]
-        assert checkpoint[MARK] == rows[0][2]
-        return checkpoint["version"], "saved"
-    if "trained" in since:
-        return version, "batch trained"
-    return version, "batch taken" if "taken" in since else "published"
 
 
 @pytest.mark.e2e
@@ -114,8 +93,7 @@ def test_killed_process_costs_no_prompt(
     first = run_main("fully_async:drill_trainer.DrillTrainer", overrides(STEPS), folder)
     killed = json.loads(done.read_text())
     assert (killed["part"], killed["phase"], killed["step"]) == (part, phase, KILLED_AT)
-    left = done.with_suffix(".sqlite")
-    assert place(left if left.exists() else folder / "ledger_journal.sqlite", first) in PLACES[phase]
+    assert tuple(killed["place"].values()) in PLACES[phase]
     assert first.returncode == (1 if part in FATAL else 0), first.output[-8000:]
 
     total = STEPS + MORE

@@ -11,10 +11,10 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A run of the pure core with its real journal and checkpoints on disk, killed with SIGKILL again and again.
+"""A run of the pure core with its real checkpoints on disk, killed with SIGKILL again and again.
 
 `python crash_run.py FOLDER KILLS SEED` prints one JSON object: the kills by phase, and what the lives found. The
-ledger, its journal, the prompt source over a real stateful loader, the rollout side of a checkpoint, its commit and
+ledger, the prompt source over a real stateful loader, the rollout side of a checkpoint, its commit and
 its retention are those of a run. In the place of the engines: a "model" that is the list of prompts trained into it,
 answers made up on the spot, and a dictionary for Ray's object store.
 
@@ -47,10 +47,9 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from recipe.async_engine.core.config import AsyncTraining
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
-from recipe.async_engine.core.journal import JournaledLedger
+from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
 from recipe.async_engine.trainer import checkpoints, rollout_state, saving
-from recipe.async_engine.trainer.ledger_journal import SqliteJournal
 from recipe.async_engine.trainer.saving import RunState
 
 PHASES = (
@@ -63,7 +62,6 @@ PHASES = (
     "write model",
     "write tracker",
     "commit",
-    "compact journal",
     "retain",
 )
 PROMPTS, EPOCHS = 45, 2
@@ -134,14 +132,9 @@ class Life:
         keep = {"max_actor_ckpt_to_keep": settings["keep"]}
         training = SimpleNamespace(async_training=AsyncTraining())
         self.state = RunState(OmegaConf.create({"trainer": {**trainer, **keep}}), SimpleNamespace(settings=training))
-        self.state.follow(self)
         phases.enter("load")
         self.found = self.resume()
         phases.enter("generate")
-
-    def answers(self, group_id: int) -> tuple[list[Any], list[int]]:
-        group = self.groups[group_id]
-        return group["scored"], group["payloads"]
 
     def resume(self) -> dict[str, int]:
         rows = IndexedDataset([{"text": np.array(f"prompt {n}", dtype=object)} for n in range(PROMPTS)])
@@ -152,19 +145,14 @@ class Life:
         folder = self.state.find()
         snapshot = self.state.load(folder, self.source)
         if snapshot is None:
-            self.ledger = JournaledLedger(gate, whole_batches=self.settings["whole"])
-            found = {"step": 0, "issued": 0, "ready": 0}
+            self.ledger = SampleLedger(gate, whole_batches=self.settings["whole"])
+            found = {"step": 0, "ready": 0}
         else:
-            saved = torch.load(Path(folder or "") / "rollout_state.pt", weights_only=False)
             weights = json.loads((Path(folder or "") / "model.json").read_text())
             self.model, self.step = weights["trained"], weights["step"]
-            self.ledger = JournaledLedger.restore(snapshot["ledger"], gate, whole_batches=self.settings["whole"])
+            self.ledger = SampleLedger.restore(snapshot["ledger"], gate, whole_batches=self.settings["whole"])
             self.groups = snapshot["groups"]
-            before = {row[0] for row in saved["ledger"]["live"] if row[5] == "ready"}
-            ready = {group.id for group in self.ledger.in_state(GroupState.READY)}
-            issued = self.ledger.counts().issued - saved["ledger"]["issued"]
-            found = {"step": self.step, "issued": issued, "ready": len(ready - before)}
-        self.ledger.journal = self.state.journal
+            found = {"step": self.step, "ready": self.ledger.counts().ready}
         self.check()
         return found
 
@@ -193,7 +181,6 @@ class Life:
         assert counts.trained + counts.filtered + counts.failed + counts.live == counts.issued
         assert counts.trained == len(self.model)
         assert self.settings["whole"] or counts.live + self.source.prompts_left < self.settings["b"]
-        self.state.close()
 
     def generate(self) -> None:
         while self.ledger.can_issue() and self.rng.random() < 0.8:
@@ -305,10 +292,9 @@ def drill(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     rng, phases = random.Random(seed), Phases()
     phases.around(rollout_state, "save", "write rollout side")
     phases.around(checkpoints, "commit", "commit")
-    phases.around(SqliteJournal, "commit", "compact journal")
     phases.around(saving.checkpoints, "retain", "retain")
     by_phase: Counter[str] = Counter()
-    result: dict[str, Any] = {"runs": 0, "largest_journal": 0, "resumed": 0, "issued": 0, "ready": 0}
+    result: dict[str, Any] = {"runs": 0, "resumed": 0, "ready": 0}
     while by_phase.total() < kills:
         bound = rng.choice((0, 1, 2))
         whole = bound < 2 and rng.random() < 0.3
@@ -335,11 +321,8 @@ def drill(folder: Path, kills: int, seed: int) -> dict[str, Any]:
             if phase is None:
                 break
             by_phase[phase] += 1
-            size = sum(file.stat().st_size for file in root.glob("ledger_journal.sqlite*"))
-            result["largest_journal"] = max(result["largest_journal"], size)
         found = [json.loads(line) for line in (root / "lives.jsonl").read_text().splitlines()]
         result["resumed"] += sum(life["step"] > 0 for life in found)
-        result["issued"] += sum(life["issued"] for life in found)
         result["ready"] += sum(life["ready"] for life in found)
         result["runs"] += 1
     return {**result, "kills": by_phase.total(), "by_phase": dict(by_phase)}

@@ -177,11 +177,6 @@ class AsyncTraining:
     reward_memory_gib: float | None = knob(
         None, "Address space of each process that scores; null: no limit.", unit="GiB", above=0
     )
-    ledger_journal: bool = knob(
-        True,
-        "Where checkpoints are saved: keep what the rollout does between them in `ledger_journal.sqlite` in"
-        " `trainer.default_local_dir`, so that a run that was killed finds the answers completed since its checkpoint.",
-    )
     prefork_workers: bool = knob(
         True,
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"

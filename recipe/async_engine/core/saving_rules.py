@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe.async_engine.core.case import Case
-from recipe.async_engine.core.config import SHARED
 from recipe.async_engine.core.problems import Problem
 
 RESUME_MODES = ("auto", "disable", "resume_path")
@@ -30,10 +29,6 @@ def saving(case: Case) -> Iterator[Problem]:
         if case.get(f"{section}.checkpoint.async_save"):
             advice = "A checkpoint is committed when all of it is written; remove the setting."
             yield case.problem(f"{section}.checkpoint.async_save", "false", advice)
-    training = case.settings.async_training
-    if training.ledger_journal and training.placement == SHARED:
-        advice = "The journal cannot keep unfinished answers yet; the mode's checkpoints do. Remove the setting."
-        yield case.problem("async_training.ledger_journal", "false with async_training.placement=shared", advice)
     mode = case.get("trainer.resume_mode", "auto")
     if mode not in RESUME_MODES:
         advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."

@@ -206,11 +206,6 @@ class RolloutScheduler:
                 else:
                     self._waiting.append(run)
 
-    def answers(self, group_id: int) -> tuple[list[TrajectoryScored | None], list[Any]]:
-        """What a complete group has brought: scores, and object references of payloads. Under the ledger's lock."""
-        run = self._runs[group_id]
-        return list(run.scored), list(run.payloads)
-
     def counts(self) -> LedgerCounts:
         """The ledger's counts; callable from any thread."""
         with self._changed:

@@ -40,7 +40,6 @@ from verl.workers.engine_workers import TrainingWorker
 from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnOverdue
-from recipe.async_engine.core.journal import JournaledLedger
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.timeline import Timeline
@@ -141,13 +140,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             "issue_limit": plan.total_groups,
             "whole_batches": plan.settings.async_training.whole_batches,
         }
-        ledger = (
-            JournaledLedger(settings, **rules)
-            if snapshot is None
-            else JournaledLedger.restore(snapshot, settings, keeps_partial=self.keeps_partial, **rules)
-        )
-        ledger.journal = self.saved.journal
-        return ledger
+        if snapshot is None:
+            return SampleLedger(settings, **rules)
+        return SampleLedger.restore(snapshot, settings, keeps_partial=self.keeps_partial, **rules)
 
     def _scheduler_settings(self) -> SchedulerSettings:
         plan, training = self.plan, self.plan.settings.async_training
@@ -170,9 +165,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
-        scheduler = RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore)
-        self.saved.follow(scheduler)
-        return scheduler
+        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore)
 
     # The loop
 
@@ -377,7 +370,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         self.saved.save(self.global_steps, snapshot, super()._save_checkpoint)
 
     def _resume(self) -> dict[int, dict[str, Any]]:
-        """Load the newest complete checkpoint, if any, and what was done since; returns its live groups."""
+        """Load the newest complete checkpoint, if any; returns its live groups."""
         self.global_steps = 0
         folder = self.saved.find()
         self._load_checkpoint()
@@ -385,6 +378,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         if snapshot is None:
             return {}
         self.ledger = self._new_ledger(snapshot["ledger"])
+        self.saved.resumed["groups_kept"] = self.ledger.counts().ready
         self.validation = snapshot.get("validation", self.validation)
         self._restored(snapshot)
         return snapshot["groups"]
@@ -411,12 +405,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End generation, the journal and the dump thread."""
+        """End generation and the dump thread."""
         if self._stall_watch is not None:
             self._stall_watch.stop()
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
-        self.saved.close()
         self._shutdown_dump_executor()
 
 

@@ -11,52 +11,35 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Saves a run and finds it again: verl's checkpoint, the rollout side and the ledger's journal as one.
+"""Saves a run and finds it again: verl's checkpoint and the rollout side as one.
 
 Contract: `save` returns when everything is on disk and committed; a process that ends before leaves the checkpoint
-before it. `load` gives the rollout side of the checkpoint that verl loads, with what the journal has since. Shown by
+before it. `load` gives the rollout side of the checkpoint that verl loads. Shown by
 tests/integration/test_crash_fuzz.py (pure core, `kill -9`) and tests/e2e/test_faults.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import open_dict
 
 from recipe.async_engine.core.config import RunPlan
-from recipe.async_engine.core.journal import MARK
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.trainer import checkpoints, rollout_state
-from recipe.async_engine.trainer.ledger_journal import FILE_NAME, SqliteJournal
-
-if TYPE_CHECKING:
-    from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
 
 class RunState:
-    """The checkpoints and the journal of one run; see the module's contract."""
+    """The checkpoints of one run; see the module's contract."""
 
     def __init__(self, config: Any, plan: RunPlan) -> None:
         self._config = config
         self._trainer = config.trainer
         self._root = config.trainer.default_local_dir
-        training = plan.settings.async_training
-        self._timeout_s = training.timeouts.checkpoint
-        self.journal: SqliteJournal | None = None
+        self._timeout_s = plan.settings.async_training.timeouts.checkpoint
         self.resumed = {"step": 0, "groups_kept": 0}
-        """Of a resumed run: the checkpoint's step, and how many groups the journal had complete beyond it."""
-        # Without checkpoints there is nothing that it could follow.
-        if training.ledger_journal and self._trainer.save_freq > 0:
-            self.journal = SqliteJournal(f"{self._root}/{FILE_NAME}", self._timeout_s)
-
-    def follow(self, scheduler: RolloutScheduler) -> None:
-        """Take the answers of complete groups from this scheduler."""
-        if self.journal is not None:
-            self.journal.answers_of = lambda group_id: rollout_state.answers_of(
-                *scheduler.answers(group_id), self._timeout_s
-            )
+        """Of a resumed run: the checkpoint's step, and how many of its groups were complete and not yet trained."""
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> None:
         """Commit ``snapshot`` and what ``save_verl`` writes together; then what they make superfluous goes."""
@@ -70,8 +53,6 @@ class RunState:
             save_verl()
             self._trainer.update(limits)
         checkpoints.commit(folder, step)
-        if self.journal is not None:
-            self.journal.commit(snapshot["ledger"][MARK])
         # A checkpoint is kept or removed as a whole.
         checkpoints.retain(self._root, step, limits["max_actor_ckpt_to_keep"])
 
@@ -92,18 +73,8 @@ class RunState:
     def load(self, folder: str | None, prompts: PromptSource) -> dict[str, Any] | None:
         """The rollout side to go on from, ``prompts`` put in its place; None at the beginning of a run."""
         if folder is None:
-            if self.journal is not None:
-                self.journal.reset()
             return None
         snapshot = rollout_state.load(folder)
         prompts.restore(snapshot["source"])
-        kept = 0
-        if self.journal is not None:
-            snapshot, kept = rollout_state.take_up(snapshot, self.journal, prompts)
-        self.resumed = {"step": int(folder.rpartition("global_step_")[2]), "groups_kept": kept}
+        self.resumed["step"] = int(folder.rpartition("global_step_")[2])
         return snapshot
-
-    def close(self) -> None:
-        """End the journal."""
-        if self.journal is not None:
-            self.journal.close()
