@@ -208,6 +208,7 @@ class Server(RuleBasedStateMachine):
         self.running: ScoringBatch | None = None
         self.loading = False
         self.staged_at: float | None = None
+        self.refused: int | None = None
 
     @rule(seconds=st.floats(0.0, 4.0))
     def pass_time(self, seconds: float) -> None:
@@ -256,6 +257,15 @@ class Server(RuleBasedStateMachine):
     def complete_load(self) -> None:
         self.queue.staged(self.now)
         self.loading, self.staged_at = False, self.now
+        self.refused = None
+
+    @precondition(lambda self: not self.loading and self.version >= 0)
+    @rule()
+    def refuse(self) -> None:
+        self.refused = self.version
+        for lost in self.queue.refused():
+            del self.waiting[lost.id]
+        assert self.queue.live is None and not self.waiting, "nothing is on its way"
 
     @rule()
     def pause_or_resume(self) -> None:
@@ -276,7 +286,7 @@ class Server(RuleBasedStateMachine):
             self.running = action
 
     def check(self, batch: ScoringBatch) -> None:
-        assert not self.queue.paused and batch.requests and batch.version == self.queue.live
+        assert not self.queue.paused and batch.requests and batch.version == self.queue.live != self.refused
         assert batch.tokens <= BUDGET or len(batch.requests) == 1
         for one in batch.requests:
             assert self.waiting.pop(one.id) == one

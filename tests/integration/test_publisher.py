@@ -335,6 +335,11 @@ class LogProbServer(Replica):
 
     async def resume_generation(self) -> None: ...
 
+    def refuse(self, version: int, reason: str) -> None:
+        if not self.alive:
+            raise ActorDiedError()
+        self.note(f"refuse {version}: {reason}")
+
 
 def with_server(*scripts: tuple[Any, ...], loads: tuple[Any, ...] = ()) -> tuple[Fleet, LogProbServer]:
     """Rollout replicas 0, 1, ... and log-prob server 9."""
@@ -358,6 +363,36 @@ def test_sync_is_not_repeated_for_a_log_prob_server_that_refuses_the_weights() -
     assert [event for event in fleet.journal if event[0] == "commit 0"] == [("commit 0", 0)]
     fleet.publish(1)
     assert ("commit 1", 9) in fleet.journal
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_log_prob_server_with_other_weights_is_told_so_and_neither_repeats_nor_ends_the_sync(replicas: int) -> None:
+    fleet, server = with_server(*[()] * replicas, loads=("torn", "torn too"))
+    worse = LogProbServer(8, fleet.journal, "torn otherwise")
+    fleet.publisher.add_replicas([worse])
+    fleet.publish(0)
+    assert len(fleet.when("commit 0")) == replicas + 2, "once each"
+    assert len(fleet.routed) == replicas and fleet.publisher.checksum == "checksum of 0"
+    told = {rank: event for event, rank in fleet.journal if str(event).startswith("refuse")}
+    assert told.keys() == {8, 9} and "version 0 with the checksum torn; most have checksum of 0" in told[9]
+    fleet.publish(1)
+    assert [rank for event, rank in fleet.journal if str(event).startswith("refuse 1")] == [9]
+    server.alive = False
+    fleet.publish(2)
+    assert len(fleet.routed) == replicas
+
+
+def test_log_prob_server_that_dies_as_it_is_told_is_given_up() -> None:
+    fleet, server = with_server((), loads=("torn",))
+    server.refuse = lambda version, reason: (_ for _ in ()).throw(ActorDiedError())
+    fleet.publish(0)
+    assert fleet.publisher.take_lost() == [server]
+
+
+def test_log_prob_servers_decide_where_rollout_replicas_differ() -> None:
+    fleet, _ = with_server((), ("torn", "torn"))
+    fleet.publish(0)
+    assert fleet.routed == ["server-0"]
 
 
 def test_dead_log_prob_server_takes_no_part_and_a_silent_one_none_until_it_answers(

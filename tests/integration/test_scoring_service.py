@@ -80,11 +80,11 @@ class Harness:
     def ask(self, name: str, version: int, tokens: int = 10, start: int = 0) -> asyncio.Task[Any]:
         return asyncio.create_task(self.service.score(name, tokens, version, start))
 
-    async def hold(self, *names: str) -> tuple[asyncio.Event, list[asyncio.Task[Any]]]:
-        """Requests of version 0 whose batch has begun; it ends when the event is set."""
+    async def hold(self, *names: str, version: int = 0) -> tuple[asyncio.Event, list[asyncio.Task[Any]]]:
+        """Requests whose batch has begun; it ends when the event is set."""
         held = asyncio.Event()
         self.engine.script = [held]
-        tasks = [self.ask(name, 0) for name in names]
+        tasks = [self.ask(name, version) for name in names]
         while not self.engine.busy:
             await asyncio.sleep(0.01)
         return held, tasks
@@ -228,6 +228,40 @@ async def test_error_of_the_loop_itself_closes_the_service_by_name(
     with pytest.raises(ServiceClosed, match="no such request"):
         await generation.answer(generation.ask("waits", 0))
     assert isinstance(await asyncio.wait_for(generation.service.ended(), SOON), KeyError)
+
+
+@pytest.mark.parametrize("moved_in", [False, True])
+async def test_refused_weights_score_nothing_and_the_next_ones_do(generation: Harness, moved_in: bool) -> None:
+    await generation.load(0)
+    await generation.answer(generation.ask("settles", 0))
+    await generation.load(1)
+    if moved_in:
+        assert (await generation.answer(generation.ask("moves", 1))).version == 1
+    generation.service.refuse(1, "it has another checksum")
+    for version in (0, 1):
+        with pytest.raises(NotHere):
+            await generation.answer(generation.ask("asks", version))
+    await generation.load(2)
+    assert (await generation.answer(generation.ask("d", 2))).scores == "d by 2"
+
+
+async def test_requests_that_wait_for_refused_weights_or_are_scored_by_them_go_elsewhere(generation: Harness) -> None:
+    await generation.load(0)
+    held, scored = await generation.hold("a")
+    await generation.load(1)
+    waits = generation.ask("b", 1)
+    await asyncio.sleep(0)
+    generation.service.refuse(1, "it has another checksum")
+    with pytest.raises(NotHere, match="another checksum"):
+        await generation.answer(waits)
+    held.set()
+    assert (await generation.answer(scored[0])).version == 0, "the weights before it were right"
+    await generation.load(2)
+    held, scored = await generation.hold("c", version=2)
+    generation.service.refuse(2, "it has another checksum")
+    held.set()
+    with pytest.raises(ScoringFailed, match="version 2 were refused"):
+        await generation.answer(scored[0])
 
 
 async def test_engine_that_gives_too_few_scores_costs_its_batch_only(generation: Harness) -> None:

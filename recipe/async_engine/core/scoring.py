@@ -26,6 +26,8 @@ live ones) and `promoted` (they are the live ones now). Contract:
 - Requests of the oldest groups go first. A batch has at most ``max_batch_tokens``, a larger request its own batch; no
   request waits for a fuller batch longer than ``max_delay_s``.
 - A request whose version will not come is handed back, never kept.
+- Weights that turn out to be others than were sent (`refused`) score nothing, and nothing else is scored before the
+  next ones are live.
 
 Shown by tests/core/test_scoring.py.
 """
@@ -107,6 +109,7 @@ class ScoringQueue:
         self._loading: int | None = None
         self._staged: int | None = None
         self._staged_at = 0.0
+        self._is_refused = False
         self._waiting: dict[int, ScoringRequest] = {}
         self._busy = False
 
@@ -117,8 +120,8 @@ class ScoringQueue:
     @property
     def newest(self) -> int | None:
         """The newest version that is live, staged or on its way."""
-        known = [version for version in (self.live, self._staged, self._loading) if version is not None]
-        return max(known, default=None)
+        staged = None if self._is_refused else self._staged
+        return max((version for version in (self.live, staged, self._loading) if version is not None), default=None)
 
     # Requests
 
@@ -159,21 +162,34 @@ class ScoringQueue:
     def load_failed(self) -> list[ScoringRequest]:
         """The weights on their way will not come. Returns the requests that wait for them, which must go elsewhere."""
         self._loading = None
+        return self._lost()
+
+    def refused(self) -> list[ScoringRequest]:
+        """The weights that came last, staged or live, are not those that were sent. Returns as `load_failed`.
+
+        What is staged still takes the place of the live weights, so that others can be staged.
+        """
+        self.live = None
+        self._is_refused = self._staged is not None
+        return self._lost()
+
+    def promoted(self) -> None:
+        """The staged weights are the live ones."""
+        assert self._staged is not None and not self._busy
+        self.live, self._staged, self._is_refused = None if self._is_refused else self._staged, None, False
+
+    def _lost(self) -> list[ScoringRequest]:
         lost = [request for request in self._waiting.values() if not self._comes(request.version)]
         for request in lost:
             del self._waiting[request.id]
         return lost
 
-    def promoted(self) -> None:
-        """The staged weights are the live ones."""
-        assert self._staged is not None and not self._busy
-        self.live, self._staged = self._staged, None
-
     def _comes(self, version: int) -> bool:
         """Whether a request for ``version`` will be answered here without further weights being announced."""
         if self._settings.anchor is Anchor.LATEST:
             return self.newest is not None and version <= self.newest
-        return version in (self._staged, self._loading) or (self.live is not None and version <= self.live)
+        staged = None if self._is_refused else self._staged
+        return version in (staged, self._loading) or (self.live is not None and version <= self.live)
 
     # Decisions
 

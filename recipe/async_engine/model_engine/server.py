@@ -144,6 +144,10 @@ class ModelEngineServer:
         """See :meth:`ScoringService.load_failed`."""
         self._service.load_failed(reason)
 
+    async def refuse(self, version: int, reason: str) -> None:
+        """See :meth:`ScoringService.refuse`."""
+        self._service.refuse(version, reason)
+
     async def describe(self) -> list[str]:
         """Lines: its account, and where the coroutines wait."""
         return [str(await self.account()), *(f"tasks: {line}" for line in waits())]

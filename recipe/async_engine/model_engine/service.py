@@ -122,6 +122,7 @@ class ScoringService:
         self._place_free = asyncio.Event()
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
+        self._refused: int | None = None
         self._closed: BaseException | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.create_task(self._run(), name="scoring service")
@@ -200,12 +201,20 @@ class ScoringService:
     def staged(self) -> None:
         """The announced weights are complete on every rank."""
         self._queue.staged(self._clock())
+        self._refused = None
         self._wake.set()
 
     def load_failed(self, reason: str) -> None:
         """The announced weights will not come."""
         for request in self._queue.load_failed():
             self._end(request.id, NotHere(f"version {request.version} did not come: {reason}"))
+
+    def refuse(self, version: int, reason: str) -> None:
+        """The weights that came as ``version`` are not those that were sent: score nothing before others are live."""
+        self._refused = version
+        for request in self._queue.refused():
+            self._end(request.id, NotHere(f"version {request.version} is not here: {reason}"))
+        self._wake.set()
 
     # Life
 
@@ -285,6 +294,8 @@ class ScoringService:
             scores = await self._engine.score(sequences)
             if len(scores) != len(sequences):
                 raise ValueError(f"the engine gave {len(scores)} scores")
+            if batch.version == self._refused:
+                raise ValueError(f"the weights of version {batch.version} were refused meanwhile")
         except EngineLost as error:
             logger.error("the log-prob server lost its engine: %s", error)
             self._close(error)

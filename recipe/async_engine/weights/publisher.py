@@ -21,8 +21,9 @@ Contract:
   load again without it: engines load in place, so a broken transfer may have left torn weights everywhere.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
   (checkpoint_engine/base.py:553).
-* Replicas that loaded other weights than most did, by their checksums, have failed to load; where no value is held by
-  most of them, all have.
+* Replicas that loaded other weights than most rollout replicas did, by their checksums, have failed to load; where no
+  value is held by most of them, that of most receivers counts, and where there is none, all have. A log-prob server
+  that has failed is told so and scores nothing before a later load; it never ends the run.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
 Shown by tests/integration/test_publisher.py and, with a replica killed in a real sync, tests/e2e/test_faults.py.
@@ -182,6 +183,12 @@ class WeightPublisher(CheckpointEngineManager):
             if attempt == ATTEMPTS and self._candidates() and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         loaded = [record for record in loaded if not record.dead]
+        wrong = [record for record in self._candidates() if isinstance(record.error, ChecksumMismatch)]
+        await self._each(
+            "refuse its weights",
+            [record for record in wrong if not record.generates],
+            lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
+        )
         await self._unroute([record for record in self._records if record not in loaded])
         if not any(record.generates for record in loaded):
             cause = next((record.error for record in self._records if record.error is not None), None)
@@ -275,7 +282,8 @@ class WeightPublisher(CheckpointEngineManager):
         results = await self._outcomes([*sent, *rollout.update_weights(global_steps=version)])
         trainer, receivers = results[: len(sent)], results[len(sent) :]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
-        committed, checksums = [], []
+        committed: list[ReplicaRecord] = []
+        checksums: list[set[str | None]] = []
         for record in records:
             count = len(record.replica.workers)
             outcome, receivers = receivers[:count], receivers[count:]
@@ -284,7 +292,8 @@ class WeightPublisher(CheckpointEngineManager):
             if record.error is None:
                 committed.append(record)
                 checksums.append(set(outcome))
-        self.checksum = agreed(checksums)
+        of_rollout = [found for record, found in zip(committed, checksums, strict=True) if record.generates]
+        self.checksum = agreed(of_rollout) or agreed(checksums)
         for record, found in zip(committed, checksums, strict=True):
             if found != {self.checksum}:
                 record.error = ChecksumMismatch(
