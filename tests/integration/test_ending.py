@@ -40,7 +40,11 @@ try:
     with EndingOnSignal(stop, deadline_s) as ending:
         print("ready", flush=True)
         while not (ends and asked.is_set()):
-            time.sleep(0.01)
+            try:
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                # As Ray's calls do, which lose what kind it was.
+                raise KeyboardInterrupt from None
     sys.exit(ending.status)
 except EndAtOnce as end:
     sys.exit(end.status)

@@ -57,6 +57,7 @@ class EndingOnSignal:
 
     def __init__(self, stop: Callable[[str], Any], deadline_s: float) -> None:
         self.status: int | None = None
+        self._at_once: EndAtOnce | None = None
         self._stop = stop
         self._deadline_s = deadline_s
         self._timer: threading.Timer | None = None
@@ -73,10 +74,14 @@ class EndingOnSignal:
             self._timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # What is raised within one of Ray's calls comes out of it as another KeyboardInterrupt.
+        if self._at_once is not None and kind is KeyboardInterrupt:
+            raise self._at_once
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:
-            raise EndAtOnce(number)
+            self._at_once = EndAtOnce(number)
+            raise self._at_once
         self.status = 128 + number
         name = signal.Signals(number).name
         sys.stderr.write(
