@@ -96,15 +96,20 @@ def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = R
     ``main`` is a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
     """
     # The main chooses its platform by itself, as it would in a user's shell.
-    environment = user_environment()
-    if ":" in main:
-        environment["MODE"], environment["TRAINER"] = main.split(":")
-        main = "trainer_main"
+    module, environment = as_module(main, user_environment())
     folder.mkdir(parents=True, exist_ok=True)
-    finished = run_module(main, overrides, folder, with_helpers(environment), timeout_s)
+    finished = run_module(module, overrides, folder, with_helpers(environment), timeout_s)
     (folder / "output.txt").write_text(finished.stdout)
     sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
     return FinishedRun(finished.returncode, finished.stdout, folder)
+
+
+def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The module that ``main`` is run as, and the environment that it needs; see `run_main`."""
+    if ":" not in main:
+        return main, environment
+    mode, trainer = main.split(":")
+    return "trainer_main", environment | {"MODE": mode, "TRAINER": trainer}
 
 
 def trainer_log(overrides: list[str]) -> str:
