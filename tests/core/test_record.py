@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,32 @@ def test_summary_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         assert not Path(target).exists()
         seen.append(json.loads(Path(source).read_text()))
 
-    monkeypatch.setattr("recipe.async_engine.run.record.os.replace", replace)
+    monkeypatch.setattr("recipe.async_engine.run.durable.os.replace", replace)
     record.close(None)
     assert seen == [record.summary]
+
+
+def test_metrics_that_cannot_be_written_are_counted_and_leave_no_half_line(tmp_path: Path) -> None:
+    record = run_steps(tmp_path, 1, 1)
+    size = (tmp_path / METRICS_FILE).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for limit in (size + 10, size):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            record.step({STEP: 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    record.step({STEP: 4})
+    assert [line[STEP] for line in lines_in(tmp_path)] == [1, 4]
+    assert record.close(None)["metrics_lost"] == 2
+
+
+@pytest.mark.parametrize("torn", [b"\xff\xfe\x00", b"[]", b"{}", b'{"training/global_step": null}', b"12"])
+def test_line_of_any_content_does_not_stop_the_resume(tmp_path: Path, torn: bytes) -> None:
+    run_steps(tmp_path, 1, 2).close(None)
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(torn)
+    record = run_steps(tmp_path, 3, 3)
+    assert record.close(None)["metrics_lost"] == 0
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert [json.loads(line)[STEP] for line in (*lines[:2], lines[-1])] == [1, 2, 3]

@@ -68,7 +68,7 @@ def test_run_killed_after_a_checkpoint_trains_every_prompt_once(task: TaskPaths,
     assert second.returncode == 0, second.output[-8000:]
     total = STEPS * GROUPS
     assert second.summary["ledger"] == {"issued": total, "trained": total, "filtered": 0, "failed": 0, "live": 0}
-    assert second.summary["resumed"] == {"step": SAVED_AT, "groups_kept": states.count("ready")}
+    assert second.summary["resumed"] == {"step": SAVED_AT, "groups_kept": states.count("ready"), "changed": []}
     final = second.rollout_state()["ledger"]
     trained = [(epoch, n) for epoch, start, stop in final["trained_prompts"] for n in range(start, stop)]
     assert len(trained) == len(set(trained)) == total

@@ -15,11 +15,15 @@
 
 Contract: both are there however the run ended; the summary of a failed run names the error. ``summary.json`` appears
 whole or not at all. After a resume, ``metrics.jsonl`` goes on after the last step that the checkpoint has, and
-``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Keys: docs/run-record.md.
+``steps``, ``ledger`` and ``staleness`` count from the beginning of the training. Lines that cannot be written, on a
+full disk for example, are counted and end nothing. While the record is open, its process owns the folder. Keys:
+docs/run-record.md.
 Shown by tests/core/test_record.py and every end-to-end test.
 """
 
+import errno
 import json
+import logging
 import math
 import os
 import time
@@ -27,17 +31,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.async_engine.run import durable
+from recipe.async_engine.run.owner import RUN, Owner
+
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 STEP = "training/global_step"
 
 
 class RunRecord:
-    """Writes the record of one run into ``folder``; its times count from ``began``, by default from now."""
+    """Writes the record of one run into ``folder``; its times count from ``began``, by default from now.
+
+    Raises:
+        FolderTaken: another run has the folder, and nothing in it was touched.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], mode: str, began: float | None = None) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._owner = Owner(self._folder, RUN)
         # A summary speaks of a finished run; while this one goes on there is none.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
@@ -46,7 +60,7 @@ class RunRecord:
             "steps": 0,
             "versions": 0,
             "stopped_by": None,
-            "resumed": {"step": 0, "groups_kept": 0},
+            "resumed": {"step": 0, "groups_kept": 0, "changed": []},
             "validation": {"first": None, "last": None},
             "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
             "staleness": {"bound": None, "max": 0, "mean": 0.0},
@@ -55,6 +69,7 @@ class RunRecord:
             "rollout_idle_share": None,
             "weight_sync_seconds": 0.0,
             "first_step_seconds": None,
+            "metrics_lost": 0,
             "error": None,
         }
 
@@ -62,9 +77,12 @@ class RunRecord:
         """Keep of an earlier run's lines those up to ``step``, the one that was resumed from."""
         path = self._folder / METRICS_FILE
         kept = []
-        if step > 0 and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+        try:
+            if step > 0 and path.is_file():
+                kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= step]
+            durable.write(path, "".join(line + "\n" for line in kept))
+        except OSError as error:
+            self._lost(error)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
@@ -72,8 +90,24 @@ class RunRecord:
             self.summary["first_step_seconds"] = time.time() - self._began
         numbers = {key: _number(value) for key, value in metrics.items()}
         line = {"wall_seconds": time.time() - self._began, **{k: v for k, v in numbers.items() if v is not None}}
-        with open(self._folder / METRICS_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
+                self._append(file.fileno(), json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            self._lost(error)
+
+    @staticmethod
+    def _append(file: int, line: bytes) -> None:
+        before = os.fstat(file).st_size
+        if os.write(file, line) < len(line):
+            # The rest of it would be joined to the next line.
+            os.ftruncate(file, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _lost(self, error: OSError) -> None:
+        if self.summary["metrics_lost"] == 0:
+            logger.error("%s cannot be written, the run goes on: %s", METRICS_FILE, error)
+        self.summary["metrics_lost"] += 1
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Take in the trainer's own account of the run so far."""
@@ -86,21 +120,26 @@ class RunRecord:
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it."""
-        (self._folder / METRICS_FILE).touch()
+        """Write the summary and return it; the folder is free for another start.
+
+        Raises:
+            OSError: the summary could not be written.
+        """
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
-        partial = self._folder / (SUMMARY_FILE + ".partial")
-        partial.write_text(json.dumps(self.summary, indent=2) + "\n")
-        os.replace(partial, self._folder / SUMMARY_FILE)
+        try:
+            (self._folder / METRICS_FILE).touch()
+            durable.write(self._folder / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
+        finally:
+            self._owner.release()
         return self.summary
 
 
 def _step_of(line: str) -> float:
     """The step of one line of metrics; infinite for a line that was cut off when its run was killed."""
     try:
-        return json.loads(line).get(STEP, 0)
-    except json.JSONDecodeError:
+        return float(json.loads(line).get(STEP, 0))
+    except (ValueError, TypeError, AttributeError):
         return math.inf
 
 

@@ -38,7 +38,7 @@ class RunState:
         self._trainer = config.trainer
         self._root = config.trainer.default_local_dir
         self._timeout_s = plan.settings.async_training.timeouts.checkpoint
-        self.resumed = {"step": 0, "groups_kept": 0}
+        self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
         """Of a resumed run: the checkpoint's step, and how many of its groups were complete and not yet trained."""
 
     def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> None:
