@@ -206,9 +206,8 @@ class TurnScheduler(RolloutScheduler):
         with self._changed:
             trajectory = self.manager.next()
             if trajectory is None and self.manager.wants_prompt():
-                prompt = self._source.take()
+                prompt = self._next_prompt()
                 if prompt is None:
-                    self._changed.notify_all()
                     return None
                 self._new_run(self.manager.issue(prompt.reference), prompt.row)
                 trajectory = self.manager.next()
@@ -217,9 +216,7 @@ class TurnScheduler(RolloutScheduler):
 
     def _new_run(self, group: Group, row: dict[str, Any]) -> TurnRun:
         size = self._settings.group_size
-        run = TurnRun(group, row, scored=[None] * size, payloads=[None] * size)
-        self._runs[group.id] = run
-        return run
+        return self._adopt(TurnRun(group, row, scored=[None] * size, payloads=[None] * size))
 
     def _begin(self, run: TurnRun, n: int) -> None:
         try:

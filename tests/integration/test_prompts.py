@@ -15,6 +15,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,14 @@ from remote_fakes import Rows, make_loader, make_source
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.prompts import DATASET_INDEX, IndexedDataset, PromptSource, sample_of
+from recipe.async_engine.rollout.prompts import (
+    DATASET_INDEX,
+    DataFailed,
+    IndexedDataset,
+    PromptFeed,
+    PromptSource,
+    sample_of,
+)
 
 SIZE, EPOCHS = 7, 3
 
@@ -133,3 +143,66 @@ def test_sample_has_the_rows_own_fields_and_the_groups_name() -> None:
     row = {**prompt.row, "a tensor": object()}
     sample = sample_of(row, Group(9, prompt.reference, start=0))
     assert sample == {"raw_prompt": [{"role": "user", "content": "prompt 0"}], "level": np.int64(0), "uid": "0-0"}
+
+
+def test_prompt_that_was_put_back_is_the_next_one_also_after_a_restart() -> None:
+    source = make_source(3, epochs=2)
+    everything = take(make_source(3, epochs=2))
+    for taken in range(1, 7):
+        last = source.take()
+        source.put_back(last)
+        assert source.prompts_left == 7 - taken
+        again = make_source(3, epochs=2)
+        again.restore(source.state())
+        assert take(again) == everything[taken - 1 :]
+        assert source.take() is last
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "said"),
+    [
+        (signal.SIGSTOP, r"within 6 s.*dataloader_num_workers.*timeouts\.prompt"),
+        (signal.SIGKILL, "RuntimeError.*worker"),
+    ],
+)
+def test_worker_process_of_a_data_loader_that_stopped_or_died_is_named(signal_number: int, said: str) -> None:
+    loader = make_loader(40, num_workers=1, prefetch_factor=1)
+
+    async def feed() -> None:
+        prompts = PromptFeed(PromptSource(loader, epochs=1), timeout_s=6.0)
+        await prompts.take()
+        assert prompts.pop().index == 0
+        (worker,) = loader._iterator._workers
+        os.kill(worker.pid, signal_number)
+        try:
+            # What it had prepared by then comes first.
+            for _ in range(4):
+                await prompts.take()
+                prompts.pop()
+        finally:
+            worker.kill()
+            prompts.close()
+
+    with pytest.raises(DataFailed, match=said):
+        asyncio.run(feed())
+
+
+def test_feed_gives_every_prompt_once_and_its_position_is_that_of_what_it_gave() -> None:
+    async def feed() -> list[tuple[int, int]]:
+        source, given = make_source(3, epochs=2, seed=1), []
+        while True:
+            prompts = PromptFeed(source, timeout_s=10.0)
+            assert prompts.left == 6 - len(given)
+            await prompts.take()
+            prompt = prompts.pop()
+            if prompt is None:
+                assert prompts.left == 0
+                return given
+            given.append((prompt.epoch, prompt.index))
+            await prompts.take()
+            async with prompts.standstill() as state:
+                source = make_source(3, epochs=2, seed=1)
+                source.restore(state)
+            prompts.close()
+
+    assert sorted(asyncio.run(feed())) == [(epoch, index) for epoch in range(2) for index in range(3)]

@@ -23,12 +23,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from remote_fakes import make_source
+from remote_fakes import make_loader, make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
-from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, OnOverdue
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, GroupState, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.rollout import scheduler as scheduler_module
 from recipe.async_engine.rollout.agent_worker import RewardError
+from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
 from recipe.async_engine.rollout.workers import TrajectoryFailed
 
@@ -106,6 +109,7 @@ def test_batch_is_taken_oldest_first_with_the_payloads_in_trajectory_order(start
 def test_group_starts_at_the_oldest_version_of_its_trajectories(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(b=1, bound=3, depth=3), make_source(9), pool, group_size=2))
+    pool.began(8)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
     assert train(scheduler) == [0]
@@ -232,6 +236,229 @@ def test_defect_in_the_scheduler_ends_the_run(start: Any, monkeypatch: pytest.Mo
     scheduler = start(new_scheduler(new_ledger(), source, ScriptedPool()))
     with pytest.raises(RolloutFailed, match="ZeroDivisionError"):
         scheduler.take_batch(SOON)
+
+
+class HangingSource(PromptSource):
+    """Gives ``prompts`` and then does not answer until it is let go."""
+
+    def __init__(self, prompts: int) -> None:
+        super().__init__(make_loader(20), epochs=1)
+        self.go_on = threading.Event()
+        self._before = prompts
+
+    def take(self) -> Any:
+        if self._before == 0:
+            self.go_on.wait(SOON)
+        self._before -= 1
+        return super().take()
+
+
+def in_time(call: Any, *arguments: Any) -> Any:
+    """What a call of the trainer's thread gives or raises, which it must within seconds."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(call(*arguments))
+        except Exception as error:  # it is what the test is about
+            outcome.append(error)
+
+    trainer = threading.Thread(target=work, daemon=True)
+    trainer.start()
+    trainer.join(SOON / 2)
+    assert outcome, "the call does not return"
+    return outcome[0]
+
+
+def test_data_loader_that_hangs_holds_up_nobody_and_ends_the_run_by_its_deadline(start: Any) -> None:
+    source, pool = HangingSource(1), ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=2), source, pool, prompt_timeout_s=1.0))
+    pool.of(0).finish()
+    assert isinstance(in_time(scheduler.take_batch, 0.05), BatchTimeout)
+    assert in_time(scheduler.counts).issued == 1
+    assert in_time(scheduler.metrics)
+    said = str(in_time(scheduler.take_batch, SOON))
+    source.go_on.set()
+    assert "DataFailed: the training data's loader gave no prompt within 1 s" in said
+    assert "async_training.timeouts.prompt" in said
+
+
+def test_data_loader_that_is_slow_holds_up_no_other_group(start: Any) -> None:
+    source, pool = HangingSource(2), ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(), source, pool))
+    pool.of(0).fail(TrajectoryFailed("odd"))
+    pool.of(0, attempt=1).finish()
+    pool.of(1).finish()
+    assert in_time(train, scheduler) == [0]
+    assert in_time(train, scheduler) == [1]
+    source.go_on.set()
+    pool.of(2).finish()
+    assert train(scheduler) == [2]
+
+
+def test_prompt_that_was_taken_and_not_issued_is_in_the_snapshot(start: Any) -> None:
+    source, pool, ledger = HangingSource(1), ScriptedPool(), new_ledger(b=1)
+    scheduler = start(new_scheduler(ledger, source, pool, slots=1))
+    pool.of(0).generate()
+    wait_until(scheduler, lambda: scheduler._taking)
+    scheduler.pause_until_drained(SOON)
+    source.go_on.set()
+    for _ in range(3):
+        snapshot = scheduler.snapshot(SOON)
+    assert scheduler._prompts.left == 19
+    assert snapshot["source"]["put_back"].index == 1
+    restored = make_source(20)
+    restored.restore(snapshot["source"])
+    assert restored.prompts_left == 19
+    resumed = new_scheduler(SampleLedger.restore(snapshot["ledger"], ledger.settings), restored, ScriptedPool())
+    assert resumed._prompts.left == 19
+    pool.of(0).reward()
+    scheduler.resume_issuing()
+    assert [pool.of(group).group.prompt.index for group in (1,)] == [1], "the run itself goes on with it too"
+
+
+def drained_run(groups: int, seed: int, size: int = 1, **settings: Any) -> RolloutScheduler:
+    """Issue ``groups`` groups through one group's slots, with a drained weight sync at random moments.
+
+    Every trajectory notes the version at its beginning and at its end, which must be that of its group's issue.
+    """
+    rng = random.Random(seed)
+    late: list[tuple[int, int, int]] = []
+
+    def answer(call: ScriptedCall) -> None:
+        begun = ledger.version
+
+        def end() -> None:
+            if not call.group.start == begun == ledger.version:
+                late.append((call.group.start, begun, ledger.version))
+            call.finish()
+
+        pool.loop.call_later(rng.random() / 2000, end) if rng.random() < 0.05 else pool.loop.call_soon(end)
+
+    k = groups // 40
+    ledger = new_ledger(b=1, k=k, bound=1, depth=1, target=groups)
+    pool = ScriptedPool(answer)
+    source = make_source(groups)
+    scheduler = new_scheduler(ledger, source, pool, slots=size, group_size=size, **settings)
+    scheduler.start()
+    try:
+        while (batch := scheduler.take_batch(SOON)) is not None:
+            scheduler.batch_trained()
+            if rng.random() < 0.2 or ledger.batches_left == 0:
+                scheduler.pause_until_drained(SOON)
+                if ledger.batches_left == 0:
+                    scheduler.version_published()
+                assert scheduler._generating == 0, batch
+                scheduler.resume_issuing()
+            pool.calls.clear()
+    finally:
+        scheduler.stop(SOON)
+    assert not late, f"{len(late)} trajectories generated across a weight sync: {late[:3]}"
+    return scheduler
+
+
+@pytest.mark.parametrize("groups", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_no_group_generates_across_a_drained_weight_sync(groups: int) -> None:
+    scheduler = drained_run(groups, seed=groups)
+    counts = scheduler.ledger.counts()
+    assert (counts.issued, counts.trained, counts.failed) == (groups, groups, 0)
+
+
+def test_attempt_that_gave_its_slot_back_begins_again_after_the_weight_sync(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, slots=1))
+    pool.of(0).generate()
+    pool.of(1).generate()
+    scheduler.pause_until_drained(SOON)
+    pool.of(0).fail(TrajectoryFailed("its worker died while it was scored"))
+    settled(scheduler)
+    assert len(pool.calls) == 2
+    assert scheduler._generating == 0
+    scheduler.resume_issuing()
+    pool.of(0, attempt=1).finish()
+    assert train(scheduler) == [0]
+
+
+def test_attempt_that_waits_for_the_weight_sync_ends_with_its_group(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(), make_source(1), pool, group_size=2))
+    pool.of(0, 0).generate()
+    pool.of(0, 1).generate()
+    scheduler.pause_until_drained(SOON)
+    pool.of(0, 0).fail(TrajectoryFailed("its worker died while it was scored"))
+    settled(scheduler)
+    pool.of(0, 1).fail(RewardError("no reward"))
+    wait_until(scheduler, lambda: scheduler.ledger.counts().failed == 1)
+    assert len(pool.calls) == 2
+
+
+def test_drain_that_fills_the_batch_waits_for_the_rewards_that_may_filter_its_groups(start: Any) -> None:
+    pool = ScriptedPool()
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    scheduler = start(new_scheduler(ledger, make_source(20), pool, group_size=2, filter_groups=True))
+    for group in range(4):
+        for n in (0, 1):
+            pool.of(group, n).finish(metric=float(n))
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [0, 1]
+    scheduler.batch_trained()
+    wait_until(scheduler, lambda: ledger.counts().ready == 2)
+    assert ledger.publish() == 1
+    scheduler._poke()
+    drained = threading.Event()
+    for n in (0, 1):
+        pool.of(4, n).finish(metric=float(n))
+        pool.of(5, n).generate()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [2, 3]
+    scheduler.batch_trained()
+    drain = threading.Thread(target=lambda: (scheduler.pause_until_drained(SOON, fill=True), drained.set()))
+    drain.start()
+    wait_until(scheduler, lambda: scheduler._generating == 0 and ledger.counts().running == 1)
+    assert not drained.wait(0.05)
+    for n in (0, 1):
+        pool.of(5, n).metric = 1.0
+        pool.of(5, n).reward()
+    for n in (0, 1):
+        pool.of(6, n).finish(metric=float(n))
+    drain.join(SOON)
+    assert drained.is_set()
+    assert ledger.counts().ready == 2, "the batch of the next step is complete, and of one version"
+    assert {group.start for group in ledger.in_state(GroupState.READY)} == {1}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_filter_ends_no_run_that_synchronous_training_would_finish(start: Any, seed: int) -> None:
+    """A pipeline of four batches: filtered groups end first, and those of all four would count for one batch."""
+    rng = random.Random(seed)
+
+    def answer(call: ScriptedCall) -> None:
+        kept = call.group.id % 4 == 3
+        seconds = rng.random() / 50 if kept else 0.0
+        call._pool.loop.call_later(seconds, call.finish, None, float(kept and call.n))
+
+    filtering = {"filter_groups": True, "filter_limit": 7}
+    ledger = new_ledger(b=2, bound=4, depth=4, target=40)
+    source = make_source(400)
+    scheduler = start(
+        new_scheduler(ledger, source, ScriptedPool(answer), slots=32, group_size=2, failures=1, **filtering)
+    )
+    while train(scheduler) is not None:
+        pass
+    assert ledger.counts().trained == 40
+    assert ledger.counts().filtered >= 100
+
+
+def test_trajectory_that_does_not_end_when_its_sibling_failed_is_given_up(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "CANCELLED_S", 0.05)
+    pool = ScriptedPool()
+    pool.cancels_reach = False
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(4), pool, group_size=2, slots=2))
+    pool.of(0, 0).fail(RewardError("no reward"))
+    for n in (0, 1):
+        pool.of(1, n).finish()
+    assert train(scheduler) == [1]
+    assert scheduler.ledger.counts().failed == 1
 
 
 def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: Any) -> None:
@@ -378,6 +605,7 @@ def test_metrics_tell_what_runs_and_what_interruptions_cost(start: Any) -> None:
     pool.of(0).finish()
     pool.of(1).generate()
     wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1 and scheduler._generating == 2)
+    pool.began(4)
     metrics = scheduler.metrics()
     assert metrics["fully_async/rollouter/generating_trajectories"] == 2
     assert (metrics["fully_async/rollouter/groups_running"], metrics["fully_async/rollouter/groups_ready"]) == (3, 1)

@@ -29,6 +29,7 @@ from recipe.async_engine.core.prompt_manager import TurnError
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryFailed
 from recipe.partial_rollout.scheduler import TurnScheduler
 from recipe.partial_rollout.turns import KeptAnswer, TokenAccount
@@ -76,11 +77,17 @@ class TurnPoolFake(ScriptedPool):
 
 
 def new_turns(
-    ledger: SampleLedger, pool: TurnPoolFake, *, slots: int = 4, size: int = 2, retries: int = 1, rows: int = 16
+    ledger: SampleLedger,
+    pool: TurnPoolFake,
+    *,
+    slots: int = 4,
+    size: int = 2,
+    retries: int = 1,
+    source: PromptSource | None = None,
 ) -> TurnScheduler:
     ticks = iter(range(10**9))
     settings = SchedulerSettings(size, slots, retries, 2, OnOverdue.WAIT)
-    return TurnScheduler(ledger, make_source(rows), pool, settings, Timeline(lambda: float(next(ticks)), slots))
+    return TurnScheduler(ledger, source or make_source(16), pool, settings, Timeline(lambda: float(next(ticks)), slots))
 
 
 @pytest.fixture
@@ -217,8 +224,9 @@ def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
     ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings, keeps_partial=True)
     assert [group.start for group in ledger.in_state(GroupState.RUNNING)] == [0, 0]
     fresh = TurnPoolFake()
-    restored = new_turns(ledger, fresh, slots=6)
-    restored._source.restore(saved["source"])
+    source = make_source(16)
+    source.restore(saved["source"])
+    restored = new_turns(ledger, fresh, slots=6, source=source)
     restored.restore_groups(saved["groups"])
     start(restored)
     restored.open_turn()
@@ -256,7 +264,7 @@ def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it()
     pool = TurnPoolFake()
     first = new_turns(new_ledger(b=1, bound=1), pool)
     first.manager.open_turn()
-    group = first.manager.issue(first._source.take().reference)
+    group = first.manager.issue(make_source(1).take().reference)
     ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings, keeps_partial=True)
     restored = new_turns(ledger, TurnPoolFake())
     scored = [TrajectoryScored(1.0, 0, 0, True, 0, 0, 6)] * 2

@@ -47,6 +47,9 @@ class Timeouts:
     generation: float = knob(
         1800.0, "One generation request to a rollout replica; a group that fails by it is retried.", unit="s", above=0
     )
+    prompt: float = knob(
+        600.0, "How long the training data's loader may take for one prompt before the run ends.", unit="s", above=0
+    )
     reward: float = knob(300.0, "The reward of one trajectory; a group that fails by it is retried.", unit="s", above=0)
     batch_wait: float = knob(
         3600.0, "How long the trainer waits for the next batch before the run ends with an error.", unit="s", above=0

@@ -44,6 +44,7 @@ class SchedulerSettings:
         filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
             zero. New prompts take their place.
         filter_limit: groups that may be left out for one batch; the run ends beyond it. 0: any number.
+        prompt_timeout_s: deadline of the data loader for one prompt.
     """
 
     group_size: int
@@ -54,6 +55,7 @@ class SchedulerSettings:
     places: int | None = None
     filter_groups: bool = False
     filter_limit: int = 0
+    prompt_timeout_s: float = 600.0
 
 
 @dataclass
@@ -90,14 +92,14 @@ class Slot:
     def __init__(self, count: Callable[[int], None]) -> None:
         """``count`` is told +1 and -1; the first hold is the caller's, who reserved the group's slots at once."""
         self._count = count
-        self._held = True
+        self.held = True
 
     def hold(self) -> None:
-        if not self._held:
-            self._held = True
+        if not self.held:
+            self.held = True
             self._count(1)
 
     def free(self) -> None:
-        if self._held:
-            self._held = False
+        if self.held:
+            self.held = False
             self._count(-1)

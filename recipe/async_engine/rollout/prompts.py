@@ -14,20 +14,32 @@
 """Prompts in the order of verl's data loader, one at a time, with a position that a checkpoint can hold.
 
 Contract: every prompt has an identity (epoch, data set index) that is stable across restarts, and a prompt that was
-taken before ``state`` was read is not given again after ``restore``. Shown by tests/integration/test_prompts.py.
+taken before ``state`` was read is not given again after ``restore``, but for one that was put back. The data loader is
+the user's code and may take any time, or fail: a :class:`PromptFeed` calls it on a thread of its own, with a deadline.
+Shown by tests/integration/test_prompts.py.
 """
 
-from collections.abc import Iterator
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 
 DATASET_INDEX = "dataset_index"
+
+
+class DataFailed(RecipeError):
+    """The training data gave no prompt: its loader raised, or did not answer in time."""
 
 
 class IndexedDataset(Dataset):
@@ -91,6 +103,7 @@ class PromptSource:
         self._epoch = 0
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
+        self._put_back: Prompt | None = None
 
     @property
     def exhausted(self) -> bool:
@@ -98,10 +111,18 @@ class PromptSource:
 
     @property
     def prompts_left(self) -> int:
-        return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
+        rest = max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
+        return rest + (self._put_back is not None)
+
+    def put_back(self, prompt: Prompt) -> None:
+        """Have the last prompt taken be the next one to take."""
+        self._put_back = prompt
 
     def take(self) -> Prompt | None:
         """The next prompt, or None when every epoch is done."""
+        if self._put_back is not None:
+            prompt, self._put_back = self._put_back, None
+            return prompt
         while not self.exhausted:
             if self._iterator is None:
                 self._iterator = iter(self._dataloader)
@@ -118,17 +139,19 @@ class PromptSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`restore` needs to go on after the last prompt taken."""
+        """What :meth:`restore` needs to go on after the last prompt taken, or with the one that was put back."""
         started = self._taken_in_epoch > 0
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
+            "put_back": self._put_back,
             "dataloader": self._dataloader.state_dict() if started else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
+        self._put_back = state["put_back"]
         self._iterator = None
         if state["dataloader"] is not None:
             self._dataloader.load_state_dict(state["dataloader"])
@@ -138,3 +161,87 @@ class PromptSource:
                 pass
             self._epoch += 1
             self._taken_in_epoch = 0
+
+
+class PromptFeed:
+    """Hands a source's prompts to one event loop, which never waits for the data loader.
+
+    At most one prompt is taken ahead of being asked for: :meth:`pop` gives it, :meth:`take` has the next one taken.
+
+    Args:
+        source: from now on only this feed's thread calls it.
+        timeout_s: the data loader's deadline for one prompt, and for its position.
+
+    Attributes:
+        left: prompts that :meth:`pop` will still give.
+    """
+
+    def __init__(self, source: PromptSource, timeout_s: float) -> None:
+        self.left = source.prompts_left
+        self._source = source
+        self._timeout_s = timeout_s
+        self._ahead: Prompt | None = None
+        # One thing at a time, so that a position is that of a moment.
+        self._lock = asyncio.Lock()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="prompt-feed", daemon=True)
+
+    def pop(self) -> Prompt | None:
+        """The prompt that was taken ahead; None if there is none."""
+        prompt, self._ahead = self._ahead, None
+        self.left -= prompt is not None
+        return prompt
+
+    async def take(self) -> None:
+        """Take a prompt ahead, if there is none and the source has one.
+
+        Raises:
+            DataFailed: the data loader raised, or gave no prompt in time.
+        """
+        async with self._lock:
+            if self._ahead is None:
+                self._ahead = await self._do(self._source.take, "gave no prompt")
+                if self._ahead is None:
+                    self.left = 0
+
+    @asynccontextmanager
+    async def standstill(self) -> AsyncIterator[dict[str, Any]]:
+        """The source's state after the prompts that :meth:`pop` has given; inside, it gives none.
+
+        Raises:
+            DataFailed: the data loader raised, or did not tell in time.
+        """
+        async with self._lock:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None:
+                self._source.put_back(ahead)
+            yield await self._do(self._source.state, "did not tell its position")
+
+    def close(self) -> None:
+        """No prompt is taken any more; a data loader that hangs is left behind."""
+        self._asked.put(None)
+
+    async def _do(self, work: Callable[[], Any], what: str) -> Any:
+        if not self._thread.is_alive():
+            self._thread.start()
+        result: Future[Any] = Future()
+        self._asked.put((work, what, result))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(result), self._timeout_s)
+        except TimeoutError:
+            raise DataFailed(
+                f"the training data's loader {what} within {self._timeout_s:g} s; look at the data set and at its "
+                "worker processes (data.dataloader_num_workers), or raise async_training.timeouts.prompt"
+            ) from None
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work, what, result = asked
+            if not result.set_running_or_notify_cancel():
+                continue
+            try:
+                result.set_result(work())
+            except BaseException as error:  # a data set may raise anything
+                failed = DataFailed(f"the training data's loader {what}: {type(error).__name__}: {error}")
+                failed.__cause__ = error
+                result.set_exception(failed)

@@ -15,10 +15,11 @@
 
 Contract: it decides nothing about staleness. It asks the ledger what may start and what may be trained, and obeys. It
 runs in one event loop on a thread of its own, beside the trainer's thread; both reach the ledger under one condition
-variable that is never held across a wait for anything else. Everything is driven by events: a finished trajectory, a
-taken batch, a published version. A trajectory frees its generation slot when its last token is sampled, so rewards
-never hold one. A failed trajectory is retried on another worker and its siblings are kept; past its retries the whole
-group counts as failed, and the run ends when no group has succeeded for ``max_consecutive_failures`` of them.
+variable that is never held across a wait for anything else, the data loader included. Everything is driven by events: a
+prompt that came, a finished trajectory, a taken batch, a published version. A group gets its generation slots together
+with its prompt, so a drain sees every group that was issued; a trajectory frees its slot with its last sampled token,
+so rewards never hold one. A failed trajectory is retried on another worker and its siblings are kept; past its retries
+the whole group counts as failed, and the run ends when no group has succeeded for ``max_consecutive_failures`` of them.
 Payloads stay object references until the trainer fetches its batch.
 
 Shown by tests/integration/test_scheduler.py (workers faked below the actor seam) and tests/e2e/test_fully_async.py.
@@ -33,6 +34,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, Group, GroupState, OnOverdue
 from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.overlap import RewardOverlap
@@ -44,12 +46,16 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
-from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 from recipe.async_engine.run.stacks import waits
 from recipe.async_engine.run.stall import Stalled
 
 logger = logging.getLogger(__name__)
+
+LOOP_S = 60.0
+# A worker ends a trajectory that was cancelled, whatever it does, in less (`agent_worker.LAST_MOMENT_S`).
+CANCELLED_S = 30.0
 
 
 class RolloutScheduler:
@@ -66,7 +72,7 @@ class RolloutScheduler:
     ) -> None:
         """``rescore``: have log-prob servers score each group that waits by the newest version."""
         self.ledger = ledger
-        self._source = source
+        self._prompts = PromptFeed(source, settings.prompt_timeout_s)
         self._pool = pool
         self._settings = settings
         self._timeline = timeline
@@ -76,14 +82,16 @@ class RolloutScheduler:
         self._runs: dict[int, GroupRun] = {}
         self._waiting: deque[GroupRun] = deque()
         self._generating = 0
-        self._issuing = self._ending = False
-        self._failures_in_a_row = self._filtered_since_batch = 0
+        self._issuing = self._ending = self._taking = False
+        self._failures_in_a_row = 0
+        self._filter = FilterCount(ledger.settings.batch_groups, settings.filter_limit)
         self._error: BaseException | None = None
         self.interrupted_trajectories = 0
         self.reprefilled_tokens = 0
         self.recovered_tokens = 0
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
+        self._going_on = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._thread = threading.Thread(target=self._run_loop, name="rollout-scheduler", daemon=True)
 
@@ -99,7 +107,7 @@ class RolloutScheduler:
     def stop(self, timeout_s: float) -> None:
         """End every trajectory and the scheduler's thread."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout_s)
+            self._ask(self._stop(), timeout_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
 
@@ -118,7 +126,6 @@ class RolloutScheduler:
                     return None
                 if self.ledger.next_batch() is not None:
                     batch = [self._runs[group.id] for group in self.ledger.take()]
-                    self._filtered_since_batch = 0
                     break
                 if self._over():
                     return None
@@ -147,11 +154,7 @@ class RolloutScheduler:
 
     def version_published(self) -> int:
         """Every live replica has committed the next version. Returns it."""
-        with self._changed:
-            version = self.ledger.publish()
-            self._score(self.ledger.in_state(GroupState.READY))
-        self._poke()
-        return version
+        return self._ask(self._published(), LOOP_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
         """Wait until no trajectory generates, and issue nothing from then on.
@@ -159,7 +162,8 @@ class RolloutScheduler:
         Args:
             timeout_s: deadline.
             fill: go on issuing while the ledger admits groups, so that the batch under way is complete at this
-                version; otherwise issue nothing any more.
+                version; otherwise issue nothing any more. Where groups are filtered their rewards are waited for, which
+                decide whether another one is needed.
 
         Raises:
             RolloutFailed: generation failed meanwhile.
@@ -168,12 +172,13 @@ class RolloutScheduler:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._issuing = fill
-            while self._generating or (fill and self._may_issue()):
+            while self._generating or (fill and self._may_be_filled()):
                 self._raise_error()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise BatchTimeout(
                         f"{self._generating} trajectories still generate after {timeout_s:g} s of draining before a "
-                        "weight sync; raise async_training.timeouts.drain, or set async_training.partial_rollout=True "
+                        f"weight sync, and {self.ledger.counts().running} groups are not complete; raise "
+                        "async_training.timeouts.drain, or set async_training.partial_rollout=True "
                         "so that a sync interrupts and resumes them"
                     )
                 self._changed.wait(remaining)
@@ -187,9 +192,9 @@ class RolloutScheduler:
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """Ledger, prompt position and live groups as of one moment; payloads are object references.
 
-        Read on the scheduler's own thread, so that no prompt is taken in between.
+        Read on the scheduler's own thread while no prompt is taken.
         """
-        return asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(timeout_s)
+        return self._ask(self._snapshot(), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
         """Adopt the live groups of a checkpoint; call it before :meth:`start`.
@@ -265,8 +270,20 @@ class RolloutScheduler:
             self._changed.notify_all()
 
     def _poke(self) -> None:
-        """Something changed that may let a group start; callable from any thread."""
+        """Something changed that may let a group start, or an attempt; callable from any thread."""
         self._loop.call_soon_threadsafe(self._wake.set)
+        self._loop.call_soon_threadsafe(self._going_on.set)
+
+    def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        """What ``work`` returns, done on the scheduler's thread; callable from any other."""
+        answer = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            answer.cancel()
+            raise RolloutFailed(
+                f"the rollout scheduler did not answer within {timeout_s:g} s: {self._state()}"
+            ) from None
 
     def _change(self, update: Callable[[], Any]) -> Any:
         """Apply ``update`` to the ledger, then tell both threads."""
@@ -280,31 +297,48 @@ class RolloutScheduler:
         while True:
             self._drop_overdue()
             while (run := self._next_run()) is not None:
-                self._count_generating(self._settings.group_size)
                 self._spawn(self._run_group(run))
             await self._wake.wait()
             self._wake.clear()
 
     def _next_run(self) -> GroupRun | None:
-        """The next group that may start now: restored ones first, then the next prompt."""
+        """The next group that may start now, its slots taken: restored ones first, then the next prompt."""
+        size = self._settings.group_size
         with self._changed:
-            slots_free = self._settings.slots - self._generating >= self._settings.group_size
-            if not self._issuing or not slots_free:
+            if not self._issuing or self._settings.slots - self._generating < size:
                 return None
             if self._waiting:
-                return self._waiting.popleft()
-            if not self.ledger.can_issue():
+                run = self._waiting.popleft()
+            elif self.ledger.can_issue() and (prompt := self._next_prompt()) is not None:
+                run = self._new_run(self.ledger.issue(prompt.reference), prompt.row)
+            else:
                 return None
-            prompt = self._source.take()
-            if prompt is None:
-                self._changed.notify_all()
-                return None
-            return self._new_run(self.ledger.issue(prompt.reference), prompt.row)
+            self._count_generating(size)
+            return run
+
+    def _next_prompt(self) -> Prompt | None:
+        """The next prompt if it is here; otherwise it is taken, and whoever issues is woken."""
+        prompt = self._prompts.pop()
+        if prompt is None and self._prompts.left and not self._taking:
+            self._taking = True
+            self._spawn(self._take_prompt())
+        return prompt
+
+    async def _take_prompt(self) -> None:
+        try:
+            await self._prompts.take()
+        finally:
+            self._taking = False
+        self._change(lambda: None)
 
     def _new_run(self, group: Group, row: dict[str, Any]) -> GroupRun:
         size = self._settings.group_size
-        run = GroupRun(group, row, scored=[None] * size, payloads=[None] * size)
-        self._runs[group.id] = run
+        return self._adopt(GroupRun(group, row, scored=[None] * size, payloads=[None] * size))
+
+    def _adopt(self, run: Any) -> Any:
+        self._runs[run.group.id] = run
+        if run.group.state is GroupState.RUNNING:
+            self._filter.issued(run.group.id)
         return run
 
     async def _run_group(self, run: GroupRun) -> None:
@@ -321,8 +355,14 @@ class RolloutScheduler:
             self._change(lambda: self._complete(run))
             return
         run.failed = True
+        self._going_on.set()
         await self._pool.cancel(run.keys)
         if pending:
+            _, pending = await asyncio.wait(pending, timeout=CANCELLED_S)
+        if pending:
+            logger.error("%d trajectories of prompt group %s do not end: they are given up", len(pending), run.group.id)
+            for task in pending:
+                task.cancel()
             await asyncio.wait(pending)
         if run.dropped:
             self._change(lambda: self._end(run, lambda: self.ledger.filter(run.group.id, OVERDUE_REASON)))
@@ -344,16 +384,17 @@ class RolloutScheduler:
     def _complete(self, run: GroupRun) -> None:
         """Every answer of the group is there, with its reward."""
         self._count_parts(run)
-        if not (self._settings.filter_groups and run.is_uniform):
+        kept = not (self._settings.filter_groups and run.is_uniform)
+        self._filter.ended(run.group.id, kept)
+        if kept:
             self._ready(run)
-            return
-        self._end(run, lambda: self.ledger.filter(run.group.id, UNIFORM_REASON))
-        self._filtered_since_batch += 1
-        limit = self._settings.filter_limit
-        if limit and self._filtered_since_batch >= limit:
+        else:
+            self._end(run, lambda: self.ledger.filter(run.group.id, UNIFORM_REASON))
+        if self._filter.exceeded:
             self.fail(
                 RolloutFailed(
-                    f"{limit} prompt groups were filtered for one batch (algorithm.filter_groups.max_num_gen_batches): "
+                    f"{self._settings.filter_limit} prompt groups were filtered for one batch "
+                    "(algorithm.filter_groups.max_num_gen_batches): "
                     "the answers to each prompt all got the same reward. Look at the reward and at how hard the "
                     "prompts are, or raise the setting; 0 is for no limit"
                 )
@@ -371,6 +412,7 @@ class RolloutScheduler:
 
     def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
         transition()
+        self._filter.forget(run.group.id)
         del self._runs[run.group.id]
 
     async def _run_trajectory(self, run: GroupRun, n: int) -> None:
@@ -379,7 +421,7 @@ class RolloutScheduler:
         avoid: str | None = None
         try:
             for attempt in range(1 + self._settings.max_retries):
-                slot.hold()
+                await self._hold(slot, run)
                 call = self._pool.call(run.row, run.group, n, attempt, avoid)
                 run.keys.add(call.key)
                 try:
@@ -396,6 +438,18 @@ class RolloutScheduler:
                     run.keys.discard(call.key)
         finally:
             slot.free()
+
+    async def _hold(self, slot: Slot, run: GroupRun) -> None:
+        """Have the slot for the next attempt. One that gave it back waits, like a new group, while a drain goes on."""
+        while True:
+            with self._changed:
+                if run.failed or run.dropped:
+                    raise TrajectoryCancelled(f"group {run.group.id} was given up")
+                if self._issuing or slot.held:
+                    slot.hold()
+                    return
+                self._going_on.clear()
+            await self._going_on.wait()
 
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
         """Take in what a trajectory yields."""
@@ -436,19 +490,29 @@ class RolloutScheduler:
         for run in overdue:
             if not run.dropped:
                 run.dropped = True
+                self._going_on.set()
                 self._spawn(self._pool.cancel(run.keys))
 
     async def _snapshot(self) -> dict[str, Any]:
+        async with self._prompts.standstill() as position:
+            with self._changed:
+                groups = {
+                    group_id: {"row": run.row, "scored": list(run.scored), "payloads": list(run.payloads)}
+                    for group_id, run in self._runs.items()
+                }
+                return {"ledger": self.ledger.snapshot(), "source": position, "groups": groups}
+
+    async def _published(self) -> int:
         with self._changed:
-            groups = {
-                group_id: {"row": run.row, "scored": list(run.scored), "payloads": list(run.payloads)}
-                for group_id, run in self._runs.items()
-            }
-            return {"ledger": self.ledger.snapshot(), "source": self._source.state(), "groups": groups}
+            version = self.ledger.publish()
+            self._score(self.ledger.in_state(GroupState.READY))
+        self._wake.set()
+        return version
 
     async def _stop(self) -> None:
         with self._changed:
             self._issuing = False
+        self._prompts.close()
         keys = {key for run in self._runs.values() for key in run.keys}
         tasks = list(self._tasks)
         for task in tasks:
@@ -471,12 +535,15 @@ class RolloutScheduler:
                 raise self._error
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 
-    def _may_issue(self) -> bool:
-        return bool(self._waiting) or (self.ledger.can_issue() and self._source.prompts_left > 0)
+    def _may_be_filled(self) -> bool:
+        """Whether the batch under way is missing groups, or may turn out to."""
+        if self._waiting or (self.ledger.can_issue() and self._prompts.left):
+            return True
+        return self._settings.filter_groups and bool(self.ledger.in_state(GroupState.RUNNING))
 
     def _over(self) -> bool:
         """Whether no further batch can form."""
-        return not self.ledger.batch_possible(self._source.prompts_left)
+        return not self.ledger.batch_possible(self._prompts.left)
 
     def _diagnosis(self, timeout_s: float) -> str:
         return (

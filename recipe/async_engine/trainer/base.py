@@ -157,6 +157,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             on_overdue=OnOverdue(training.on_overdue),
             filter_groups=filtering,
             filter_limit=max(0, batches or 0) * plan.batch_groups,
+            prompt_timeout_s=training.timeouts.prompt,
         )
 
     def _new_scheduler(self) -> RolloutScheduler:

@@ -1,0 +1,70 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How many groups a batch cost: those that were filtered, counted as synchronous training would count them.
+
+Contract. Outcomes are counted in the order of issue, whatever order groups end in: a batch is complete with its b-th
+kept group, and the count of filtered ones begins anew with each batch. So how far generation runs ahead, and which
+answers are done first, changes nothing: what a synchronous run with these outcomes would train never exceeds the limit
+here. A group that fails says nothing of its prompt and is not counted. Test: tests/core/test_group_filter.py.
+"""
+
+from __future__ import annotations
+
+
+class FilterCount:
+    """See the module's contract.
+
+    batch_groups: b. limit: filtered groups that one batch may cost; 0: any number.
+    """
+
+    def __init__(self, batch_groups: int, limit: int) -> None:
+        self._batch_groups = batch_groups
+        self._limit = limit
+        self._kept = 0
+        self._filtered = 0
+        # Those issued since the oldest that has no outcome yet, in order; None: none yet.
+        self._outcomes: dict[int, bool | None] = {}
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the batch under way has cost as many filtered groups as it may."""
+        return 0 < self._limit <= self._filtered
+
+    def issued(self, group_id: int) -> None:
+        """A group begins."""
+        self._outcomes[group_id] = None
+
+    def ended(self, group_id: int, kept: bool) -> None:
+        """A group is complete: it is kept, or it is filtered."""
+        if group_id in self._outcomes:
+            self._outcomes[group_id] = kept
+            self._advance()
+
+    def forget(self, group_id: int) -> None:
+        """A group ended otherwise; one that is counted already stays so."""
+        if self._outcomes.get(group_id, True) is None:
+            del self._outcomes[group_id]
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._outcomes and not self.exceeded:
+            oldest = next(iter(self._outcomes))
+            kept = self._outcomes[oldest]
+            if kept is None:
+                return
+            del self._outcomes[oldest]
+            self._kept += kept
+            self._filtered += not kept
+            if self._kept == self._batch_groups:
+                self._kept = self._filtered = 0
