@@ -14,7 +14,8 @@
 """Trainers that keep each batch as it is trained, and, if asked, kill log-prob servers between steps.
 
 Environment: ``RECORDED`` is the folder of the batches. ``KILL_SERVERS`` has pairs step:server, "3:0 6:1": the ranks and
-the server of that number get SIGKILL at the beginning of that step.
+the server of that number get SIGKILL at the beginning of that step. ``LOSE_SCORES``: of so many answers of a batch the
+first loses what the servers computed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import ray
 import torch
 
+from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.fully_async.trainer import FullyAsyncTrainer
 from recipe.one_step_off.trainer import OneStepOffTrainer
 
@@ -71,6 +73,12 @@ class Recording:
             if step == self.global_steps:
                 kill(self.server_replicas[server])
         return super()._train(groups)
+
+    def _assemble(self, groups: list[Any]) -> Any:
+        batch = super()._assemble(groups)
+        if "LOSE_SCORES" in os.environ:
+            batch.non_tensor_batch[SCORES][:: int(os.environ["LOSE_SCORES"])] = None
+        return batch
 
     def _report_entropy(self, batch: Any) -> None:
         self.kept = {"entropy": batch.batch["entropys"].clone()}

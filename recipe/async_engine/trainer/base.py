@@ -25,6 +25,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -52,6 +53,7 @@ from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.stall import StallWatch
+from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.critic_stage import CriticStage
@@ -185,7 +187,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         groups = self._resume()
         self.scheduler = self._new_scheduler()
         self.scheduler.restore_groups(groups)
-        self.fleet.publish(self.ledger.version)
+        self._publish_again()
         self.timeline.restart()
         self.scheduler.start()
         self._watch()
@@ -313,7 +315,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
                 self._save_checkpoint()
         if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
-            if self.ledger.batches_left < self.plan.batches_per_version:
+            if self._is_within_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
@@ -328,8 +330,21 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             if not resume:
                 self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
             self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.scheduler.version_published))
+            self.published.keep()
             if not resume:
                 self.scheduler.resume_issuing()
+
+    @property
+    def _is_within_version(self) -> bool:
+        """Whether batches have been trained since the last publication."""
+        return self.ledger.batches_left < self.plan.batches_per_version
+
+    def _publish_again(self) -> None:
+        """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version."""
+        with self.published.in_use() if self._is_within_version else nullcontext():
+            self.fleet.publish(self.ledger.version)
+        if not self._is_within_version:
+            self.published.keep()
 
     def _begin_profile(self) -> None:
         steps = self.config.global_profiler.steps
@@ -368,7 +383,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
-        self.saved.save(self.global_steps, snapshot, super()._save_checkpoint)
+        self.saved.save(self.global_steps, snapshot, self._save_training_side)
+
+    def _save_training_side(self) -> None:
+        super()._save_checkpoint()
+        if self._is_within_version:
+            self.published.save(checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _resume(self) -> dict[int, dict[str, Any]]:
         """Load the newest complete checkpoint, if any; returns its live groups."""
@@ -380,6 +400,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             return {}
         self.ledger = self._new_ledger(snapshot["ledger"])
         self.saved.resumed["groups_kept"] = self.ledger.counts().ready
+        if self._is_within_version:
+            self.published.load(folder)
         self.validation = snapshot.get("validation", self.validation)
         self._restored(snapshot)
         return snapshot["groups"]

@@ -32,8 +32,6 @@ from recipe.async_engine.rollout.part_scores import REFERENCE
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED = "published"
-TRAINED = "trained"
 IN_LOSS = "actor/rollout_corr/"
 
 
@@ -87,19 +85,11 @@ class LogProbStage:
         return log_probs, entropy
 
     def _by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
-        trained_since = self.plan.batches_per_version - self.ledger.batches_left - 1
-        if self.plan.batches_per_version == 1:
+        # The batch under way has been taken already.
+        if self.ledger.batches_left == self.plan.batches_per_version - 1:
             return self._compute_old_log_prob(batch)
-        if trained_since == 0:
-            self.actor_rollout_wg.save_model_to_cpu(PUBLISHED)
+        with self.published.in_use():
             return self._compute_old_log_prob(batch)
-        self.actor_rollout_wg.save_model_to_cpu(TRAINED)
-        self.actor_rollout_wg.restore_model_from_cpu(PUBLISHED)
-        try:
-            return self._compute_old_log_prob(batch)
-        finally:
-            self.actor_rollout_wg.restore_model_from_cpu(TRAINED)
-            self.actor_rollout_wg.clear_cpu_model(TRAINED)
 
     def _fit_update_actor(self, batch: DataProto) -> DataProto:
         batch = super()._fit_update_actor(batch)

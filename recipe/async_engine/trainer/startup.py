@@ -31,6 +31,7 @@ from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.rollout.clearing import clear_replica
 from recipe.async_engine.rollout.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet, Handles
+from recipe.async_engine.trainer.published import PublishedWeights
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_rollout
 from recipe.async_engine.weights.publisher import WeightPublisher
 
@@ -73,6 +74,7 @@ class Startup:
             load_balancer=rollout.replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
         )
+        self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self.fleet = self._new_fleet(rollout)
 
     def _new_fleet(self, rollout: RolloutSide) -> Fleet:

@@ -1,0 +1,127 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Copies of the published weights: the worker's own methods over FSDP2 shards, on one and two ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from recipe.async_engine.core.server_settings import Proximal
+from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError
+from recipe.async_engine.trainer.published import PublishedWeights
+
+RANKS_S = 120
+
+
+def worker_of(rows: int = 5) -> ActorWorker:
+    """A rank's worker around a sharded module; of two ranks the second has nothing of the bias."""
+    module = torch.nn.Linear(3, rows)
+    module.offset = torch.nn.Parameter(torch.zeros(1))
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._rank, worker._world_size, worker._strategy_handlers = dist.get_rank(), dist.get_world_size(), None
+    worker.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+    worker.actor = SimpleNamespace(engine=SimpleNamespace(module=module))
+    return worker
+
+
+def fill(worker: ActorWorker, value: float) -> None:
+    with torch.no_grad():
+        for parameter in worker.actor.engine.module.parameters():
+            parameter.fill_(value)
+
+
+def holds(worker: ActorWorker, value: float) -> bool:
+    parameters = list(worker.actor.engine.module.parameters())
+    return all(bool((parameter.full_tensor() == value).all()) for parameter in parameters)
+
+
+def published(worker: ActorWorker, **changes: object) -> PublishedWeights:
+    plan = SimpleNamespace(**({"batches_per_version": 4, "proximal": Proximal.BYPASS} | changes))
+    return PublishedWeights(worker, plan, saves=bool(changes.get("saves", True)))
+
+
+def scenario(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    worker = worker_of()
+    kept = published(worker)
+    with pytest.raises(CopyError, match=rf"training rank {rank} has no copy 'published'"), kept.in_use():
+        pass
+    fill(worker, 1.0)
+    kept.keep()
+    fill(worker, 2.0)
+    with pytest.raises(ZeroDivisionError), kept.in_use():
+        assert holds(worker, 1.0)
+        raise ZeroDivisionError
+    assert holds(worker, 2.0), "what was trained comes back, whatever happens meanwhile"
+    kept.save(folder)
+
+    again = worker_of()
+    fill(again, 2.0)
+    kept = published(again)
+    kept.load(folder)
+    assert holds(again, 2.0), "only a publication uses them"
+    fill(again, 3.0)
+    with kept.in_use():
+        assert holds(again, 1.0)
+    assert holds(again, 3.0)
+    with pytest.raises(CopyError, match="another model"):
+        published(worker_of(rows=8)).load(folder)
+    again._world_size = world + 1
+    with pytest.raises(CopyError, match=f"rank_{rank}_of_{world + 1}.pt is not there"):
+        kept.load(folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_copies_are_the_weights_as_published_also_from_disk_and_an_absent_one_is_an_error(
+    world: int, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=scenario, args=(rank, world, str(tmp_path))) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(RANKS_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * world
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"batches_per_version": 1, "proximal": Proximal.RECOMPUTE}, False),
+        ({"proximal": Proximal.RECOMPUTE, "saves": False}, True),
+        ({"proximal": Proximal.SERVER, "saves": False}, True),
+        ({"proximal": Proximal.LOGLINEAR, "saves": False}, False),
+        ({"proximal": Proximal.BYPASS, "saves": True}, True),
+    ],
+)
+def test_memory_is_taken_only_where_the_trainer_may_compute_or_a_checkpoint_may_need_them(
+    changes: dict[str, object], kept: bool
+) -> None:
+    calls: list[str] = []
+    published(SimpleNamespace(save_model_to_cpu=calls.append), **changes).keep()
+    assert calls == ["published"] * kept
