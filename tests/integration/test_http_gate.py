@@ -16,13 +16,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from test_server_gate import SOON, load, make_server, settle  # noqa: F401 - a fixture
 
-from recipe.async_engine.rollout.http_gate import HttpGate, guard
+from recipe.async_engine.rollout.http_gate import SERVED, HttpGate, guard
 
 
 class Client:
@@ -60,11 +63,65 @@ async def test_request_that_waits_too_long_gets_503_and_the_setting(make_server:
     assert client.reached == 0
 
 
-@pytest.mark.parametrize("path", ["/resume", "/wake_up", "/v1/chat/completions"])
-async def test_calls_that_wake_or_resume_open_nothing(path: str, make_server: Any) -> None:  # noqa: F811
+async def test_call_that_would_generate_opens_nothing(make_server: Any) -> None:  # noqa: F811
     client = Client(make_server(first_weights_s=0.02))
-    assert (await client.request("POST", path)).status_code == 503
+    assert (await client.request("POST", "/v1/chat/completions")).status_code == 503
     assert client.reached == 0
+
+
+def offered_by_vllm() -> set[tuple[str, str]]:
+    """Method and path of every endpoint that the sources of the installed vLLM declare, development mode included."""
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    declared = re.compile(r'@(?:router|app)\.(post|put|delete|patch|websocket)\(\s*"([^"]+)"')
+    sources = [path.read_text() for path in (package / "entrypoints").rglob("*.py")]
+    return {found for source in sources for found in declared.findall(source)}
+
+
+async def test_what_vllm_offers_beyond_generation_is_refused_also_with_weights(make_server: Any) -> None:  # noqa: F811
+    server = make_server()
+    await load(server, 0)
+    client = Client(server)
+    offered = {(method.upper(), path) for method, path in offered_by_vllm() if method != "websocket"}
+    harmful = {"/scale_elastic_ep", "/sleep", "/wake_up", "/collective_rpc", "/pause", "/resume", "/abort_requests"}
+    harmful |= {"/reset_prefix_cache", "/start_profile", "/v1/load_lora_adapter", "/update_weights"}
+    assert harmful < {path for _, path in offered}, "this test knows the endpoints of another vLLM"
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} < {path for _, path in offered}
+    for method, path in offered:
+        before = client.reached
+        answer = await client.request(method, path)
+        assert (answer.status_code, client.reached - before) == ((200, 1) if path in SERVED else (403, 0)), path
+    assert not harmful & SERVED
+    assert all(path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize")) for path in SERVED)
+
+
+@pytest.mark.parametrize("path", ["/sleep/", "//sleep", "/v1/../sleep", "/SLEEP", "/v1/completions/", "/no_such"])
+async def test_path_in_another_spelling_is_refused(path: str, make_server: Any) -> None:  # noqa: F811
+    server = make_server()
+    await load(server, 0)
+    client = Client(server)
+    scope = {"type": "http", "method": "POST", "path": path}
+    assert await sent_by(client, scope) == ["http.response.start", "http.response.body"]
+    assert client.reached == 0
+
+
+async def test_websocket_is_refused(make_server: Any) -> None:  # noqa: F811
+    server = make_server()
+    await load(server, 0)
+    client = Client(server)
+    assert ("websocket", "/v1/realtime") in offered_by_vllm()
+    assert await sent_by(client, {"type": "websocket", "path": "/v1/realtime"}) == ["websocket.close"]
+    assert client.reached == 0
+
+
+async def sent_by(client: Client, scope: dict[str, Any]) -> list[str]:
+    """Types of the messages with which the gate answers a request that no HTTP client would send so."""
+    sent: list[str] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["type"])
+
+    await HttpGate(client._app)(scope, None, send)
+    return sent
 
 
 async def test_what_only_reads_needs_no_weights(make_server: Any) -> None:  # noqa: F811

@@ -62,8 +62,10 @@ class Engine:
         self.submitted.set()
         if not self.prefilling:
             yield self._output([7], None)
-        reason = await ended
-        del self.output_processor.request_states[request_id]
+        try:
+            reason = await ended
+        finally:
+            del self.output_processor.request_states[request_id]
         yield self._output([7, 8], reason)
 
     @staticmethod
@@ -358,3 +360,51 @@ async def test_death_of_the_engine_is_told_from_a_failed_request(
     with pytest.raises(error, match="bad request"):
         await request(server)
     assert server._admitting == 0
+
+
+async def test_dropped_request_leaves_the_engine_and_its_neighbour_stays(make_server: Any) -> None:
+    server = make_server()
+    await load(server, 0)
+    dropped, kept = request(server, "dropped"), request(server, "kept")
+    await submitted(server)
+    await settle()
+    assert set(server.engine.output_processor.request_states) == {"dropped", "kept"}
+    await server.drop_request("dropped")
+    answer = await asyncio.wait_for(dropped, SOON)
+    assert (answer.token_ids, answer.stop_reason, dropped.cancelling()) == ([], "aborted", 0)
+    assert set(server.engine.output_processor.request_states) == {"kept"}
+    assert server._admitting == 0
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(kept, SOON)).token_ids == [7, 8]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_request_that_is_dropped_before_it_reaches_the_engine_never_does(make_server: Any, paused: bool) -> None:
+    server = make_server()
+    if paused:
+        await load(server, 0)
+        await server.abort_all_requests()
+    waiting = request(server)
+    await settle()
+    await server.drop_request("r")
+    assert (await asyncio.wait_for(waiting, SOON)).stop_reason == "aborted"
+    assert server._admitting == 0
+    await load(server, 1)
+    await server.resume_generation()
+    await settle()
+    assert not server.engine.submitted.is_set()
+
+
+async def test_request_that_is_over_or_unknown_is_dropped_without_effect(make_server: Any) -> None:
+    server = make_server()
+    await load(server, 0)
+    answering = request(server)
+    await submitted(server)
+    server.engine.finish_all()
+    await asyncio.wait_for(answering, SOON)
+    await server.drop_request("r")
+    await server.drop_request("nobody")
+    again = request(server)
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(again, SOON)).token_ids == [7, 8]

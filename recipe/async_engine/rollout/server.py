@@ -142,6 +142,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
         self._submitted_versions: dict[str, int | None] = {}
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._dropped: set[str] = set()
         self._outputs = OutputWatch()
         self._checksum: str | None = None
         self._answered = 0
@@ -156,21 +158,37 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
         """
-        if not await self._gate.wait_open(self._first_weights_timeout_s):
-            return TokenOutput(token_ids=[], stop_reason="aborted")
+        task = self._tasks[request_id] = asyncio.current_task()
         try:
+            if not await self._gate.wait_open(self._first_weights_timeout_s):
+                return TokenOutput(token_ids=[], stop_reason="aborted")
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
             output.extra_fields["submitted_version"] = self._submitted_versions.get(request_id, self.global_steps)
             self._answered += 1
             return output
+        except asyncio.CancelledError:
+            if request_id not in self._dropped:
+                raise
+            task.uncancel()
+            return TokenOutput(token_ids=[], stop_reason="aborted")
         except Exception as error:
             if self.engine.errored:
                 raise EngineDied(f"the engine of rollout replica {self.replica_rank} died: {error}") from error
             raise
         finally:
             self._submitted_versions.pop(request_id, None)
+            self._tasks.pop(request_id, None)
+            self._dropped.discard(request_id)
+
+    async def drop_request(self, request_id: str) -> None:
+        """End a request that nobody waits for any more, wherever it is: its place at the engine is free at once."""
+        task = self._tasks.get(request_id)
+        if task is not None:
+            self._dropped.add(request_id)
+            # vLLM aborts what it works on when its caller is cancelled.
+            task.cancel()
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         while True:
