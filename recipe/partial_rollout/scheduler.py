@@ -216,7 +216,7 @@ class TurnScheduler(RolloutScheduler):
 
     def _new_run(self, group: Group, row: dict[str, Any]) -> TurnRun:
         size = self._settings.group_size
-        return self._adopt(TurnRun(group, row, scored=[None] * size, payloads=[None] * size))
+        return self._register(TurnRun(group, row, scored=[None] * size, payloads=[None] * size))
 
     def _begin(self, run: TurnRun, n: int) -> None:
         try:

@@ -333,9 +333,9 @@ class RolloutScheduler:
 
     def _new_run(self, group: Group, row: dict[str, Any]) -> GroupRun:
         size = self._settings.group_size
-        return self._adopt(GroupRun(group, row, scored=[None] * size, payloads=[None] * size))
+        return self._register(GroupRun(group, row, scored=[None] * size, payloads=[None] * size))
 
-    def _adopt(self, run: Any) -> Any:
+    def _register(self, run: Any) -> Any:
         self._runs[run.group.id] = run
         if run.group.state is GroupState.RUNNING:
             self._filter.issued(run.group.id)
