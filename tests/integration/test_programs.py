@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Right and wrong programs are scored; what a hostile one does costs its own score and nothing else."""
+"""Right and wrong programs are scored; whatever else one does costs its own score. Hostile ones: test_sandbox.py."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
-from recipe.async_engine.rewards import programs
+from recipe.async_engine.rewards import programs, sandbox
 from recipe.async_engine.rewards.example_task import TEMPLATES, make_problems, write
 from recipe.async_engine.rewards.programs import TestCaseError, compute_score, program_of
+from recipe.async_engine.rewards.sandbox import SandboxUnavailable
 
 ADDS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 CALLS = json.dumps({"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"})
@@ -75,29 +76,55 @@ def test_last_block_of_an_answer_is_its_program() -> None:
     assert program_of("a = 3") == "a = 3"
 
 
-HOSTILE = {
-    "loops": "while True: pass",
-    "sleeps": "import time; time.sleep(1000)",
-    "forks": "import os\nwhile True: os.fork()",
-    "fills memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
-    "prints endlessly": "while True: print('x' * 1000)",
-    "opens a socket": "import socket; socket.create_connection(('127.0.0.1', 80)); print(3)",
-    "reads the parent": "import os; open(f'/proc/{os.getppid()}/environ').read(); print(3)",
-    "kills the parent": "import os; os.kill(os.getppid(), 9); print(3)",
-    "knows no encoding": "import sys; sys.stdout.buffer.write(bytes(range(256)))",
-    "is no text": "\ud800 print(3)",
-}
+@pytest.mark.parametrize(
+    "written",
+    ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "NaN", "Infinity", "1" * 5000, '"\\\\ud800"', "{}", "", "[3", "3 4"],
+    ids=lambda text: text[:10],
+)
+def test_result_that_is_no_answer_scores_zero(written: str) -> None:
+    """Also on the result's own descriptor, where a program may write what it likes."""
+    source = f"import os\ndef add(a, b):\n    for f in range(3, 64):\n        try: os.write(f, {written!r}.encode())\n"
+    assert score(f"{source}        except OSError: pass\n    os._exit(0)", CALLS)["score"] == 0.0
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_program_costs_its_own_score_within_its_limits(what: str) -> None:
-    limits = {**QUICK, "wall_s": 3.0} if what == "sleeps" else QUICK
+def test_result_that_cannot_be_written_scores_zero() -> None:
+    for result in ("add", "{1, 2}", "float('nan')", "10 ** 10000", "b''"):
+        assert score(f"def add(a, b):\n    return {result}", CALLS)["score"] == 0.0
+
+
+def test_output_that_is_no_text_scores_zero() -> None:
+    assert score("import sys; sys.stdout.buffer.write(bytes(range(256)))")["score"] == 0.0
+
+
+def test_expected_output_never_enters_the_sandbox() -> None:
+    secret = "what-is-expected-1234567"
+    truth = json.dumps({"inputs": ["x"], "outputs": [secret]})
+    looking = (
+        "import gc, sys\n"
+        "seen = [sys.stdin.read(), repr(sys.argv), repr(globals())]\n"
+        "frame = sys._getframe()\n"
+        "while frame: seen.append(repr(frame.f_locals)); frame = frame.f_back\n"
+        "print(' '.join(seen))"
+    )
+    seen = sandbox.run(looking, stdin="x").stdout.decode()
+    assert "seen" in seen and secret not in seen
+    assert score(looking, truth)["score"] == 0.0
+
+
+def test_all_test_cases_of_an_answer_have_one_deadline() -> None:
+    """Each case is within its own limit; in all they would take 60 s."""
+    truth = json.dumps({"inputs": [""] * 30, "outputs": ["3"] * 30})
     began = time.monotonic()
-    result = compute_score("test", HOSTILE[what], ADDS, limits=limits)
-    assert result["score"] == 0.0
-    assert result["cut_off"] == float(what in ("loops", "sleeps", "prints endlessly"))
-    assert time.monotonic() - began < limits["wall_s"] + 10
-    assert score(RIGHT)["score"] == 1.0
+    result = score("import time; time.sleep(2); print(3)", truth, answer_s=5.0, partial=True)
+    assert time.monotonic() - began < 60
+    assert result["score"] == result["passed"] < 0.5
+    assert result["cut_off"] == pytest.approx(30 * (1 - result["passed"]))
+
+
+def test_machine_that_cannot_isolate_programs_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: "/nonexistent/bwrap")
+    with pytest.raises(SandboxUnavailable):
+        score(RIGHT)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@
 """Reads what a configuration refers to outside itself, and refuses it where it cannot run.
 
 Contract: `check` is the one call a main makes before it starts a process. It reads files' existence and schemas, asks
-the model hub at most once (with a deadline), changes nothing, and starts nothing. The judgement is `validate`'s.
+the model hub at most once (with a deadline), changes nothing, and starts nothing but one empty program where answers
+are programs. The judgement is `validate`'s.
 """
 
 import ast
@@ -38,6 +39,7 @@ from recipe.async_engine.core.config import RunPlan, derive, lookup
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.shapes import well_formed
 from recipe.async_engine.core.validation import ConfigError, notices, validate
+from recipe.async_engine.rewards import programs
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
     """What is found at the paths of a plain configuration: model, data files, reward function."""
-    return [*_model(config), *_data(config), *_reward_function(config)]
+    return [*_model(config), *_data(config), *_reward_function(config), *_programs(config)]
 
 
 def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
@@ -208,6 +210,19 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if path and not _is_remote(str(path)):
             name = lookup(config, f"{section}.name") or "compute_score"
             yield FileFact(f"{section}.path", str(path), "code", fault=_code_fault(Path(str(path)), str(name)))
+
+
+def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """The reward of programming tasks, where it is used on this machine: on a cluster, whoever scores tries it."""
+    for section in REWARD_FUNCTIONS:
+        path = str(lookup(config, f"{section}.path") or "")
+        own = path == f"pkg://{programs.__name__}" or Path(path).resolve() == Path(programs.__file__).resolve()
+        if own and not lookup(config, "ray_kwargs.ray_init.address"):
+            try:
+                fault = programs.fault(**(lookup(config, f"{section}.reward_kwargs") or {}))
+            except TypeError as error:
+                fault = f"reward_kwargs: {error}."
+            yield FileFact(section, path, "programs", fault=fault)
 
 
 def _code_fault(path: Path, function: str) -> str | None:

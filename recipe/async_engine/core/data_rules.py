@@ -35,6 +35,8 @@ def files(case: Case) -> Iterator[Problem]:
     if case.get("reward.reward_manager.source", "register") == "register":
         needed += [str(case.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
     for fact in case.files:
+        if fact.kind not in WANTED:
+            continue
         if fact.fault is not None:
             yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the path.")
         elif case.get("data.custom_cls.path") is None:

@@ -54,7 +54,7 @@ class FileFact:
     Attributes:
         setting: The setting that names it.
         path: The path as configured.
-        kind: What it should be: a model, a data file, or a file of Python code.
+        kind: What it should be: a model, a data file, a file of Python code, or the reward of programming tasks.
         fault: Why it cannot be used (`does not exist`, ...), or None.
         rows: Rows of a data file, where known.
         columns: Columns of a data file, where known.
@@ -64,7 +64,7 @@ class FileFact:
 
     setting: str
     path: str
-    kind: Literal["model", "data", "code"]
+    kind: Literal["model", "data", "code", "programs"]
     fault: str | None = None
     rows: int | None = None
     columns: tuple[str, ...] | None = None

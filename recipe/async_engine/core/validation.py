@@ -258,6 +258,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     server_rules.proximal_log_probs,
     server_rules.log_prob_servers,
     reward_rules.reward_model,
+    reward_rules.programs,
     _resources,
     _builtin_task,
     data_rules.files,

