@@ -15,8 +15,7 @@
 
 Contract: as :class:`RolloutScheduler`, with the prompt manager deciding which trajectory generates next. Trajectories
 outlive a turn: closing one interrupts them, they keep their tokens, and the next turn lets them go on, oldest deadline
-first, before it begins new ones. Taking a batch closes the turn under the same lock, so nothing begins after it. A
-snapshot holds what every unfinished trajectory has been answered; restored from it, no such token is generated again.
+first, before it begins new ones. Taking a batch closes the turn under the same lock, so nothing begins after it.
 
 Shown by tests/integration/test_turn_scheduler.py and tests/e2e/test_partial_rollout.py.
 """
@@ -29,57 +28,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState
+from recipe.async_engine.core.groups import OVERDUE_REASON, Group
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import RewardError, TrajectoryCancelled
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings, Slot
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.partial_rollout.pool import TurnCall, TurnPool
-from recipe.partial_rollout.turns import TokenAccount, cut_tokens
-
-LAST_WORDS_S = 5.0
 
 
 @dataclass
 class TurnRun(GroupRun):
     """A live group and the state of its trajectories' attempts.
 
-    attempts: failed ones, by trajectory. avoid: the worker of the last failed one. records: what an earlier process
-    kept of it. calls: those under way. tasks: what follows them.
+    attempts: failed ones, by trajectory. avoid: the worker of the last failed one.
     """
 
     attempts: Counter[int] = field(default_factory=Counter)
     avoid: dict[int, str] = field(default_factory=dict)
-    records: dict[int, bytes] = field(default_factory=dict)
-    calls: dict[int, TurnCall] = field(default_factory=dict)
-    tasks: dict[int, asyncio.Task] = field(default_factory=dict)
-
-
-@dataclass
-class InterruptedTokens:
-    """What became of the tokens of cut answers since the run began: cut = trained + lost + cached (in a snapshot)."""
-
-    cut: int = 0
-    trained: int = 0
-    lost: int = 0
-
-    def with_workers(self, account: TokenAccount) -> "InterruptedTokens":
-        """With what the workers counted since they began."""
-        return InterruptedTokens(self.cut + account.cut, self.trained, self.lost + account.lost)
-
-
-def _cut(run: GroupRun) -> int:
-    return sum(scored.cut_tokens for scored in run.scored if scored is not None)
-
-
-def _cached(saved: dict[str, Any]) -> int:
-    """Tokens of cut answers in a group of a snapshot."""
-    there = zip(saved["scored"], saved["payloads"], strict=True)
-    complete = sum(scored.cut_tokens for scored, payload in there if payload is not None)
-    return complete + sum(cut_tokens(record) for record in saved["kept"] if record is not None)
 
 
 class TurnScheduler(RolloutScheduler):
@@ -97,7 +66,6 @@ class TurnScheduler(RolloutScheduler):
         self._turns = pool
         self.manager = PromptManager(ledger, settings.group_size, settings.slots)
         self.interruptions = 0
-        self.tokens = InterruptedTokens()
         self.turn_occupancy = 0.0
         self._turn_began = (0.0, 0.0)
         self._timeline.rollout.set_capacity(0)
@@ -135,41 +103,14 @@ class TurnScheduler(RolloutScheduler):
         holding = self._turns.end_turn(self.manager.turns, timeout_s)
         return asyncio.run_coroutine_threadsafe(holding, self._loop)
 
-    def batch_trained(self) -> Any:
-        """As :meth:`RolloutScheduler.batch_trained`."""
-        with self._changed:
-            for group in self.ledger.leased():
-                self.tokens.trained += _cut(self._runs[group.id])
-            return super().batch_trained()
-
-    def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
-        """Adopt the live groups of a checkpoint; call it before :meth:`start`.
-
-        Args:
-            groups: by group id, ``row``, ``scored``, ``payloads`` (object references) and ``kept`` (records of
-                unfinished trajectories); the last three by trajectory, None where there is nothing.
-        """
-        for state in (GroupState.READY, GroupState.RUNNING):
-            for group in self.ledger.in_state(state):
-                saved = groups[group.id]
-                run = self._new_run(group, saved["row"])
-                run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
-                if state is GroupState.RUNNING:
-                    run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
-                    self.manager.adopt(group, [self._restored(run, n) for n in range(self._settings.group_size)])
-                    if all(payload is not None for payload in run.payloads):
-                        # Its last payload came as the checkpoint was taken.
-                        self._complete(run)
+    def _go_on(self, run: TurnRun) -> None:
+        self.manager.adopt(run.group, [self._restored(run, n) for n in range(self._settings.group_size)])
 
     @staticmethod
     def _restored(run: TurnRun, n: int) -> TrajectoryState:
         if run.payloads[n] is not None:
             return TrajectoryState.SAMPLED
         return TrajectoryState.INTERRUPTED if n in run.records else TrajectoryState.PENDING
-
-    def snapshot(self, timeout_s: float) -> dict[str, Any]:
-        """As :meth:`RolloutScheduler.snapshot`, with what unfinished trajectories keep; call it between turns."""
-        return asyncio.run_coroutine_threadsafe(self._kept_snapshot(timeout_s), self._loop).result(2 * timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """What the prompt manager holds at this moment, beside the other modes' metrics."""
@@ -227,28 +168,18 @@ class TurnScheduler(RolloutScheduler):
             self._trajectory_failed(run, n, error, None)
             return
         run.calls[n] = call
-        run.keys.add(call.key)
-        run.tasks[n] = self._spawn(self._run_call(run, n, call))
+        self._spawn(self._run_call(run, n, call))
 
     async def _run_call(self, run: TurnRun, n: int, call: TurnCall) -> None:
         """One attempt at a trajectory; its slot is free as soon as its last token is sampled."""
         try:
             await self._follow(call, run, n, Slot(lambda change: self._sampled(run, n)))
         except RecipeError as error:
-            self._ended(run, n, call)
-            run.records.pop(n, None)
             self._trajectory_failed(run, n, error, call.worker_id)
         else:
-            self._ended(run, n, call)
-            if all(payload is not None for payload in run.payloads) and not run.failed:
+            if not run.unfinished and not run.failed:
                 self._failures_in_a_row = 0
                 self._change(lambda: self._complete(run))
-
-    @staticmethod
-    def _ended(run: TurnRun, n: int, call: TurnCall) -> None:
-        run.calls.pop(n, None)
-        run.tasks.pop(n, None)
-        run.keys.discard(call.key)
 
     def _trajectory_failed(self, run: TurnRun, n: int, error: RecipeError, worker_id: str | None) -> None:
         if run.failed:
@@ -273,8 +204,6 @@ class TurnScheduler(RolloutScheduler):
 
     def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
         self.manager.forget(run.group.id)
-        # Of the trajectories under way, their workers count them.
-        self.tokens.lost += _cut(run) + sum(cut_tokens(run.records[n]) for n in run.records.keys() - run.calls.keys())
         super()._end(run, transition)
         self._account()
 
@@ -287,36 +216,6 @@ class TurnScheduler(RolloutScheduler):
             self._account()
 
         self._change(update)
-
-    async def _kept_snapshot(self, timeout_s: float) -> dict[str, Any]:
-        kept, account = await self._turns.export(timeout_s)
-        await self._last_words(kept)
-        snapshot = await self._snapshot()
-        with self._changed:
-            for group_id, saved in snapshot["groups"].items():
-                run = self._runs[group_id]
-                keys = {n: call.key for n, call in run.calls.items()}
-                records = {n: kept[key] for n, key in keys.items() if kept.get(key) is not None}
-                # One that has not begun again since the last restart keeps what it had then.
-                records = {**{n: r for n, r in run.records.items() if n not in keys}, **records}
-                saved["kept"] = [
-                    None if payload is not None else records.get(n) for n, payload in enumerate(saved["payloads"])
-                ]
-            snapshot["interrupted_tokens"] = vars(self.tokens.with_workers(account)) | {
-                "cached": sum(_cached(saved) for saved in snapshot["groups"].values())
-            }
-        return snapshot
-
-    async def _last_words(self, kept: dict[str, bytes | None]) -> None:
-        """Take in the payloads of trajectories that were over for their workers when these told what they keep."""
-        over = [
-            task
-            for run in self._runs.values()
-            for n, task in run.tasks.items()
-            if n in run.calls and run.calls[n].key not in kept
-        ]
-        if over:
-            await asyncio.wait(over, timeout=LAST_WORDS_S)
 
     # Under the condition variable.
 

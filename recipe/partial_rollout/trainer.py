@@ -21,8 +21,6 @@ happen between turns, while every unfinished trajectory waits, so they disturb n
 Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
 """
 
-from typing import Any
-
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_agents
@@ -30,7 +28,7 @@ from recipe.partial_rollout.actor_worker import HybridActorWorker
 from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.pool import TurnPool
 from recipe.partial_rollout.publisher import TurnPublisher
-from recipe.partial_rollout.scheduler import InterruptedTokens, TurnScheduler
+from recipe.partial_rollout.scheduler import TurnScheduler
 from recipe.partial_rollout.worker import TurnClient, TurnManager
 
 
@@ -40,11 +38,6 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     actor_worker = HybridActorWorker
     actor_role = "actor_rollout"
     publisher_class = TurnPublisher
-    keeps_partial = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.interrupted_tokens = InterruptedTokens()
 
     def init_workers(self) -> None:
         """Start every process of the run; engines follow the models, whose memory they share."""
@@ -70,13 +63,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     def _new_scheduler(self) -> TurnScheduler:
         agents = self.async_rollout_manager
         pool = TurnPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup)
-        scheduler = TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
-        scheduler.tokens = self.interrupted_tokens
-        return scheduler
-
-    def _restored(self, snapshot: dict[str, Any]) -> None:
-        counts = snapshot["interrupted_tokens"]
-        self.interrupted_tokens = InterruptedTokens(counts["cut"], counts["trained"], counts["lost"])
+        return TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
 
     def _next_groups(self) -> list[GroupRun] | None:
         """One generation turn."""
@@ -92,7 +79,6 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
                 "partial_rollout/interrupt_seconds": seconds,
                 "partial_rollout/cut_tokens": account.cut,
                 "partial_rollout/lost_tokens": account.lost,
-                "partial_rollout/restored_tokens": workers.restored,
                 "partial_rollout/interrupted_in_tools": workers.in_tools,
             }
         )

@@ -265,7 +265,7 @@ def test_staleness_is_recorded_exactly() -> None:
     assert (ledger.staleness.max, ledger.staleness.sum, ledger.staleness.mean) == (2, 6, 1.0)
 
 
-def test_snapshot_keeps_ready_groups_and_restarts_running_ones_at_the_current_version() -> None:
+def test_restored_groups_keep_their_states_and_starts() -> None:
     ledger = SampleLedger(TWO_AHEAD)
     groups = issue(ledger, 6)
     ready(ledger, groups[:3])
@@ -273,8 +273,8 @@ def test_snapshot_keeps_ready_groups_and_restarts_running_ones_at_the_current_ve
     restored = saved(ledger)
     assert restored.version == 1
     assert [(g.id, g.start) for g in restored.in_state(GroupState.READY)] == [(2, 0)]
-    assert [(g.id, g.start) for g in restored.in_state(GroupState.RUNNING)] == [(3, 1), (4, 1), (5, 1)]
-    assert restored.find(3) == Group(3, PromptRef(3, 0, "uid-3"), 1, GroupState.RUNNING)
+    assert [(g.id, g.start) for g in restored.in_state(GroupState.RUNNING)] == [(3, 0), (4, 0), (5, 0)]
+    assert restored.find(3) == Group(3, PromptRef(3, 0, "uid-3"), 0, GroupState.RUNNING)
     assert restored.counts() == ledger.counts()
     assert restored.staleness.histogram() == ledger.staleness.histogram()
     with pytest.raises(DuplicatePrompt):

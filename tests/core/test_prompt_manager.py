@@ -236,7 +236,7 @@ class Turns(RuleBasedStateMachine):
         """What was interrupted is interrupted, with its start; the order of resumption is the same."""
         waiting, old = self._waiting(), self.manager
         snapshot = json.loads(json.dumps(old.ledger.snapshot()))
-        ledger = SampleLedger.restore(snapshot, self.settings, keeps_partial=True)
+        ledger = SampleLedger.restore(snapshot, self.settings)
         self.manager = PromptManager(ledger, old.group_size, old.slots)
         for group in ledger.in_state(GroupState.RUNNING):
             known = old.ledger.find(group.id)

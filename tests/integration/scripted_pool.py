@@ -26,6 +26,7 @@ from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
@@ -89,6 +90,8 @@ def settle(future: asyncio.Future, error: BaseException | None) -> None:
 class ScriptedPool:
     """The scheduler's view of the workers; ``answer`` is called with every call that begins.
 
+    ``records`` has what each call was begun with; ``kept``, ``over`` and ``account`` are what workers export.
+
     Without ``cancels_reach``, trajectories do not end when they are cancelled, as if they had ended otherwise before.
     """
 
@@ -96,6 +99,10 @@ class ScriptedPool:
         self.alive = 2
         self.cancels_reach = True
         self.calls: list[ScriptedCall] = []
+        self.records: dict[str, Any] = {}
+        self.kept: dict[str, TrajectoryRecord | None] = {}
+        self.over: set[str] = set()
+        self.account = TokenAccount()
         self.loop: Any = None
         self._answer = answer
         self._changed = threading.Condition()
@@ -110,9 +117,16 @@ class ScriptedPool:
     async def close(self, keys: Iterable[str]) -> None:
         await self.cancel(keys)
 
-    def call(self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None) -> ScriptedCall:
+    def call(
+        self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None, record: Any = None
+    ) -> ScriptedCall:
         self.loop = asyncio.get_running_loop()
-        return ScriptedCall(self, group, n, attempt, avoid)
+        call = ScriptedCall(self, group, n, attempt, avoid)
+        self.records[call.key] = record
+        return call
+
+    async def export(self, timeout_s: float) -> Exported:
+        return Exported(self.kept, self.over, self.account)
 
     async def cancel(self, keys: Iterable[str]) -> None:
         named = set(keys)

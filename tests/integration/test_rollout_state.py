@@ -49,19 +49,20 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def snapshot_of(store: Store) -> dict[str, Any]:
+    kept = [None, "its answers"]
     ready = [store.put({"tokens": torch.arange(3)}), store.put({"tokens": torch.arange(4)})]
     return {
         "ledger": {"version": 3},
         "source": {"epoch": 1},
         "groups": {
-            4: {"row": {"index": 40}, "scored": ["a", "b"], "payloads": ready},
-            5: {"row": {"index": 50}, "scored": ["a", None], "payloads": [ready[0], None]},
+            4: {"row": {"index": 40}, "scored": ["a", "b"], "payloads": ready, "kept": [None, None]},
+            5: {"row": {"index": 50}, "scored": ["a", None], "payloads": [ready[0], None], "kept": kept},
         },
         "validation": {"first": 0.5, "last": 0.75},
     }
 
 
-def test_ready_groups_come_back_with_their_payloads_and_running_ones_with_their_row_alone(
+def test_groups_come_back_with_the_payloads_that_were_there_and_what_is_kept_of_the_others(
     tmp_path: Path, store: Store
 ) -> None:
     rollout_state.save(str(tmp_path / "global_step_3"), snapshot_of(store), timeout_s=7.0)
@@ -75,8 +76,9 @@ def test_ready_groups_come_back_with_their_payloads_and_running_ones_with_their_
     payloads = [store.objects[reference] for reference in ready["payloads"]]
     assert [payload["tokens"].tolist() for payload in payloads] == [[0, 1, 2], [0, 1, 2, 3]]
     assert (ready["row"], ready["scored"]) == ({"index": 40}, ["a", "b"])
-    assert running == {"row": {"index": 50}, "scored": [], "payloads": []}
-    assert store.deadlines == [7.0]
+    assert (running["row"], running["scored"], running["kept"]) == ({"index": 50}, ["a", None], [None, "its answers"])
+    assert [None if payload is None else store.objects[payload] for payload in running["payloads"]][1] is None
+    assert store.objects[running["payloads"][0]]["tokens"].tolist() == [0, 1, 2]
 
 
 def test_write_that_breaks_off_leaves_the_file_before_it(

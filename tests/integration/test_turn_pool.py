@@ -28,9 +28,9 @@ import ray
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored, WorkerRestarted
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.workers import TrajectoryFailed
 from recipe.partial_rollout.pool import TurnCall, TurnPool
-from recipe.partial_rollout.turns import TokenAccount
 
 SOON = 60.0
 
@@ -38,7 +38,7 @@ SOON = 60.0
 def actor_class() -> type:
     # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
     from recipe.async_engine.rollout import agent_worker as events
-    from recipe.partial_rollout import turns
+    from recipe.async_engine.rollout import kept_answers
 
     class Worker:
         """Its payloads say which turn a trajectory began in, and which turns were over for the worker by then."""
@@ -47,12 +47,12 @@ def actor_class() -> type:
             self.closed: list[int] = []
 
         async def run_trajectory(
-            self, key: str, sample: dict, index: int, n: int, version: int, *turn: Any
+            self, key: str, sample: dict, index: int, n: int, version: int, *rest: Any
         ) -> AsyncGenerator:
             if sample["behaviour"] == "dies":
                 os._exit(1)
             yield events.TrajectoryScored(0.5, version, version, True, 0, 0, 6)
-            yield (*turn, self.closed)
+            yield (*rest, self.closed)
 
         async def process(self) -> int:
             return os.getpid()
@@ -62,7 +62,7 @@ def actor_class() -> type:
 
         async def end_turn(self, turn: int) -> Any:
             self.closed.append(turn)
-            return turns.TokenAccount(cut=10 * len(self.closed), lost=1, held=4)
+            return kept_answers.TokenAccount(cut=10 * len(self.closed), lost=1, held=4)
 
     return Worker
 
@@ -92,7 +92,7 @@ async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one
     pool.resume([waiting], 3)
     (scored, _), (_, payload) = await asyncio.wait_for(following, SOON)
     assert isinstance(scored, TrajectoryScored)
-    assert ray.get(payload, timeout=SOON) == (3, None, [2])
+    assert ray.get(payload, timeout=SOON) == (None, 3, [2])
     assert await pool.end_turn(3, SOON) == TokenAccount(cut=30, lost=6, held=4)
     assert pool.admitted == {}
 

@@ -15,47 +15,41 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from remote_fakes import make_source, part
+from remote_fakes import make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, wait_until
 
-from recipe.async_engine.core.groups import Group, GroupState, OnOverdue
+from recipe.async_engine.core.groups import GroupState, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import TurnError
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryFailed
 from recipe.partial_rollout.scheduler import TurnScheduler
-from recipe.partial_rollout.turns import KeptAnswer, TokenAccount
 
 
-def record(tokens: int) -> bytes:
+def record(tokens: int) -> TrajectoryRecord:
     """What a worker exports of an answer that was cut after so many tokens."""
-    return pickle.dumps([KeptAnswer(b"asked", part([7] * tokens, 0, "aborted"))])
+    return TrajectoryRecord(b"", tokens, 0)
 
 
 class TurnPoolFake(ScriptedPool):
-    """Records what the scheduler tells the workers about turns; ``kept`` is what they export."""
+    """Records what the scheduler tells the workers about turns."""
 
     def __init__(self, answer: Any = None) -> None:
         super().__init__(answer)
         self.admitted: dict[str, list[int]] = {}
-        self.records: dict[str, bytes | None] = {}
         self.ended: list[int] = []
-        self.kept: dict[str, bytes | None] = {}
-        self.account = TokenAccount()
 
-    def call_in(
-        self, turn: int, row: Any, group: Group, n: int, attempt: int, avoid: str | None, record: bytes | None
-    ) -> ScriptedCall:
-        call = self.call(row, group, n, attempt, avoid)
-        self.admitted[call.key], self.records[call.key] = [turn], record
+    def call_in(self, turn: int, *arguments: Any) -> ScriptedCall:
+        call = self.call(*arguments)
+        self.admitted[call.key] = [turn]
         return call
 
     def resume(self, calls: Iterable[ScriptedCall], turn: int) -> None:
@@ -71,9 +65,6 @@ class TurnPoolFake(ScriptedPool):
     async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
         self.ended.append(turn)
         return self.account
-
-    async def export(self, timeout_s: float) -> tuple[dict[str, bytes | None], TokenAccount]:
-        return self.kept, self.account
 
 
 def new_turns(
@@ -221,7 +212,7 @@ def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
     saved = scheduler.snapshot(SOON)
     assert saved["interrupted_tokens"] == {"cut": 8, "trained": 0, "lost": 0, "cached": 8}
 
-    ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings, keeps_partial=True)
+    ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings)
     assert [group.start for group in ledger.in_state(GroupState.RUNNING)] == [0, 0]
     fresh = TurnPoolFake()
     source = make_source(16)
@@ -248,7 +239,7 @@ def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_sna
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
     end(scheduler)
-    pool.kept = {"1-1-0": None}
+    pool.kept, pool.over = {"1-1-0": None}, {"1-0-0"}
     exported = pool.export
 
     async def export_then_finish(timeout_s: float) -> Any:
@@ -265,7 +256,7 @@ def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it()
     first = new_turns(new_ledger(b=1, bound=1), pool)
     first.manager.open_turn()
     group = first.manager.issue(make_source(1).take().reference)
-    ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings, keeps_partial=True)
+    ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings)
     restored = new_turns(ledger, TurnPoolFake())
     scored = [TrajectoryScored(1.0, 0, 0, True, 0, 0, 6)] * 2
     saved = {"row": {}, "scored": scored, "payloads": ["a", "b"], "kept": [None, None]}

@@ -11,20 +11,20 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Turns at an agent-loop worker: who waits, who goes on, what is kept, and that what is kept is not asked for again."""
+"""Turns at an agent-loop worker: who waits and who goes on."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryAnswers
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
-from recipe.partial_rollout.turns import HeldTooLong, Ticket, TokenAccount, TurnGate, cut_tokens, use_ticket
+from recipe.partial_rollout.turns import HeldTooLong, Ticket, TurnGate, use_ticket
 from recipe.partial_rollout.worker import TurnClient
 
 PROMPT = [1, 2, 3]
@@ -48,10 +48,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def answer(client: TurnClient, ticket: Ticket | None, work: Any = None) -> tuple[Any, TrajectoryRecorder]:
+async def answer(
+    client: TurnClient, ticket: Ticket | None, work: Any = None, answers: TrajectoryAnswers | None = None
+) -> tuple[Any, TrajectoryRecorder]:
     """One trajectory: ``work`` of the client, by default one request."""
     use_ticket(ticket)
-    recorder = start_recording()
+    recorder = start_recording(None, answers)
+    if ticket is not None:
+        ticket.answers = recorder.answers
     if work is not None:
         return await work(client), recorder
     return await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8}), recorder
@@ -84,7 +88,7 @@ async def test_an_interrupted_answer_waits_for_its_next_turn_and_keeps_its_token
     assert [call["prompt_ids"] for call in server.calls] == [PROMPT, [*PROMPT, 10, 11]]
     assert recorder.segments == [(0, (10, 11)), (1, (12,))]
     assert (recorder.interruptions, recorder.cut_tokens, recorder.reprefilled_tokens) == (1, 2, 5)
-    assert gate.account.cut == 2
+    assert recorder.answers.account.cut == 2
 
 
 async def test_a_refused_request_waits_and_is_no_interruption() -> None:
@@ -95,7 +99,7 @@ async def test_a_refused_request_waits_and_is_no_interruption() -> None:
     assert len(server.calls) == 1
     gate.admit(["0-0-0"], turn=2)
     result, recorder = await running
-    assert (result.token_ids, recorder.interruptions, gate.account.cut) == ([10], 0, 0)
+    assert (result.token_ids, recorder.interruptions, recorder.answers.account.cut) == ([10], 0, 0)
 
 
 async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
@@ -109,8 +113,7 @@ async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
     ticket = gate.begin("0-0-0", turn=1)
     running = asyncio.create_task(answer(client_of(server), ticket, lambda client: two_turns(client, tool)))
     await settle()
-    gate.close(1)
-    assert gate.account.in_tools == 1
+    assert gate.close(1) == 1
     called.set()
     await settle()
     assert len(server.calls) == 1, "the tool has answered, and its turn is over"
@@ -134,62 +137,7 @@ async def test_waiting_ends_with_an_error_that_names_its_settings() -> None:
         await answer(client_of(ScriptedServer(), held_s=0.05), gate.begin("0-0-0", turn=1))
 
 
-async def interrupted_record(kept_turns: Any = two_turns) -> bytes:
-    """What is kept of a trajectory that was cut in its second request."""
-    gate = TurnGate()
-    server = ScriptedServer(part([10, 11], 0), part([12], 0, "aborted"))
-    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1), kept_turns))
-    await settle()
-    gate.close(1)
-    record = (await gate.export(SOON))["0-0-0"]
-    work.cancel()
-    await settle()
-    assert cut_tokens(record) == 1
-    return record
-
-
-async def test_a_restored_trajectory_asks_only_for_what_is_missing() -> None:
-    record = await interrupted_record()
-    server = ScriptedServer(part([13], 3))
-    gate = TurnGate()
-    result, recorder = await answer(client_of(server), gate.begin("0-0-0", turn=1, record=record), two_turns)
-    assert result == [10, 11, *TOOL, 12, 13]
-    assert [call["prompt_ids"] for call in server.calls] == [[*PROMPT, 10, 11, *TOOL, 12]]
-    assert recorder.segments == [(0, (10, 11)), (0, (12,)), (3, (13,))]
-    assert (gate.account.restored, gate.account.cut, gate.account.lost) == (3, 0, 0)
-    assert recorder.cut_tokens == 1
-
-
-async def test_a_record_is_kept_over_two_restarts() -> None:
-    record = await interrupted_record()
-    gate = TurnGate()
-    gate.close(1)
-    work = asyncio.create_task(
-        answer(client_of(ScriptedServer()), gate.begin("0-0-0", turn=1, record=record), two_turns)
-    )
-    await settle()
-    again = (await gate.export(SOON))["0-0-0"]
-    # Loaded: a pickle may write the elements of a set in another order.
-    assert pickle.loads(again) == pickle.loads(record)
-    work.cancel()
-
-
-async def test_what_a_tool_that_answers_differently_leaves_unused_of_the_record_is_lost() -> None:
-    record = await interrupted_record()
-
-    async def other_tool() -> list[int]:
-        return [60]
-
-    server = ScriptedServer(part([14], 3))
-    gate = TurnGate()
-    ticket = gate.begin("0-0-0", turn=1, record=record)
-    result, recorder = await answer(client_of(server), ticket, lambda client: two_turns(client, other_tool))
-    assert result == [10, 11, 60, 14]
-    gate.end("0-0-0", complete=True)
-    assert (gate.account.restored, gate.account.lost, recorder.cut_tokens) == (2, 1, 0)
-
-
-async def test_an_export_waits_for_requests_under_way() -> None:
+async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_servers_give_back() -> None:
     back = asyncio.Event()
 
     class Slow(ScriptedServer):
@@ -197,29 +145,37 @@ async def test_an_export_waits_for_requests_under_way() -> None:
             await back.wait()
             return await super().generate(**request)
 
-    gate = TurnGate()
-    server = Slow(part([10, 11], 0, "aborted"))
-    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+        async def sampled_since(self, known: dict[str, int]) -> dict[str, Any]:
+            return {}
+
+    gate, book = TurnGate(), AnswerBook()
+    client = client_of(Slow(part([10, 11], 0, "aborted")))
+    ticket = gate.begin("0-0-0", turn=1)
+    work = asyncio.create_task(answer(client, ticket, answers=book.begin("0-0-0")))
     await settle()
     gate.close(1)
-    with pytest.raises(TimeoutError):
-        await gate.export(0.05)
-    export = asyncio.create_task(gate.export(SOON))
-    await settle()
-    assert not export.done()
+    fetched = asyncio.create_task(client.fetch(book.flights(), SOON))
+    await asyncio.sleep(0.1)
+    assert not fetched.done()
     back.set()
-    assert cut_tokens((await export)["0-0-0"]) == 2
+    await fetched
+    assert book.export()["0-0-0"].cut_tokens == 2
     work.cancel()
 
 
-async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost() -> None:
-    gate = TurnGate()
-    server = ScriptedServer(part([10, 11], 0, "aborted"))
-    work = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
+async def test_a_record_answers_a_trajectory_whose_turn_has_not_come() -> None:
+    book, gate = AnswerBook(), TurnGate()
+    ticket = gate.begin("0-0-0", turn=1)
+    work = asyncio.create_task(
+        answer(client_of(ScriptedServer(part([10], 0, "aborted"))), ticket, answers=book.begin("0-0-0"))
+    )
     await settle()
-    assert gate.account_now() == TokenAccount(cut=2, held=2)
-    assert gate.account_now().of_the_dead() == TokenAccount(cut=2, lost=2)
+    record = book.export()["0-0-0"]
     work.cancel()
+    gate.close(1)
+    server, answers = ScriptedServer(part([11], 0)), AnswerBook().begin("0-0-0", record)
+    held = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1), answers=answers))
     await settle()
-    gate.end("0-0-0", complete=False)
-    assert gate.account_now() == TokenAccount(cut=2, lost=2)
+    assert (answers.restored_tokens, server.calls) == (1, [])
+    gate.admit(["0-0-0"], turn=2)
+    assert (await held)[0].token_ids == [10, 11]

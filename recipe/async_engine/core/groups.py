@@ -74,12 +74,10 @@ class Group:
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
 
     @classmethod
-    def from_row(cls, row: Sequence[Any], version: int | None) -> Group:
-        """The group of a record; one that was running starts anew at this version, or goes on where that is None."""
-        group_id, index, epoch, uid, start, state_name, attempts, batch = row
-        state = GroupState(state_name)
-        oldest = start if version is None or state is not GroupState.RUNNING else version
-        return cls(group_id, PromptRef(index, epoch, uid), oldest, state, attempts, batch=batch)
+    def from_row(cls, row: Sequence[Any]) -> Group:
+        """The group of a record."""
+        group_id, index, epoch, uid, start, state, attempts, batch = row
+        return cls(group_id, PromptRef(index, epoch, uid), start, GroupState(state), attempts, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)

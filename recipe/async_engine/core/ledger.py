@@ -326,18 +326,16 @@ class SampleLedger:
         target_groups: int | None = None,
         issue_limit: int | None = None,
         whole_batches: bool = False,
-        keeps_partial: bool = False,
     ) -> Self:
         """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
 
-        Ready groups stay ready, with their starts. Running groups stay running: with `keeps_partial` with their starts,
-        because the tokens that they have go on; without, they start at the current version, generated from scratch. A
+        Ready groups stay ready, and running ones running, all with their starts: the tokens that they have go on. A
         batch that was leased is ready again, so it is trained exactly once relative to the weights of the checkpoint.
         """
         check_restorable(snapshot, settings, whole_batches)
         ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit, whole_batches=whole_batches)
         version = snapshot["version"]
-        groups = [Group.from_row(row, None if keeps_partial else version) for row in snapshot["live"]]
+        groups = [Group.from_row(row) for row in snapshot["live"]]
         ledger._live = {group.id: group for group in groups}
         try:
             ledger._gate = StalenessGate(
@@ -348,7 +346,7 @@ class SampleLedger:
             )
         except (GateError, StalenessViolation) as error:
             raise SnapshotError(
-                f"the ready groups of the checkpoint do not fit max_staleness = {settings.max_staleness} (it was "
+                f"the groups of the checkpoint do not fit max_staleness = {settings.max_staleness} (it was "
                 f"{snapshot['max_staleness']}): {error}. Resume with the value of the checkpoint or a larger one."
             ) from error
         ledger._issued = snapshot["issued"]

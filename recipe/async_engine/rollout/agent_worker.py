@@ -52,6 +52,7 @@ from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import VersionSegments, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
@@ -111,6 +112,7 @@ class TrajectoryScored:
         reprefilled_tokens: tokens sent to an engine again because of them.
         response_tokens: length of the response, tool tokens included.
         recovered_tokens: of answers whose server died, which went on elsewhere from them.
+        restored_tokens: of answers that a checkpoint held.
         filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
     """
 
@@ -123,6 +125,7 @@ class TrajectoryScored:
     response_tokens: int
     cut_tokens: int = 0
     recovered_tokens: int = 0
+    restored_tokens: int = 0
     filter_metric: float | None = None
 
 
@@ -141,6 +144,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         self._running: dict[str, asyncio.Task] = {}
+        self._answers = AnswerBook()
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
         self._scoring: ScoringClient | None = None
         self._score_parts = False
@@ -188,7 +192,13 @@ class TrajectoryWorker(AgentLoopWorker):
         return ResponseScores.empty(len(response)).with_part(answer, 0, length)
 
     async def run_trajectory(
-        self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
+        self,
+        key: str,
+        sample: dict[str, Any],
+        sample_index: int,
+        rollout_n: int,
+        version: int,
+        record: TrajectoryRecord | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Run one trajectory; see the module's contract for what is yielded.
 
@@ -198,6 +208,7 @@ class TrajectoryWorker(AgentLoopWorker):
             sample_index: data set index, for traces.
             rollout_n: which of the group's trajectories this is.
             version: policy version at issue, for traces.
+            record: what :meth:`export` gave for this trajectory in an earlier process.
 
         Raises:
             WorkerRestarted: :meth:`be_prepared` is to come.
@@ -205,9 +216,11 @@ class TrajectoryWorker(AgentLoopWorker):
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
         generated = asyncio.Event()
-        work = self._trajectory(generated, dict(sample), sample_index, rollout_n, version)
+        answers = self._answers.begin(key, record)
+        work = self._trajectory(generated, answers, dict(sample), sample_index, rollout_n, version)
         task = asyncio.create_task(work, name=f"trajectory {key}")
         self._running[key] = task
+        complete = False
         try:
             signal = asyncio.create_task(generated.wait())
             await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,9 +233,11 @@ class TrajectoryWorker(AgentLoopWorker):
             output, recorder = await self._result(task, key)
             yield self._scored(output, recorder, version)
             yield pack(output)
+            complete = True
         finally:
             task.cancel()
             self._running.pop(key, None)
+            self._answers.end(key, complete)
 
     @staticmethod
     async def _result(task: asyncio.Task, key: str) -> tuple[Any, TrajectoryRecorder]:
@@ -247,11 +262,22 @@ class TrajectoryWorker(AgentLoopWorker):
             if key in self._running:
                 self._running[key].cancel()
 
+    async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
+        """What each unfinished trajectory has been answered, requests under way included, and the account of now."""
+        await self.llm_client.fetch(self._answers.flights(), timeout_s)
+        return self._answers.export(), self._answers.account()
+
     async def _trajectory(
-        self, generated: asyncio.Event, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int
+        self,
+        generated: asyncio.Event,
+        answers: TrajectoryAnswers,
+        sample: dict[str, Any],
+        sample_index: int,
+        rollout_n: int,
+        version: int,
     ) -> tuple[Any, TrajectoryRecorder]:
         scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
-        recorder = start_recording(scorer)
+        recorder = start_recording(scorer, answers)
         _generated.set(generated)
         sample.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
         try:
@@ -371,6 +397,7 @@ class TrajectoryWorker(AgentLoopWorker):
             response_tokens=int(output.attention_mask[0, -output.response_ids.shape[1] :].sum()),
             cut_tokens=recorder.cut_tokens,
             recovered_tokens=recorder.recovered_tokens,
+            restored_tokens=recorder.answers.restored_tokens,
             filter_metric=self._metric_of(output),
         )
 

@@ -18,8 +18,10 @@ Contract:
 * ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
   under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
-  cut all the same, ``generate`` raises instead of returning it as complete. After its server's death it goes on under
-  the same version only.
+  cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
+  checkpoint, it goes on under the same version only.
+* Every answer of a server, whole or cut, is kept, and a request that a checkpoint has the answer to reaches no server
+  (``kept_answers``). :meth:`ResumingClient.fetch` brings the tokens so far of every request under way.
 * Every request's version is the one at its submission; an answer that claims another one is an error.
 * A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
   those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
@@ -29,8 +31,10 @@ Shown by tests/integration/test_client.py (servers faked below the actor seam) a
 """
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -43,15 +47,15 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.progress import SERVER_DIED, Flight, by_server
+from recipe.async_engine.rollout.progress import ABORTED, GOES_ON, Flight, by_server
 from recipe.async_engine.rollout.recorder import current_recorder
 
 logger = logging.getLogger(__name__)
 
 # What a request may have beside tokens, in verl's words.
 MODALITIES = ("image_data", "video_data", "audio_data")
-ABORTED = ("aborted", "abort")
 FETCH_S = 10.0
+ASK_AGAIN_S = 0.02
 
 
 class GenerationError(RecipeError):
@@ -84,9 +88,9 @@ class ResumingClient(LLMServerClient):
         self._timeout_s = float(async_training.timeouts.generation)
         interval = async_training.partial_tokens_interval
         # What the router of a mixture of experts chose comes with complete parts only.
-        keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
-        self._fetch_every_s = float(interval) if interval is not None and keeps_parts else None
-        self._flights: dict[int, Flight] = {}
+        self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
+        self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
+        self._flights: set[Flight] = set()
         self._fetching: asyncio.Task[None] | None = None
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
@@ -137,17 +141,17 @@ class ResumingClient(LLMServerClient):
             part = await self._request(
                 request_id,
                 prompt_ids=prompt_ids + merged.token_ids,
-                sampling_params={**sampling_params, "max_tokens": budget - len(merged.token_ids)},
+                sampling_params=_for_the_rest(sampling_params, budget, len(merged.token_ids)),
                 **kwargs,
             )
             if part is None:
                 continue
             versions.append(self._version(part))
-            server_died = part.extra_fields.pop(SERVER_DIED, False)
+            may_go_on = self._resume or part.extra_fields.get(GOES_ON, False)
             if not self._resume and versions[-1] != versions[0]:
                 raise VersionMismatch(
-                    f"the answer to request {request_id} lost its server under version {versions[0]} and could go on "
-                    f"under version {versions[-1]} only, although async_training.partial_rollout=False"
+                    f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
+                    f"version {versions[-1]} only, although async_training.partial_rollout=False"
                 )
             if recorder is not None:
                 recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
@@ -157,7 +161,7 @@ class ResumingClient(LLMServerClient):
                 merged.stop_reason = part.stop_reason or "completed"
             elif len(merged.token_ids) >= budget:
                 merged.stop_reason = "completed"
-            elif not self._resume and not server_died:
+            elif not may_go_on:
                 raise GenerationError(
                     f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
                     "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
@@ -165,6 +169,7 @@ class ResumingClient(LLMServerClient):
             elif recorder is not None:
                 recorder.interruptions += 1
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
+        merged.extra_fields.pop(GOES_ON, None)
         merged.extra_fields.update(
             global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
         )
@@ -179,8 +184,25 @@ class ResumingClient(LLMServerClient):
         return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
 
     async def _request(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
+        """The answer that the trajectory's record has to this request, or else a server's."""
+        asked, recorder = kwargs["prompt_ids"], current_recorder()
+        if recorder is None:
+            return await self._ask_server(request_id, **kwargs)
+        answer = recorder.answers.again(asked)
+        if answer is None:
+            await self._admission()
+            answer = await self._ask_server(request_id, **kwargs)
+            # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
+            if answer is not None:
+                recorder.answers.keep(asked, answer)
+        return answer
+
+    async def _admission(self) -> None:
+        """Wait until the trajectory may ask a server; at any time here."""
+
+    async def _ask_server(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
         """One request to one server; None if there is no token of that server, because it died or left routing."""
-        with self._under_way() as flight:
+        with self._under_way(kwargs["prompt_ids"]) as flight:
             try:
                 part = await asyncio.wait_for(super().generate(request_id, **kwargs), self._timeout_s)
             except TimeoutError:
@@ -210,24 +232,50 @@ class ResumingClient(LLMServerClient):
         return part
 
     @contextmanager
-    def _under_way(self) -> Iterator[Flight]:
+    def _under_way(self, asked: list[int]) -> Iterator[Flight]:
         """What is known of the request under way; its tokens are fetched meanwhile."""
-        flight = Flight()
+        flight, recorder = Flight(asked), current_recorder()
         _flight.set(flight)
-        self._flights[id(flight)] = flight
+        self._flights.add(flight)
+        if recorder is not None:
+            recorder.answers.flights.append(flight)
         if self._fetch_every_s is not None and (self._fetching is None or self._fetching.done()):
-            self._fetching = asyncio.get_running_loop().create_task(self._fetch(self._fetch_every_s))
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch_forever(self._fetch_every_s))
         try:
             yield flight
         finally:
-            del self._flights[id(flight)]
+            self._flights.remove(flight)
+            if recorder is not None:
+                recorder.answers.flights.remove(flight)
             _flight.set(None)
 
-    async def _fetch(self, every_s: float) -> None:
+    async def _fetch_forever(self, every_s: float) -> None:
         """As long as requests are under way, ask their servers for the tokens so far."""
         while self._flights:
             await asyncio.sleep(every_s)
-            await asyncio.gather(*[self._fetch_from(flights) for flights in by_server(self._flights).values()])
+            await self._fetch(self._flights)
+
+    async def fetch(self, flights: Iterable[Flight], timeout_s: float) -> None:
+        """Return when each of these requests, as it is at its server now, is known here: its tokens so far, or its end.
+
+        A request that its server does not know, or has completed, is on its way there or back: it is asked for again,
+        until ``timeout_s`` seconds are over. What is not known by then is left out.
+        """
+        left, deadline = set(flights), time.monotonic() + timeout_s
+        for flight in left:
+            flight.told = False
+        while True:
+            await self._fetch(left)
+            left = {flight for flight in left & self._flights if not flight.told}
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                logger.error("of %d requests under way it is not known what they have sampled", len(left))
+                return
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _fetch(self, flights: Iterable[Flight]) -> None:
+        await asyncio.gather(*[self._fetch_from(each) for each in by_server(flights).values()])
 
     async def _fetch_from(self, flights: list[Flight]) -> None:
         known = {str(flight.engine_request_id): len(flight.token_ids) for flight in flights}
@@ -236,11 +284,15 @@ class ResumingClient(LLMServerClient):
         except (RayError, TimeoutError) as error:
             # The requests themselves end with the server's death, or with their own deadline.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
+            for flight in flights:
+                flight.told = True
             return
         for flight in flights:
             news = sampled.get(flight.engine_request_id)
             if news is not None:
-                flight.add(news)
+                flight.told = True
+                if self._keeps_parts:
+                    flight.add(news, after=known[str(flight.engine_request_id)])
 
     def _interrupted(self) -> None:
         """A server gave a request back before it was complete; the answer goes on at once."""
@@ -271,3 +323,18 @@ class ResumingClient(LLMServerClient):
         if part.num_preempted is not None:
             merged.num_preempted += part.num_preempted
         merged.extra_fields = {**part.extra_fields, **merged.extra_fields}
+
+
+def _for_the_rest(sampling_params: dict[str, Any], budget: int, sampled: int) -> dict[str, Any]:
+    """Sampling parameters of a request for what is missing of an answer after ``sampled`` of its tokens.
+
+    An engine begins the random numbers of a seed anew with each request: the rest gets another seed, always the same
+    one, so that its tokens are not drawn with the numbers that drew the first ones.
+    """
+    rest = {**sampling_params, "max_tokens": budget - sampled}
+    if sampled and rest.get("seed") is not None:
+        name = f"{rest['seed']} {sampled}".encode()
+        rest["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
+    if sampled and rest.get("min_tokens"):
+        rest["min_tokens"] = max(0, rest["min_tokens"] - sampled)
+    return rest

@@ -20,6 +20,7 @@ from typing import Any
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group, OnOverdue
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 
 
 class RolloutFailed(RecipeError):
@@ -62,9 +63,10 @@ class SchedulerSettings:
 class GroupRun:
     """A live group: its prompt and what its trajectories have brought so far.
 
-    scores: where log-prob servers score what waits, object references of its scores by the newest version.
-    keys: its calls under way. dropped: it was overdue. failed: one of its trajectories failed for good. No trajectory
-    of a group that was dropped or failed is tried again.
+    scores: where log-prob servers score what waits, object references of its scores by the newest version. records:
+    what a checkpoint had of trajectories that have not ended since. calls: those under way, by trajectory. dropped: it
+    was overdue. failed: one of its trajectories failed for good. No trajectory of a group that was dropped or failed is
+    tried again.
     """
 
     group: Group
@@ -72,9 +74,26 @@ class GroupRun:
     scored: list[TrajectoryScored | None]
     payloads: list[Any]
     scores: list[Any] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
+    records: dict[int, TrajectoryRecord] = field(default_factory=dict)
+    calls: dict[int, Any] = field(default_factory=dict)
     dropped: bool = False
     failed: bool = False
+
+    @property
+    def keys(self) -> set[str]:
+        """Of the calls under way."""
+        return {call.key for call in self.calls.values()}
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Its trajectories that have brought no payload yet."""
+        return [n for n, payload in enumerate(self.payloads) if payload is None]
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens of cut answers in the trajectories that are complete."""
+        there = zip(self.scored, self.payloads, strict=True)
+        return sum(scored.cut_tokens for scored, payload in there if payload is not None and scored is not None)
 
     @property
     def is_uniform(self) -> bool:

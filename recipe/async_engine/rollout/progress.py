@@ -15,21 +15,25 @@
 
 Contract: a server notes the newest output of each request (:class:`OutputWatch`); a client fetches from time to time
 what has come since it last asked (:class:`Flight`). When the server dies, the answer goes on elsewhere from the tokens
-that the client has; those sampled after its last question are sampled again. Shown by tests/integration/test_client.py
-and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
+that the client has; those sampled after its last question are sampled again. A checkpoint asks once more, and has them
+too. Shown by tests/integration/test_client.py and, with a real engine that is killed, tests/e2e/test_lost_replica.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
-# In the extra fields of a cut answer: it was not given back, its server died.
-SERVER_DIED = "recipe_server_died"
+ABORTED = ("aborted", "abort")
+"""Stop reasons of an answer that is not complete."""
+
+GOES_ON = "recipe_goes_on"
+"""In the extra fields of a cut answer: no weight sync cut it, so it may go on under its version. Its server died, or a
+checkpoint was taken before it was complete."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +72,31 @@ class OutputWatch:
         return watched
 
     def since(self, request_id: str, known: int, version: int | None) -> Sampled | None:
-        """What came after the first ``known`` tokens; None if that is nothing, or the last of the answer.
+        """What came after the first ``known`` tokens, perhaps nothing; None if the answer is complete.
 
         A complete answer is on its way already; taken for a part, it would go on after its end.
         """
         output = self._newest.get(request_id)
-        if output is None or output.finished or not output.outputs:
+        if output is None or not output.outputs:
+            return Sampled(version, [], None)
+        if output.finished:
             return None
         answer = output.outputs[0]
-        if len(answer.token_ids) <= known:
-            return None
         tokens, log_probs = list(answer.token_ids[known:]), None
         if answer.logprobs is not None:
             log_probs = [answer.logprobs[known + n][token].logprob for n, token in enumerate(tokens)]
         return Sampled(version, tokens, log_probs)
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """One request under way at a server, and what is known of its answer."""
+    """One request under way at a server, and what is known of its answer.
 
+    asked: the tokens that it sends. told: whether the server said of late that the answer is not complete yet.
+    """
+
+    asked: list[int]
+    told: bool = False
     server_id: str | None = None
     server: Any = None
     engine_request_id: str | None = None
@@ -95,26 +104,29 @@ class Flight:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
 
-    def add(self, sampled: Sampled) -> None:
+    def add(self, sampled: Sampled, after: int) -> None:
+        """Take in what came after the first ``after`` tokens; another question may have brought some of it already."""
+        new = slice(len(self.token_ids) - after, None)
         self.version = sampled.version
-        self.token_ids += sampled.token_ids
+        self.token_ids += sampled.token_ids[new]
         if sampled.log_probs is not None:
-            self.log_probs = [*(self.log_probs or []), *sampled.log_probs]
+            self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self) -> TokenOutput | None:
         """What is known, as an answer that was cut; None if that is nothing."""
         if not self.token_ids or self.version is None:
             return None
-        extra = {"global_steps": self.version, "submitted_version": self.version, SERVER_DIED: True}
+        extra = {"global_steps": self.version, "submitted_version": self.version, GOES_ON: True}
+        log_probs = None if self.log_probs is None else list(self.log_probs)
         return TokenOutput(
-            token_ids=self.token_ids, log_probs=self.log_probs, stop_reason="aborted", extra_fields=extra
+            token_ids=list(self.token_ids), log_probs=log_probs, stop_reason="aborted", extra_fields=extra
         )
 
 
-def by_server(flights: Mapping[int, Flight]) -> dict[str, list[Flight]]:
+def by_server(flights: Iterable[Flight]) -> dict[str, list[Flight]]:
     """Those that have reached a server, by its name."""
     grouped: dict[str, list[Flight]] = {}
-    for flight in flights.values():
+    for flight in flights:
         if flight.server_id is not None and flight.engine_request_id is not None:
             grouped.setdefault(flight.server_id, []).append(flight)
     return grouped

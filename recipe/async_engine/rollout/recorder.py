@@ -21,6 +21,7 @@ tasks that an agent loop starts. Shown by tests/integration/test_client.py.
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.part_scores import PartScorer
 
 
@@ -34,6 +35,7 @@ class TrajectoryRecorder:
         cut_tokens: tokens of the cut parts; all of them are in ``segments``.
         reprefilled_tokens: prompt and kept tokens that a resume sent to an engine again.
         recovered_tokens: of parts whose server died, fetched from it before.
+        answers: as servers gave them, and those of an earlier process that are to be given again.
         scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
     """
@@ -43,6 +45,7 @@ class TrajectoryRecorder:
     cut_tokens: int = 0
     reprefilled_tokens: int = 0
     recovered_tokens: int = 0
+    answers: TrajectoryAnswers = field(default_factory=TrajectoryAnswers)
     scorer: PartScorer | None = None
     text_only: bool = True
 
@@ -68,8 +71,8 @@ def current_recorder() -> TrajectoryRecorder | None:
     return _current.get()
 
 
-def start_recording(scorer: PartScorer | None = None) -> TrajectoryRecorder:
+def start_recording(scorer: PartScorer | None = None, answers: TrajectoryAnswers | None = None) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder."""
-    recorder = TrajectoryRecorder(scorer=scorer)
+    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers())
     _current.set(recorder)
     return recorder

@@ -20,7 +20,8 @@ prompt that came, a finished trajectory, a taken batch, a published version. A g
 with its prompt, so a drain sees every group that was issued; a trajectory frees its slot with its last sampled token,
 so rewards never hold one. A failed trajectory is retried on another worker and its siblings are kept; past its retries
 the whole group counts as failed, and the run ends when no group has succeeded for ``max_consecutive_failures`` of them.
-Payloads stay object references until the trainer fetches its batch.
+Payloads stay object references until the trainer fetches its batch. A snapshot, taken while generation goes on, holds
+what every unfinished trajectory has been answered; restored from it, no such token is sampled again.
 
 Shown by tests/integration/test_scheduler.py (workers faked below the actor seam) and tests/e2e/test_fully_async.py.
 """
@@ -46,6 +47,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
+from recipe.async_engine.rollout.kept_answers import InterruptedTokens, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 from recipe.async_engine.run.stacks import waits
@@ -56,6 +58,8 @@ logger = logging.getLogger(__name__)
 LOOP_S = 60.0
 # A worker ends a trajectory that was cancelled, whatever it does, in less (`agent_worker.LAST_MOMENT_S`).
 CANCELLED_S = 30.0
+# A payload that its worker has handed over is here in less, or lost.
+LAST_WORDS_S = 5.0
 
 
 class RolloutScheduler:
@@ -89,6 +93,9 @@ class RolloutScheduler:
         self.interrupted_trajectories = 0
         self.reprefilled_tokens = 0
         self.recovered_tokens = 0
+        self.restored_tokens = 0
+        self.tokens = InterruptedTokens()
+        self._ends: dict[str, asyncio.Future[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._going_on = asyncio.Event()
@@ -147,7 +154,7 @@ class RolloutScheduler:
         """The leased batch is in the weights; returns the staleness of its groups."""
         with self._changed:
             for group in self.ledger.leased():
-                del self._runs[group.id]
+                self.tokens.trained += self._runs.pop(group.id).cut_tokens
             staleness = self.ledger.mark_trained()
         self._poke()
         return staleness
@@ -192,24 +199,34 @@ class RolloutScheduler:
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """Ledger, prompt position and live groups as of one moment; payloads are object references.
 
-        Read on the scheduler's own thread while no prompt is taken.
+        Read on the scheduler's own thread while no prompt is taken. What unfinished trajectories have been answered is
+        of the moment before, when their workers were asked; generation goes on meanwhile.
         """
-        return self._ask(self._snapshot(), timeout_s)
+        return self._ask(self._snapshot(timeout_s / 2), timeout_s)
 
     def restore_groups(self, groups: dict[int, dict[str, Any]]) -> None:
         """Adopt the live groups of a checkpoint; call it before :meth:`start`.
 
         Args:
-            groups: by group id, ``row`` and, for ready groups, ``scored`` and ``payloads`` (object references).
+            groups: by group id, ``row``, ``scored``, ``payloads`` (object references) and ``kept`` (records of
+                unfinished trajectories); the last three by trajectory, None where there is nothing.
         """
         for state in (GroupState.READY, GroupState.RUNNING):
             for group in self.ledger.in_state(state):
                 saved = groups[group.id]
                 run = self._new_run(group, saved["row"])
-                if state is GroupState.READY:
-                    run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
-                else:
-                    self._waiting.append(run)
+                run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
+                run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
+                if state is GroupState.RUNNING:
+                    self._go_on(run)
+                    if not run.unfinished:
+                        # Its last payload came as the checkpoint was taken.
+                        self._complete(run)
+
+    def _go_on(self, run: GroupRun) -> None:
+        """Let what a checkpoint has unfinished of a group go on."""
+        if run.unfinished:
+            self._waiting.append(run)
 
     def counts(self) -> LedgerCounts:
         """The ledger's counts; callable from any thread."""
@@ -238,6 +255,7 @@ class RolloutScheduler:
                 "fully_async/partial/interrupted_trajectories": self.interrupted_trajectories,
                 "fully_async/partial/reprefilled_tokens": self.reprefilled_tokens,
                 "fully_async/partial/recovered_tokens": self.recovered_tokens,
+                "fully_async/partial/restored_tokens": self.restored_tokens,
                 "fully_async/ledger/filtered_uniform": counts.filtered_by_reason.get(UNIFORM_REASON, 0),
             }
 
@@ -303,9 +321,9 @@ class RolloutScheduler:
 
     def _next_run(self) -> GroupRun | None:
         """The next group that may start now, its slots taken: restored ones first, then the next prompt."""
-        size = self._settings.group_size
         with self._changed:
-            if not self._issuing or self._settings.slots - self._generating < size:
+            wanted = len(self._waiting[0].unfinished) if self._waiting else self._settings.group_size
+            if not self._issuing or self._settings.slots - self._generating < wanted:
                 return None
             if self._waiting:
                 run = self._waiting.popleft()
@@ -313,7 +331,7 @@ class RolloutScheduler:
                 run = self._new_run(self.ledger.issue(prompt.reference), prompt.row)
             else:
                 return None
-            self._count_generating(size)
+            self._count_generating(wanted)
             return run
 
     def _next_prompt(self) -> Prompt | None:
@@ -342,7 +360,7 @@ class RolloutScheduler:
         return run
 
     async def _run_group(self, run: GroupRun) -> None:
-        tasks = [asyncio.create_task(self._run_trajectory(run, n)) for n in range(self._settings.group_size)]
+        tasks = [asyncio.create_task(self._run_trajectory(run, n)) for n in run.unfinished]
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
@@ -409,11 +427,15 @@ class RolloutScheduler:
             self.interrupted_trajectories += scored.interruptions > 0
             self.reprefilled_tokens += scored.reprefilled_tokens
             self.recovered_tokens += scored.recovered_tokens
+            self.restored_tokens += scored.restored_tokens
 
     def _end(self, run: GroupRun, transition: Callable[[], Group]) -> None:
         transition()
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
+        # Of the trajectories under way, their workers count them.
+        waiting = [record.cut_tokens for n, record in run.records.items() if n not in run.calls]
+        self.tokens.lost += run.cut_tokens + sum(waiting)
 
     async def _run_trajectory(self, run: GroupRun, n: int) -> None:
         """One trajectory with its retries; its generation slot is free as soon as its last token is sampled."""
@@ -422,8 +444,7 @@ class RolloutScheduler:
         try:
             for attempt in range(1 + self._settings.max_retries):
                 await self._hold(slot, run)
-                call = self._pool.call(run.row, run.group, n, attempt, avoid)
-                run.keys.add(call.key)
+                call = self._pool.call(run.row, run.group, n, attempt, avoid, run.records.get(n))
                 try:
                     await self._follow(call, run, n, slot)
                     return
@@ -434,8 +455,6 @@ class RolloutScheduler:
                         raise
                     avoid = call.worker_id
                     logger.warning("trajectory %s failed and is tried again: %s", call.key, error)
-                finally:
-                    run.keys.discard(call.key)
         finally:
             slot.free()
 
@@ -454,6 +473,8 @@ class RolloutScheduler:
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int, slot: Slot) -> None:
         """Take in what a trajectory yields."""
         scoring = False
+        run.calls[n] = call
+        self._ends[call.key] = self._loop.create_future()
         try:
             async for event, payload in call.events():
                 self._timeline.note("a trajectory's event")
@@ -469,6 +490,10 @@ class RolloutScheduler:
         finally:
             if scoring:
                 self._count_scoring(-1)
+            del run.calls[n]
+            # The worker has counted its tokens, whatever became of them.
+            run.records.pop(n, None)
+            self._ends.pop(call.key).set_result(None)
 
     def _count_scoring(self, change: int) -> None:
         with self._changed:
@@ -493,14 +518,44 @@ class RolloutScheduler:
                 self._going_on.set()
                 self._spawn(self._pool.cancel(run.keys))
 
-    async def _snapshot(self) -> dict[str, Any]:
+    async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
+        told = await self._pool.export(timeout_s)
+        # Payloads that their workers had handed over already.
+        last_words = [self._ends[key] for key in told.over if key in self._ends]
+        if last_words:
+            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         async with self._prompts.standstill() as position:
             with self._changed:
                 groups = {
-                    group_id: {"row": run.row, "scored": list(run.scored), "payloads": list(run.payloads)}
+                    group_id: {
+                        "row": run.row,
+                        "scored": list(run.scored),
+                        "payloads": list(run.payloads),
+                        "kept": self._kept(run, told.records),
+                    }
                     for group_id, run in self._runs.items()
                 }
-                return {"ledger": self.ledger.snapshot(), "source": position, "groups": groups}
+                records = [record for saved in groups.values() for record in saved["kept"] if record is not None]
+                tokens = self.tokens.with_workers(told.account)
+                tokens.cut += sum(record.under_way_tokens for record in records)
+                complete = sum(run.cut_tokens for run in self._runs.values())
+                cached = complete + sum(record.cut_tokens for record in records)
+                return {
+                    "ledger": self.ledger.snapshot(),
+                    "source": position,
+                    "groups": groups,
+                    "interrupted_tokens": vars(tokens) | {"cached": cached},
+                }
+
+    @staticmethod
+    def _kept(run: GroupRun, told: dict[str, TrajectoryRecord | None]) -> list[TrajectoryRecord | None]:
+        """What is kept of each trajectory of a group, None if it is complete or nothing is.
+
+        One that no worker told of keeps what it began with.
+        """
+        keys = {n: call.key for n, call in run.calls.items()}
+        known = {n: told[keys[n]] if keys.get(n) in told else run.records.get(n) for n in run.unfinished}
+        return [known.get(n) for n in range(len(run.payloads))]
 
     async def _published(self) -> int:
         with self._changed:

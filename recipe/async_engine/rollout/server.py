@@ -222,11 +222,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             known: request id to number of tokens that the caller has.
 
         Returns:
-            request id to what came after those; requests without news are not in it.
+            request id to what came after those, perhaps nothing. A request that is not here, not yet or not any more,
+            or whose answer is complete, is not in it.
         """
         news = {
             request_id: self._outputs.since(request_id, count, self._submitted_versions.get(request_id))
             for request_id, count in known.items()
+            if request_id in self._tasks
         }
         return {request_id: sampled for request_id, sampled in news.items() if sampled is not None}
 

@@ -16,7 +16,8 @@
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`. A worker that died has no work until Ray has started it
 again; while there is no other, its calls wait for that. Events are awaited, payloads are not: the pool hands on their
-object references. One event loop calls it. Shown by tests/integration/test_workers.py.
+object references. One event loop calls it. Of a worker that died, the account of tokens is that of the last time it was
+asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryScored,
     WorkerRestarted,
 )
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.run.restarts import is_up_again
 
@@ -68,10 +70,12 @@ class TrajectoryCall:
     row: dict[str, Any]
     group: Group
     rollout_n: int
+    record: TrajectoryRecord | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """What the worker's ``run_trajectory`` is called with."""
-        return self.key, sample_of(self.row, self.group), self.group.prompt.index, self.rollout_n, self.group.start
+        group = self.group
+        return self.key, sample_of(self.row, group), group.prompt.index, self.rollout_n, group.start, self.record
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
         """(event, None) for each event, then (None, payload's object reference).
@@ -87,6 +91,7 @@ class TrajectoryCall:
             actor = await self.pool.actor_of(self)
             life = self.pool.lives[self.worker_id]
             stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
+            self.pool.submitted(self)
             scored = False
             async for reference in stream:
                 if scored:
@@ -140,6 +145,9 @@ class WorkerPool:
         self._actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
         self._running: Counter[str] = Counter({worker_id: 0 for worker_id in self._actors})
         self._worker_of_key: dict[str, str] = {}
+        self._submitted: set[str] = set()
+        self._accounts: dict[str, TokenAccount] = {}
+        self._of_the_dead = TokenAccount()
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
         self._prepare_actor = prepare
@@ -156,9 +164,17 @@ class WorkerPool:
         return not self._actors and not self._returning
 
     def call(
-        self, row: dict[str, Any], group: Group, rollout_n: int, attempt: int, avoid: str | None
+        self,
+        row: dict[str, Any],
+        group: Group,
+        rollout_n: int,
+        attempt: int,
+        avoid: str | None,
+        record: TrajectoryRecord | None = None,
     ) -> TrajectoryCall:
         """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
+
+        ``record``: what a checkpoint has of it.
 
         Raises:
             NoWorkers: none is alive or being started again.
@@ -167,7 +183,7 @@ class WorkerPool:
         worker_id = min(candidates or self._actors or self._returning, key=self._running.__getitem__, default=None)
         if worker_id is None:
             raise NoWorkers
-        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n)
+        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record)
 
     async def actor_of(self, call: TrajectoryCall) -> ray.actor.ActorHandle:
         """The worker of a call, once it is up.
@@ -210,9 +226,13 @@ class WorkerPool:
         self._running[call.worker_id] += 1
         self._worker_of_key[call.key] = call.worker_id
 
+    def submitted(self, call: TrajectoryCall) -> None:
+        self._submitted.add(call.key)
+
     def ended(self, call: TrajectoryCall) -> None:
         self._running[call.worker_id] -= 1
         self._worker_of_key.pop(call.key, None)
+        self._submitted.discard(call.key)
         self._cancelled.discard(call.key)
 
     def died(self, worker_id: str, life: int, error: BaseException) -> None:
@@ -225,6 +245,20 @@ class WorkerPool:
             actor = self._actors.pop(worker_id)
             logger.error("agent-loop %s died: %s", worker_id, error)
             self._returning[worker_id] = asyncio.create_task(self._take_back(worker_id, actor))
+            if not isinstance(error, WorkerRestarted):
+                self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
+
+    async def export(self, timeout_s: float) -> Exported:
+        """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
+        submitted = {key: self._worker_of_key[key] for key in self._submitted}
+        # Half of the time is for the workers' own questions to their servers.
+        told = await self._ask("export", timeout_s, timeout_s / 2)
+        records: dict[str, TrajectoryRecord | None] = {}
+        for worker_id, (part, account) in told.items():
+            records.update(part)
+            self._note(worker_id, account)
+        over = {key for key, worker_id in submitted.items() if worker_id in told and key not in records}
+        return Exported(records, over, self._account())
 
     async def close(self, keys: Iterable[str]) -> None:
         """End the named calls, and wait for no worker any more."""
@@ -238,6 +272,33 @@ class WorkerPool:
             "fully_async/count/live_agent_loop_workers": self.alive,
             "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
+
+    def _note(self, worker_id: str, account: TokenAccount) -> None:
+        # One that has died since is counted already.
+        if worker_id not in self._actors:
+            return
+        before = self._accounts.get(worker_id, TokenAccount())
+        if account.cut < before.cut:
+            # Of another process: that one died with no work, so that nobody has noticed yet.
+            self._of_the_dead += before.of_the_dead()
+        self._accounts[worker_id] = account
+
+    def _account(self) -> TokenAccount:
+        return sum(self._accounts.values(), self._of_the_dead)
+
+    async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
+        """What the workers answer, by worker; one that does not is logged and left out."""
+
+        async def answer(worker_id: str, actor: Any) -> Any:
+            try:
+                return await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_s)
+            except Exception as error:  # its trajectories end with their own errors
+                logger.error("agent-loop %s did not answer %s: %s", worker_id, method, error)
+                return None
+
+        asked = dict(self._actors)
+        answers = await asyncio.gather(*[answer(worker_id, actor) for worker_id, actor in asked.items()])
+        return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
     async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
         try:

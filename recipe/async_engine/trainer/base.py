@@ -47,6 +47,7 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
+from recipe.async_engine.rollout.kept_answers import InterruptedTokens
 from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
@@ -78,11 +79,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
 
     Attributes:
         actor_worker: class of the training workers.
-        keeps_partial: whether a checkpoint has the tokens of answers that were not complete.
     """
 
     actor_worker: type[ActorWorker] = ActorWorker
-    keeps_partial = False
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         dataset = IndexedDataset(
@@ -121,6 +120,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         self.saved = RunState(config, self.plan)
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
+        self._interrupted_tokens = InterruptedTokens()
         self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
         self.publisher: WeightPublisher | None = None
         self.fleet: Fleet | None = None
@@ -144,7 +144,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         }
         if snapshot is None:
             return SampleLedger(settings, **rules)
-        return SampleLedger.restore(snapshot, settings, keeps_partial=self.keeps_partial, **rules)
+        return SampleLedger.restore(snapshot, settings, **rules)
 
     def _scheduler_settings(self) -> SchedulerSettings:
         plan, training = self.plan, self.plan.settings.async_training
@@ -186,6 +186,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         )
         groups = self._resume()
         self.scheduler = self._new_scheduler()
+        self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self._publish_again()
         self.timeline.restart()
@@ -403,11 +404,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         if self._is_within_version:
             self.published.load(folder)
         self.validation = snapshot.get("validation", self.validation)
-        self._restored(snapshot)
+        counts = snapshot["interrupted_tokens"]
+        self._interrupted_tokens = InterruptedTokens(counts["cut"], counts["trained"], counts["lost"])
         return snapshot["groups"]
-
-    def _restored(self, snapshot: dict[str, Any]) -> None:
-        """A checkpoint's rollout side has been read; a mode takes out what it put in."""
 
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""

@@ -15,8 +15,8 @@
 
 Contract: one file holds all three as of one moment, is written beside the model before the checkpoint is committed
 (``checkpoints``), and appears whole or not at all. After loading it, ready groups are trained as they are, running ones
-are generated again (or go on, where the snapshot has what they keep), and no other prompt is affected. It is read back
-with ``torch.load`` in its pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is the same).
+go on from the answers that are kept, and no other prompt is affected. It is read back with ``torch.load`` in its
+pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is the same).
 Shown by tests/integration/test_rollout_state.py and tests/e2e/test_faults.py.
 """
 
@@ -41,9 +41,7 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
 
 
 def _fetched(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """A live group as it is kept: with its payloads, or, if it is generated again after loading, without."""
-    if "kept" not in group and any(payload is None for payload in group["payloads"]):
-        return {"row": group["row"], "scored": [], "payloads": []}
+    """A live group as it is kept, with the payloads that are there."""
     there = [payload for payload in group["payloads"] if payload is not None]
     fetched = iter(ray.get(there, timeout=timeout_s))
     payloads = [None if payload is None else next(fetched) for payload in group["payloads"]]

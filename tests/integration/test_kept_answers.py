@@ -1,0 +1,302 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a trajectory has been answered is kept, exported while requests are under way, and not asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from remote_fakes import Handle, ScriptedServer, balancer_of, part
+
+from recipe.async_engine.rollout.client import GenerationError, ResumingClient, VersionMismatch
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
+from recipe.async_engine.rollout.progress import Sampled
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
+
+PROMPT = [1, 2, 3]
+TOOL = [50, 51]
+SOON = 5.0
+
+
+def client_of(*servers: Any, resume: bool = True, **rollout: Any) -> ResumingClient:
+    config = OmegaConf.create(
+        {
+            "async_training": {
+                "partial_rollout": resume,
+                "timeouts": {"generation": SOON},
+                "partial_tokens_interval": None,
+            },
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 16, **rollout}},
+        }
+    )
+    return ResumingClient(config, load_balancer_handle=Handle(balancer_of(*servers)))
+
+
+class SlowServer:
+    """Its one request samples what a test says, and ends when a test says so."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.calls: list[dict[str, Any]] = []
+        self.sampled: list[int] = []
+        self.here: dict[str, bool] = {}
+        self.end = asyncio.Event()
+        self.stop = "completed"
+        self.asked: list[dict[str, int]] = []
+
+    async def generate(self, request_id: str, **request: Any) -> Any:
+        self.calls.append(request)
+        self.here[request_id] = True
+        await self.end.wait()
+        self.here.pop(request_id, None)
+        return part(list(self.sampled), self.version, self.stop)
+
+    async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
+        self.asked.append(known)
+        return {
+            name: Sampled(self.version, self.sampled[count:], [-float(token) for token in self.sampled[count:]])
+            for name, count in known.items()
+            if name in self.here
+        }
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def answer(
+    client: ResumingClient, answers: TrajectoryAnswers, work: Any = None, **sampling: Any
+) -> tuple[Any, TrajectoryRecorder]:
+    """One trajectory: ``work`` of the client, by default one request."""
+    recorder = start_recording(None, answers)
+    if work is not None:
+        return await work(client), recorder
+    sampling = {"max_tokens": 8, **sampling}
+    return await client.generate("request", prompt_ids=list(PROMPT), sampling_params=sampling), recorder
+
+
+async def two_turns(client: ResumingClient, observed: list[int] | None = None) -> list[int]:
+    """An agent loop with a tool between two requests."""
+    observed = TOOL if observed is None else observed
+    first = await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8})
+    second = await client.generate(
+        "request", prompt_ids=[*PROMPT, *first.token_ids, *observed], sampling_params={"max_tokens": 8}
+    )
+    return [*first.token_ids, *observed, *second.token_ids]
+
+
+async def export(book: AnswerBook, client: ResumingClient, timeout_s: float = SOON) -> dict[str, Any]:
+    """As the worker does it."""
+    await client.fetch(book.flights(), timeout_s)
+    return book.export()
+
+
+def tokens_of(record: TrajectoryRecord | None) -> list[int]:
+    return [] if record is None else [t for kept in pickle.loads(record.answers) for t in kept.answer.token_ids]
+
+
+class ThenSlow(SlowServer):
+    """Answers from a script first."""
+
+    def __init__(self, *script: Any) -> None:
+        super().__init__()
+        self.script = list(script)
+
+    async def generate(self, request_id: str, **request: Any) -> Any:
+        return self.script.pop(0) if self.script else await super().generate(request_id, **request)
+
+
+async def record_of(*script: Any, resume: bool = True) -> TrajectoryRecord:
+    """What is kept of a trajectory whose second request is under way; ``script`` answered the first one."""
+    book, server = AnswerBook(), ThenSlow(*script)
+    client = client_of(server, resume=resume)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0"), two_turns))
+    await settle()
+    server.sampled = [12, 13]
+    record = (await export(book, client))["0-0-0"]
+    work.cancel()
+    await settle()
+    return record
+
+
+async def interrupted_record() -> TrajectoryRecord:
+    return await record_of(part([9], 0, "aborted"), part([10, 11], 0))
+
+
+async def record_of_one_version() -> TrajectoryRecord:
+    return await record_of(part([10, 11], 0), resume=False)
+
+
+async def test_the_tokens_of_a_request_under_way_are_kept_while_it_goes_on() -> None:
+    record = await interrupted_record()
+    assert tokens_of(record) == [9, 10, 11, 12, 13]
+    assert (record.cut_tokens, record.under_way_tokens) == (3, 2)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_a_restored_trajectory_asks_only_for_what_is_missing(resume: bool) -> None:
+    record = await interrupted_record() if resume else await record_of_one_version()
+    server = ScriptedServer(part([14], 0))
+    book = AnswerBook()
+    result, recorder = await answer(client_of(server, resume=resume), book.begin("0-0-0", record), two_turns)
+    first = [9, 10, 11] if resume else [10, 11]
+    assert result == [*first, *TOOL, 12, 13, 14]
+    assert [call["prompt_ids"] for call in server.calls] == [[*PROMPT, *first, *TOOL, 12, 13]]
+    assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6]
+    assert recorder.segments[-2:] == [(0, (12, 13)), (0, (14,))]
+    assert recorder.answers.restored_tokens == len(first) + 2
+    assert recorder.cut_tokens == record.cut_tokens
+    book.end("0-0-0", complete=True)
+    assert book.account() == TokenAccount()
+
+
+async def test_an_answer_of_one_version_goes_on_from_a_checkpoint_under_that_version_only() -> None:
+    client = client_of(ScriptedServer(part([14], 1)), resume=False)
+    with pytest.raises(VersionMismatch, match="was cut under version 0 and could go on under version 1 only"):
+        await answer(client, AnswerBook().begin("0-0-0", await record_of_one_version()), two_turns)
+
+
+async def test_an_answer_that_a_sync_cut_is_refused_from_a_record_too_where_answers_have_one_version() -> None:
+    book = AnswerBook()
+    client = client_of(ScriptedServer(part([10], 0, "aborted"), part([11], 0)))
+    await answer(client, book.begin("0-0-0"))
+    record = book.export()["0-0-0"]
+    with pytest.raises(GenerationError, match="was cut after 1 tokens"):
+        await answer(client_of(ScriptedServer(), resume=False), AnswerBook().begin("0-0-0", record))
+
+
+@pytest.mark.parametrize("complete_at", ["fetch", "export"])
+async def test_a_request_that_ends_while_a_checkpoint_is_taken_is_kept_once_and_whole(complete_at: str) -> None:
+    book, server = AnswerBook(), SlowServer()
+    client = client_of(server)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0")))
+    await settle()
+    server.sampled = [10, 11]
+    fetch = server.sampled_since
+
+    async def fetch_and_end(known: dict[str, int]) -> dict[str, Sampled]:
+        if complete_at == "fetch":
+            # The engine is done with it, and the answer is on its way.
+            server.sampled += [12]
+            server.here.clear()
+            asyncio.get_running_loop().call_later(0.1, server.end.set)
+            server.sampled_since = fetch
+            return {}
+        told = await fetch(known)
+        server.sampled += [12]
+        server.end.set()
+        await settle()
+        return told
+
+    server.sampled_since = fetch_and_end
+    record = (await export(book, client))["0-0-0"]
+    assert tokens_of(record) == [10, 11, 12]
+    assert (record.cut_tokens, record.under_way_tokens) == (0, 0)
+    assert (await work)[0].token_ids == [10, 11, 12]
+
+
+async def test_two_questions_at_once_bring_no_token_twice() -> None:
+    book, server = AnswerBook(), SlowServer()
+    client = client_of(server)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0")))
+    await settle()
+    server.sampled = [10, 11]
+    await asyncio.gather(*[client.fetch(book.flights(), SOON) for _ in range(3)])
+    server.sampled += [12]
+    assert tokens_of((await export(book, client))["0-0-0"]) == [10, 11, 12]
+    work.cancel()
+
+
+async def test_a_request_whose_server_does_not_tell_keeps_what_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    book, server = AnswerBook(), SlowServer()
+    client = client_of(server)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0")))
+    await settle()
+    server.sampled = [10, 11]
+    await export(book, client)
+    server.here.clear()
+    server.sampled += [12]
+    assert tokens_of((await export(book, client, timeout_s=0.05))["0-0-0"]) == [10, 11]
+    assert "of 1 requests under way it is not known what they have sampled" in caplog.text
+    work.cancel()
+
+
+async def test_no_part_of_an_answer_is_kept_where_its_router_choices_would_be_missing() -> None:
+    book, server = AnswerBook(), SlowServer()
+    client = client_of(server, enable_rollout_routing_replay=True)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0")))
+    await settle()
+    server.sampled = [10, 11]
+    assert await export(book, client) == {"0-0-0": None}
+    work.cancel()
+
+
+async def test_a_record_is_kept_over_two_restarts() -> None:
+    record = await interrupted_record()
+    book, server = AnswerBook(), SlowServer()
+    client = client_of(server)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0", record), two_turns))
+    # Before the agent loop has asked for any of it, and after it has.
+    for _ in range(2):
+        again = book.export()["0-0-0"]
+        assert pickle.loads(again.answers) == pickle.loads(record.answers)
+        assert (again.cut_tokens, again.under_way_tokens) == (record.cut_tokens, 0)
+        await settle()
+    work.cancel()
+
+
+async def test_what_a_tool_that_answers_differently_leaves_unused_of_the_record_is_lost() -> None:
+    book, server = AnswerBook(), ScriptedServer(part([15], 3))
+    answers = book.begin("0-0-0", await interrupted_record())
+    result, recorder = await answer(client_of(server), answers, lambda client: two_turns(client, [60]))
+    assert result == [9, 10, 11, 60, 15]
+    book.end("0-0-0", complete=True)
+    assert (recorder.answers.restored_tokens, recorder.cut_tokens) == (3, 1)
+    assert book.account() == TokenAccount(lost=2)
+
+
+async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost() -> None:
+    book = AnswerBook()
+    server = SlowServer()
+    client = client_of(server)
+    work = asyncio.create_task(answer(client, book.begin("0-0-0")))
+    await settle()
+    server.sampled, server.stop = [10, 11], "aborted"
+    server.end.set()
+    server.end = asyncio.Event()
+    await settle()
+    assert book.account() == TokenAccount(cut=2, held=2)
+    assert book.account().of_the_dead() == TokenAccount(cut=2, lost=2)
+    work.cancel()
+    await settle()
+    book.end("0-0-0", complete=False)
+    assert book.account() == TokenAccount(cut=2, lost=2)
+
+
+async def test_the_rest_of_an_answer_is_not_drawn_with_the_random_numbers_of_its_beginning() -> None:
+    parts = [part([10, 11], 0, "aborted"), part([12], 0, "aborted"), part([13], 0)]
+    seeds = []
+    for _ in range(2):
+        server = ScriptedServer(*parts)
+        await answer(client_of(server), TrajectoryAnswers(), seed=7, min_tokens=3)
+        seeds.append([call["sampling_params"]["seed"] for call in server.calls])
+        assert [call["sampling_params"]["min_tokens"] for call in server.calls] == [3, 1, 0]
+    assert seeds[0][0] == 7
+    assert len(set(seeds[0])) == 3
+    assert seeds[0] == seeds[1]
