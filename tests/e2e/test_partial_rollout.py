@@ -74,7 +74,7 @@ def kept_answers(state: dict[str, Any]) -> dict[str, list[list[int]]]:
     for group_id, group in state["groups"].items():
         for record in group["kept"]:
             if record is not None:
-                tokens = [token for part in pickle.loads(record) for token in part.answer.token_ids]
+                tokens = [token for part in pickle.loads(record.answers) for token in part.answer.token_ids]
                 kept.setdefault(uid_of[group_id], []).append(tokens)
     return kept
 
@@ -121,7 +121,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
         for beginning in beginnings:
             of_group.remove(next(tokens for tokens in of_group if tokens[: len(beginning)] == beginning))
     given_back = sum(len(beginning) for beginnings in kept.values() for beginning in beginnings)
-    assert second.column("partial_rollout/restored_tokens")[-1] == given_back
+    assert second.column("fully_async/partial/restored_tokens")[-1] == given_back
 
     tokens = accounted_tokens(second)
     assert tokens == {"cut": tokens["trained"], "trained": tokens["trained"], "lost": 0, "cached": 0}
