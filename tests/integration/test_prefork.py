@@ -18,6 +18,8 @@ from __future__ import annotations
 import multiprocessing.spawn
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ import pytest
 from surroundings import ray_folder
 
 from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, MODULES, Prefork, use_for_spawned_processes
+from recipe.async_engine.prefork.server import REQUEST_S
 
 # Nothing else here imports it, so a process that has it was forked from the server.
 MARK = "colorsys"
@@ -147,6 +150,26 @@ for _ in range(2):
     assert first == second
 
 
+def test_launchers_that_send_nothing_or_nonsense_delay_nobody(prefork: Prefork) -> None:
+    address = str(prefork.executable.parent / "socket")
+    bad = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    try:
+        for connection in bad:
+            connection.connect(address)
+        # Of these four: one says nothing, one leaves in mid-sentence, one lies about lengths, one is no request at all.
+        bad[1].sendall(b"\0\0")
+        bad[1].close()
+        bad[2].sendall(b"\0" + struct.pack("!I", 8) + struct.pack("!II", 1, 2**31))
+        bad[3].sendall(b"\0" + struct.pack("!I", 4) + struct.pack("!I", 0))
+        began = time.monotonic()
+        assert run(prefork, "-c", SHOW_MARK).stdout == "True\n"
+        assert time.monotonic() - began < REQUEST_S / 2
+        assert prefork._server.poll() is None
+    finally:
+        for connection in bad:
+            connection.close()
+
+
 def test_without_a_server_it_is_the_plain_interpreter() -> None:
     prefork = Prefork({}, modules=[MARK])
     prefork._server.kill()
@@ -189,6 +212,7 @@ def test_spawned_processes_are_forks_where_the_run_asks_for_it(
 
 RAY_JOB = f"""
 import sys, ray
+from recipe.async_engine.prefork.server import REQUEST_S
 from recipe.async_engine.prefork.run import Prefork
 
 class Actor:

@@ -77,7 +77,7 @@ def decode(body: bytes) -> list[list[bytes]]:
 
 
 class Request:
-    """What a launcher asks for; its files are open here under other numbers until :meth:`close`."""
+    """What a launcher asks for; its files are open here under other numbers."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(REQUEST_S)
@@ -88,10 +88,7 @@ class Request:
         self.folder = folder[0]
         self.arguments = [os.fsdecode(argument) for argument in arguments]
         self.environment = dict(entry.split(b"=", 1) for entry in environment)
-
-    def close(self) -> None:
-        for descriptor in self.files:
-            os.close(descriptor)
+        connection.setblocking(True)
 
 
 class Server:
@@ -122,18 +119,17 @@ class Server:
                         self._take(self._listener.accept()[0])
 
     def _take(self, connection: socket.socket) -> None:
-        try:
-            request = Request(connection)
-        except (OSError, ValueError) as error:
-            sys.stderr.write(f"recipe: a launcher's request was not understood: {error}\n")
-            connection.close()
-            return
+        """Fork; the fork reads its own request, so a launcher that sends none, or nonsense, costs only its own fork."""
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            sys.stderr.write(f"recipe: no process can be forked: {error}\n")
+            connection.close()
+            return
         if pid == 0:
-            self._become(request, connection)
-        request.close()
+            self._become(connection)
         self._launchers[pid] = connection
         with suppress(OSError):  # the launcher is gone, and its fork will see that
             connection.sendall(LENGTH.pack(pid))
@@ -148,16 +144,17 @@ class Server:
                 connection.sendall(LENGTH.pack(_exit_status(status)))
             connection.close()
 
-    def _become(self, request: Request, connection: socket.socket) -> None:
-        """Turn this fork into the requested process and end it."""
+    def _become(self, connection: socket.socket) -> None:
+        """Turn this fork into the process that the launcher asks for, and end it."""
         status = 1
         try:
             # Ray ends a dead worker's process group, which must not be the server's.
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            lifeline = self._forget_the_server(connection)
-            lifeline = _place_files(request, keep=lifeline)
+            self._forget_the_server()
+            request = Request(connection)
+            lifeline = _place_files(request.files, request.numbers, keep=connection.detach())
             threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
             os.environb.clear()
             os.environb.update(request.environment)
@@ -173,26 +170,23 @@ class Server:
         finally:
             _leave(status)
 
-    def _forget_the_server(self, connection: socket.socket) -> int:
+    def _forget_the_server(self) -> None:
         for other in (self._listener, *self._launchers.values(), *self._inherited):
             other.close()
         self._launchers.clear()
-        connection.setblocking(True)
-        return connection.detach()
 
 
-def _place_files(request: Request, keep: int) -> int:
-    """Give the request's files the numbers that they have in the launcher."""
+def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
+    """Give the launcher's files the numbers that they have there; returns the new number of ``keep``."""
     import fcntl
 
-    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in request.files]
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
     kept = fcntl.fcntl(keep, fcntl.F_DUPFD_CLOEXEC, SPARE_DESCRIPTOR)
-    for descriptor in (*request.files, keep):
+    for descriptor in (*files, keep):
         os.close(descriptor)
-    for source, number in zip(spare, request.numbers, strict=True):
+    for source, number in zip(spare, numbers, strict=True):
         os.dup2(source, number, inheritable=True)
         os.close(source)
-    request.files = []
     return kept
 
 
