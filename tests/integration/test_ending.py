@@ -23,7 +23,7 @@ import time
 
 import pytest
 
-from recipe.async_engine.run.ending import StartedProcesses
+from recipe.async_engine.run.ending import StartedProcesses, end_in_order
 
 MAIN = """
 import sys, threading, time
@@ -37,7 +37,8 @@ def stop(name):
     asked.set()
 
 try:
-    with EndingOnSignal(stop, deadline_s) as ending:
+    with EndingOnSignal() as ending:
+        ending.ask(stop, deadline_s)
         print("ready", flush=True)
         while not (ends and asked.is_set()):
             try:
@@ -87,6 +88,99 @@ def test_deadline_ends_it_like_a_second_signal() -> None:
     assert process.wait(20) == 128 + signal.SIGTERM
     assert time.monotonic() - began >= 0.2
     process.communicate()
+
+
+BESIDE = """
+import os, signal, sys, time
+from recipe.async_engine.run import ending
+from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, LastResort, end_in_order
+"""
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BESIDE + code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_signal_before_there_is_a_trainer_ends_the_run_at_once_and_in_order() -> None:
+    process = ended(
+        """
+try:
+    with EndingOnSignal():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            print("ended")
+except EndAtOnce as end:
+    sys.exit(end.status)
+"""
+    )
+    assert (process.returncode, process.stdout) == (128 + signal.SIGTERM, "ended\n")
+
+
+def test_signal_that_comes_while_the_run_ends_ends_only_the_step_under_way() -> None:
+    process = ended(
+        """
+def waits():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+with EndingOnSignal():
+    first = end_in_order({"waiting": waits, "reporting": lambda: print("reported")})
+print(type(first).__name__)
+"""
+    )
+    assert process.stdout == "reported\nEndAtOnce\n", process.stderr
+
+
+def test_each_step_of_ending_is_made_and_the_first_error_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    made = []
+
+    def fails(error: Exception) -> None:
+        made.append("fails")
+        raise error
+
+    first = OSError(28, "No space left on device")
+    steps = {"one": lambda: fails(first), "two": lambda: fails(ValueError()), "three": lambda: made.append("three")}
+    assert end_in_order(steps) is first
+    assert made == ["fails", "fails", "three"]
+    assert "one failed: OSError: [Errno 28]" in capsys.readouterr().err
+
+
+def test_main_that_is_stuck_is_ended_by_force_even_if_that_cannot_be_reported() -> None:
+    process = ended(
+        """
+ending.LOOK_S, ending.FORCE_S = 0.05, 0.5
+def end(why):
+    print(why, flush=True)
+    time.sleep(60)
+last = LastResort(end)
+last.allow("this", 3)
+time.sleep(1)
+last.allow("that (timeouts.startup)", 0.2)
+time.sleep(60)
+"""
+    )
+    assert process.returncode == 1
+    assert process.stdout == "that (timeouts.startup) took longer than 0.2 s; the run is ended by force\n"
+
+
+def test_process_whose_parent_was_killed_after_a_look_is_ended() -> None:
+    parent = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60'], stdin=-3, stdout=-3, stderr=-3); "
+        "print(child.pid, flush=True); sys.stdin.read()"
+    )
+    started = StartedProcesses()
+    middle = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert middle.stdout is not None
+    child = int(middle.stdout.readline())
+    started.look()
+    middle.kill()
+    middle.communicate()
+    started.look()
+    assert started.end(grace_s=0.1) == [child]
 
 
 def test_process_that_is_stopped_is_ended_and_those_from_before_are_left_alone() -> None:

@@ -67,6 +67,14 @@ class Timeouts:
         unit="s",
         above=0,
     )
+    heartbeat: float = knob(
+        300.0,
+        "How long the main waits for a sign of life of the trainer's process, which a thread there gives every second,"
+        " before it ends the run. It is missed by a process that is stopped, or in which one call keeps Python's lock;"
+        " longer than the longest such call (unpickling a large batch, say).",
+        unit="s",
+        above=0,
+    )
     stop: float = knob(
         900.0,
         "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off.",

@@ -51,7 +51,7 @@ from recipe.async_engine.rollout.kept_answers import InterruptedTokens, Trajecto
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 from recipe.async_engine.run.stacks import waits
-from recipe.async_engine.run.stall import Stalled
+from recipe.async_engine.run.watch import CannotGoOn
 
 logger = logging.getLogger(__name__)
 
@@ -586,7 +586,7 @@ class RolloutScheduler:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            if isinstance(self._error, RolloutFailed | Stalled):
+            if isinstance(self._error, RolloutFailed | CannotGoOn):
                 raise self._error
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 

@@ -25,13 +25,11 @@ import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from ray.exceptions import RayActorError
 
 from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.config import RunPlan
@@ -47,17 +45,18 @@ from recipe.async_engine.platform.detect import (
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, StartedProcesses
+from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, LastResort, StartedProcesses, end_in_order
 from recipe.async_engine.run.events import take_in
+from recipe.async_engine.run.heartbeat import ControlProbe, Listener
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner
-from recipe.async_engine.run.stall import STALL_FILE, Stalled
 from recipe.async_engine.shadowing import check_not_shadowed
 
 logger = logging.getLogger(__name__)
 
 TASK_TIMEOUT_S = 300.0
+END_S, LOOK_S = 120.0, 5.0
 
 
 class RunFailed(RecipeError):
@@ -98,64 +97,115 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     _fill_builtin_task(config)
     plan = check(config)
     record = RunRecord(config.trainer.default_local_dir, mode, began)
-    Path(config.trainer.default_local_dir, STALL_FILE).unlink(missing_ok=True)
-    meter = MemoryMeter()
-    # Ray's own processes included, unless they are a cluster's or the caller's.
-    started = StartedProcesses() if _starts_ray(config) else None
-    display = None
-    prefork = None
-    failed: BaseException | None = None
-    try:
-        if _may_fork(config, choice):
-            prefork = Prefork(choice.environment)
-        _start_ray(config, choice, prefork)
-        if config.ray_kwargs.ray_init.get("address"):
-            check(config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
-        display = _follow(config, plan, mode, trainer_class, record)
-    except BaseException as error:
-        failed = error
-        record.fail(error)
-        raise
-    finally:
-        summary = record.close(meter.stop())
-        if started is not None:
-            started.look()
-        ray.shutdown()
-        if prefork is not None:
-            prefork.stop()
-        if started is not None and (killed := started.end()):
-            logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
-        if display is not None:
-            display.end(summary)
-    if summary["error"] is not None and failed is None:
-        raise RunFailed(f"{summary['error']['name']}: {summary['error']['message']}")
-    return summary
+    with EndingOnSignal() as signals:
+        return _Run(config, choice, plan, record, signals).run(mode, trainer_class)
 
 
-def _follow(config: DictConfig, plan: RunPlan, mode: str, trainer_class: str, record: RunRecord) -> Display:
-    """Start the trainer's actor and take in what it yields until it ends."""
-    runner = ray.remote(TaskRunner).options(num_cpus=1, max_concurrency=2).remote()
-    events = runner.run.options(num_returns="streaming").remote(
-        OmegaConf.to_container(config, resolve=True), trainer_class
-    )
-    display = Display(mode, plan.total_steps)
-    # Every wait inside the run has a deadline of its own, and the death of the actor ends the iteration.
-    with EndingOnSignal(runner.stop.remote, plan.settings.async_training.timeouts.stop):
+class _Run:
+    """One run, from its first process to its last."""
+
+    def __init__(
+        self, config: DictConfig, choice: PlatformChoice, plan: RunPlan, record: RunRecord, signals: EndingOnSignal
+    ) -> None:
+        self._config, self._choice, self._plan = config, choice, plan
+        self._record, self._signals = record, signals
+        self._timeouts = plan.settings.async_training.timeouts
+        self._meter = MemoryMeter()
+        self._peak: float | None = None
+        # Ray's own processes included, unless they are a cluster's or the caller's.
+        self._started = StartedProcesses() if _starts_ray(config) else None
+        self._look_at = 0.0
+        self._prefork: Prefork | None = None
+        self._display: Display | None = None
+        self._last_resort = LastResort(self._end_by_force)
+
+    def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
+        """See the function of this name."""
+        failed: BaseException | None = None
         try:
-            for reference in events:
-                take_in(ray.get(reference, timeout=TASK_TIMEOUT_S), record, display)
-        except RayActorError as error:
-            stalled = _stalled(config)
-            if stalled is None:
-                raise
-            raise stalled from error
-    return display
+            self._start()
+            self._display = Display(mode, self._plan.total_steps)
+            self._follow(trainer_class, self._display)
+        except BaseException as error:
+            failed = error
+            self._record.fail(error)
+            raise
+        finally:
+            unended = self._end()
+        error = self._record.summary["error"]
+        if error is not None and failed is None:
+            raise RunFailed(f"{error['name']}: {error['message']}")
+        if unended is not None:
+            raise RunFailed(f"the run did not end in order: {type(unended).__name__}: {unended}") from unended
+        return self._record.summary
 
+    def _start(self) -> None:
+        startup_s = self._timeouts.startup
+        self._last_resort.allow("starting Ray, or joining its cluster (async_training.timeouts.startup)", startup_s)
+        if _may_fork(self._config, self._choice):
+            self._prefork = Prefork(self._choice.environment)
+        _start_ray(self._config, self._choice, self._prefork)
+        if self._config.ray_kwargs.ray_init.get("address"):
+            check(self._config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
 
-def _stalled(config: DictConfig) -> Stalled | None:
-    """Why the trainer's process ended itself, if it did."""
-    report = Path(config.trainer.default_local_dir) / STALL_FILE
-    return Stalled(report.read_text().rstrip()) if report.exists() else None
+    def _follow(self, trainer_class: str, display: Display) -> None:
+        """Start the trainer's actor and take in what it yields until it ends."""
+        runner = ray.remote(concurrency_groups={"beside": 2})(TaskRunner).options(num_cpus=1).remote()
+        stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
+        events = runner.run.options(num_returns="streaming").remote(
+            OmegaConf.to_container(self._config, resolve=True), trainer_class
+        )
+        self._signals.ask(stop, self._timeouts.stop)
+        with ControlProbe() as control:
+            for event in Listener(events, beat, control, self._timeouts, self._alive):
+                take_in(event, self._record, display)
+
+    def _alive(self) -> None:
+        self._last_resort.allow(
+            "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
+            2 * self._timeouts.heartbeat,
+        )
+        if self._started is not None and time.monotonic() >= self._look_at:
+            # While their parents live: those of one that is killed later could not be found then.
+            self._started.look()
+            self._look_at = time.monotonic() + LOOK_S
+
+    def _end(self) -> BaseException | None:
+        """End everything, then report; returns the first error."""
+        self._last_resort.allow("ending the run's processes and writing its summary", END_S)
+        steps = {
+            "ending Ray": self._leave_ray,
+            "ending the processes of the run": self._end_processes,
+            "writing summary.json": lambda: self._record.close(self._peak),
+        }
+        if self._display is not None:
+            steps["showing the summary"] = lambda: self._display.end(self._record.summary)
+        try:
+            return end_in_order(steps)
+        finally:
+            self._last_resort.stop()
+
+    def _leave_ray(self) -> None:
+        self._peak = self._meter.stop()
+        if self._started is not None:
+            self._started.look()
+        ray.shutdown()
+
+    def _end_processes(self) -> None:
+        if self._prefork is not None:
+            self._prefork.stop()
+        if self._started is not None and (killed := self._started.end()):
+            logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
+
+    def _end_by_force(self, why: str) -> None:
+        """This main is stuck: end what it has started, then say so."""
+        sys.stderr.write(f"\n{why}\n")
+        if self._started is not None:
+            self._started.look()
+            self._started.end(grace_s=0)
+        if self._record.summary["error"] is None:
+            self._record.fail({"name": "MainStuck", "message": why})
+        self._record.close(self._peak)
 
 
 def _fill_builtin_task(config: DictConfig) -> None:
@@ -168,8 +218,14 @@ def _fill_builtin_task(config: DictConfig) -> None:
     folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
     settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
     # In a process of its own: making the task imports torch, which this process has no other use for.
+    started = StartedProcesses()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        paths = pool.submit(ensure_task, folder, settings).result(TASK_TIMEOUT_S)
+        try:
+            paths = pool.submit(ensure_task, folder, settings).result(TASK_TIMEOUT_S)
+        except TimeoutError:
+            started.look()
+            started.end(grace_s=0)
+            raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
     with open_dict(config):
         if not config.actor_rollout_ref.model.path:
             config.actor_rollout_ref.model.path = str(paths.model)

@@ -11,11 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What SIGTERM and Ctrl-C do to a run, and what is left of it at its end.
+"""How a run ends: by a signal, in order, and at last by force.
 
 Contract: the first signal asks the run to end after its present step, with a checkpoint if it saves any; the second
-one, or the deadline, ends it at once. Of the processes that a run has started on its own machine none outlives it, also
-if it was stopped or hangs. Shown by tests/integration/test_ending.py, tests/e2e/test_signals.py and test_stalls.py.
+one, or the deadline, ends it at once, as the first one does before there is a trainer. Of the processes that a run has
+started on its own machine none outlives it, also if it was stopped or hangs. Ending comes first and reporting last;
+a step that fails keeps none of the others from being made, and hides no earlier error; where the main itself is stuck,
+it is ended all the same. Shown by tests/integration/test_ending.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
 
+from recipe.async_engine.core.silence import Silence
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S, POLL_S = 5.0, 0.05
+LOOK_S, FORCE_S = 1.0, 20.0
 
 
 class EndAtOnce(KeyboardInterrupt):
@@ -47,25 +52,32 @@ class EndAtOnce(KeyboardInterrupt):
 class EndingOnSignal:
     """A context manager of the main thread; see the module's contract.
 
-    Args:
-        stop: asks the run to end; gets the signal's name, and must not wait.
-        deadline_s: from the first signal to the end of the run.
-
     Attributes:
         status: what the process is to exit with, None without a signal.
     """
 
-    def __init__(self, stop: Callable[[str], Any], deadline_s: float) -> None:
+    def __init__(self) -> None:
         self.status: int | None = None
         self._at_once: EndAtOnce | None = None
-        self._stop = stop
-        self._deadline_s = deadline_s
+        self._stop: Callable[[str], Any] | None = None
+        self._deadline_s = 0.0
         self._timer: threading.Timer | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> EndingOnSignal:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
+
+    def ask(self, stop: Callable[[str], Any], deadline_s: float) -> None:
+        """From now on the first signal asks the run to end.
+
+        Args:
+            stop: asks; gets the signal's name, and must not wait.
+            deadline_s: from the first signal to the end of the run.
+        """
+        self._stop, self._deadline_s = stop, deadline_s
+        for number in SIGNALS:  # Ray has taken them when it started
+            signal.signal(number, self._on_signal)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -79,7 +91,7 @@ class EndingOnSignal:
             raise self._at_once
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.status is not None:
+        if self.status is not None or self._stop is None:
             self._at_once = EndAtOnce(number)
             raise self._at_once
         self.status = 128 + number
@@ -94,19 +106,66 @@ class EndingOnSignal:
         self._stop(name)
 
 
+def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None:
+    """Make every step, in order, whatever the others do; returns the first error. Keys say what a step does."""
+    first: BaseException | None = None
+    for what, step in steps.items():
+        try:
+            step()
+        except BaseException as error:  # a signal that ends a step, too
+            sys.stderr.write(f"\n{what} failed: {type(error).__name__}: {error}\n")
+            first = first or error
+    return first
+
+
+class LastResort:
+    """Ends this process where its main thread does not come to the end of what it does; a thread of its own.
+
+    Args:
+        end: what is to be done before; gets why. It may hang or fail.
+        leave: ends the process.
+    """
+
+    def __init__(self, end: Callable[[str], Any], leave: Callable[[int], Any] = os._exit) -> None:
+        self._end, self._leave = end, leave
+        self._allowed: tuple[str, Silence] | None = None
+        threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
+
+    def allow(self, what: str, limit_s: float) -> None:
+        """What the main thread does from now on, and how long until the next call of this."""
+        self._allowed = what, Silence(limit_s, time.monotonic())
+
+    def stop(self) -> None:
+        """Whatever comes may take its time."""
+        self._allowed = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            allowed = self._allowed
+            if allowed is not None and allowed[1].look(time.monotonic()):
+                break
+        why = f"{allowed[0]} took longer than {allowed[1].limit_s:g} s; the run is ended by force"
+        ending = threading.Thread(target=self._end, args=(why,), daemon=True)
+        ending.start()
+        ending.join(FORCE_S)
+        self._leave(1)
+
+
 class StartedProcesses:
     """The processes that this one starts from now on, with all that they start."""
 
     def __init__(self) -> None:
         self._others = set(psutil.Process().children(recursive=True))
-        self._found: list[psutil.Process] = []
+        self._found: set[psutil.Process] = set()
 
     def look(self) -> None:
         """Take note of what is there now; its parents may be gone later."""
-        self._found = [child for child in psutil.Process().children(recursive=True) if child not in self._others]
+        self._found = {process for process in self._found if _runs(process)}
+        self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
 
     def end(self, grace_s: float = GRACE_S) -> list[int]:
-        """Kill what was there at the last look and does not end by itself. Returns the ids of what was killed."""
+        """Kill what was there at a look and does not end by itself. Returns the ids of what was killed."""
         deadline = time.monotonic() + grace_s
         while (left := [process for process in self._found if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -15,17 +15,21 @@
 
 Contract: ``run`` yields ``Began``, then (account of the run, metrics) for every step, then ``Ended`` with the trainer's
 account of the run, also when the run failed: the error travels in it as text, because its class may not exist where it
-is read.
+is read. A `RunWatch` is there from the first moment to the last.
 """
 
 import logging
 import os
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from recipe.async_engine.core.config import read_settings
+from recipe.async_engine.run.watch import RunWatch
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +51,11 @@ class Ended:
 
 
 class TaskRunner:
-    """Builds a mode's trainer and drives it. `stop` is called while `run` goes on, on a thread of its own."""
+    """Builds a mode's trainer and drives it; `stop` and `beat` are called on threads of their own meanwhile."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
+        self._watch: RunWatch | None = None
         self._stopped_by: str | None = None
 
     def stop(self, why: str) -> None:
@@ -59,6 +64,10 @@ class TaskRunner:
         if self._trainer is not None:
             self._trainer.request_stop(why)
 
+    def beat(self) -> dict[str, str] | None:
+        """A sign of life of this process: name and message of the error by which its watch ends the run, if it does."""
+        return None if self._watch is None else self._watch.last_words()
+
     def run(self, config: dict[str, Any], trainer_class: str) -> Iterator[Any]:
         """See the module's contract.
 
@@ -66,14 +75,24 @@ class TaskRunner:
             config: the whole configuration, resolved and plain.
             trainer_class: fully qualified name of an ``AsyncPPOTrainer``.
         """
+        # The main, which imports this module, can do without the trainer's imports.
+        from recipe.async_engine.trainer.diagnosis import describe
+
         trainer: Any = None
         error: dict[str, str] | None = None
+        timeouts = read_settings(config)[0].async_training.timeouts
+        watch = self._watch = RunWatch(timeouts.stall, config["trainer"]["default_local_dir"])
+        watch.start()
         try:
-            trainer = self._trainer = self._build(config, trainer_class)
+            with watch.within("startup", timeouts.startup, "reading the model's tokenizer and the data"):
+                trainer = self._trainer = self._build(config, trainer_class)
+            thread = threading.get_ident()
+            watch.follow(trainer.silent_s, lambda: describe(trainer, thread), trainer.fail)
             if self._stopped_by is not None:
                 trainer.request_stop(self._stopped_by)
             trainer.init_workers()
-            steps = trainer.fit()
+            watch.hold(trainer.training_workers())
+            steps = trainer.fit(watch)
             next(steps)
             yield Began(trainer.global_steps, trainer.account())
             for metrics in steps:
@@ -84,7 +103,9 @@ class TaskRunner:
                 "message": str(failure),
                 "traceback": "".join(traceback.format_exception(failure)),
             }
-        yield Ended({} if trainer is None else trainer.account(), error)
+        ended = Ended({} if trainer is None else trainer.account(), error)
+        watch.stop()
+        yield ended
         if trainer is not None:
             trainer.close()
 

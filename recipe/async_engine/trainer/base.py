@@ -22,7 +22,6 @@ Shown by tests/e2e/test_fully_async.py, test_resume.py and test_faults.py.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -53,12 +52,11 @@ from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
-from recipe.async_engine.run.stall import StallWatch
+from recipe.async_engine.run.watch import RunWatch
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.critic_stage import CriticStage
-from recipe.async_engine.trainer.diagnosis import describe
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.saving import RunState
@@ -127,7 +125,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         self._saved_at = self._validated_at = -1
         self.stopped_by: str | None = None
-        self._stall_watch: StallWatch | None = None
+        self._watch: RunWatch | None = None
 
     def _new_ledger(self, snapshot: dict[str, Any] | None = None) -> SampleLedger:
         plan = self.plan
@@ -172,26 +170,30 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
 
     # The loop
 
-    def fit(self) -> Iterator[dict[str, Any]]:
+    def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
         """Train; yields once when it begins, with the first validation's metrics, then the metrics of each step.
+
+        Args:
+            watch: keeps the deadlines of the stages that have no wait of their own.
 
         Raises:
             RecipeError: what cannot go on, naming it.
         """
+        self._watch = watch
         self.logger = Tracking(
             project_name=self.config.trainer.project_name,
             experiment_name=self.config.trainer.experiment_name,
             default_backend=self.config.trainer.logger,
             config=OmegaConf.to_container(self.config, resolve=True),
         )
-        groups = self._resume()
+        with watch.within("checkpoint", self.timeouts.checkpoint, "reading the checkpoint"):
+            groups = self._resume()
         self.scheduler = self._new_scheduler()
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self._publish_again()
         self.timeline.restart()
         self.scheduler.start()
-        self._watch()
         # Generation of the first batch goes on during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         self.logger.log(data=first, step=self.global_steps)
@@ -207,17 +209,22 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             self._save_where_stopped()
         self.timeline.stop()
 
-    def _watch(self) -> None:
-        """From now on, end the run if it stands still."""
-        thread = threading.get_ident()
-        self._stall_watch = StallWatch(
-            self.timeline,
-            self.timeouts.stall,
-            lambda silent_s: describe(self, thread, silent_s),
-            self.scheduler.fail,
-            self.config.trainer.default_local_dir,
-        )
-        self._stall_watch.start()
+    def silent_s(self) -> float:
+        """Seconds in which nothing of the run has begun or ended."""
+        return self.timeline.silent_s
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for a batch gets this error; callable from any thread."""
+        if self.scheduler is not None:
+            self.scheduler.fail(error)
+
+    def training_workers(self) -> dict[str, Any]:
+        """The actors, by name, that nothing can take the place of."""
+        names = {}
+        for role, group in self.all_wg.items():
+            for rank, worker in enumerate(group.workers):
+                names.setdefault(worker._actor_id, (f"training worker {rank} ({role})", worker))
+        return dict(names.values())
 
     def request_stop(self, why: str) -> None:
         """End after the step under way, with a checkpoint if the run saves any; callable from any thread."""
@@ -384,7 +391,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
-        self.saved.save(self.global_steps, snapshot, self._save_training_side)
+        assert self._watch is not None
+        with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
+            self.saved.save(self.global_steps, snapshot, self._save_training_side)
 
     def _save_training_side(self) -> None:
         super()._save_checkpoint()
@@ -428,8 +437,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End generation and the dump thread."""
-        if self._stall_watch is not None:
-            self._stall_watch.stop()
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
         self._shutdown_dump_executor()

@@ -19,14 +19,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from recipe.async_engine.run.stacks import thread_stack
-from recipe.async_engine.run.stall import answers
+from recipe.async_engine.run.watch import answers
 from recipe.async_engine.weights.publisher import generates
 
 DEEPEST = 14
 
 
-def describe(trainer: Any, thread: int, silent_s: float) -> str:
-    """A report on an `AsyncPPOTrainer` whose loop runs on ``thread`` and that has been silent for so long.
+def describe(trainer: Any, thread: int) -> str:
+    """A report on an `AsyncPPOTrainer` whose loop runs on ``thread``; it may still be starting.
 
     Parts that do not answer come first: they are the most likely cause.
     """
@@ -35,8 +35,7 @@ def describe(trainer: Any, thread: int, silent_s: float) -> str:
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
     counts = trainer.ledger.counts()
     lines = [
-        f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall), at step "
-        f"{trainer.global_steps}, version {trainer.ledger.version}",
+        f"at step {trainer.global_steps}, version {trainer.ledger.version}",
         *(f"{name} {said[name]}" for name in mute),
         f"newest events: {'; '.join(notes)}",
         f"groups: {counts}",
@@ -52,6 +51,8 @@ def describe(trainer: Any, thread: int, silent_s: float) -> str:
 
 def _asked(trainer: Any) -> dict[str, Any]:
     """Object references of what each part of the run says of itself."""
+    if trainer.publisher is None:
+        return {}
     asked = {}
     for number, worker in enumerate(trainer.async_rollout_manager.agent_loop_workers):
         asked[f"agent-loop worker {number}"] = worker.describe.remote()

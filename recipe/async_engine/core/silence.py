@@ -1,0 +1,47 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How long something has been silent, counted in time in which this process could have heard it.
+
+Contract: the seconds in which the listening process was itself stopped (SIGSTOP, a suspended machine) do not count,
+since nothing could be heard then. Test: tests/core/test_silence.py.
+"""
+
+from __future__ import annotations
+
+MOST_S = 5.0
+"""A longer gap between two looks is the listener's own; only this much of it counts."""
+
+
+class Silence:
+    """Time since the last sign of life.
+
+    Args:
+        limit_s: how long silence may last.
+        now: of a clock that never runs backwards, in seconds; as in `look`.
+    """
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self.limit_s = limit_s
+        self.seconds = 0.0
+        self._looked = now
+
+    def heard(self) -> None:
+        """A sign of life."""
+        self.seconds = 0.0
+
+    def look(self, now: float) -> bool:
+        """Count the time since the last look; returns whether silence has lasted too long."""
+        self.seconds += min(now - self._looked, MOST_S)
+        self._looked = now
+        return self.seconds > self.limit_s

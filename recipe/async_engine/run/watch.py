@@ -1,0 +1,234 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Ends a run that cannot go on while its trainer waits for something else, and says why.
+
+Contract: a thread of the trainer's process, from the first moment of a run to its end, start-up and resume included. It
+ends the run when one of these happens:
+
+- nothing has begun or ended for ``async_training.timeouts.stall`` seconds;
+- a stage that has a deadline and no wait of its own that keeps it (`RunWatch.within`) is late;
+- an actor that the run cannot do without (`RunWatch.hold`) has died.
+
+Ending comes first: the trainer's wait for a batch fails with the error, and where the trainer does not end by it, since
+it waits for something else, its process is ended. Reporting comes beside that and cannot keep it from happening. The
+main gets the error by the next heartbeat (`RunWatch.last_words`), so it needs no file.
+
+Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.silence import Silence
+
+logger = logging.getLogger(__name__)
+
+STALL_FILE = "stall_report.txt"
+ANSWER_S = 3.0
+REPORT_S = 15.0
+GRACE_S = 5.0
+LOOK_S = 1.0
+ASK_AGAIN_S = 15.0
+STATUS = 70
+
+
+class CannotGoOn(RecipeError):
+    """Base of the errors by which the watch ends a run."""
+
+
+class Stalled(CannotGoOn):
+    """Nothing has begun or ended for too long; the message says who waits for whom."""
+
+
+class StageTimeout(CannotGoOn):
+    """A stage of the run passed its deadline; the message names both."""
+
+
+class PartLost(CannotGoOn):
+    """An actor died that the run cannot do without; the message names it."""
+
+
+class RunWatch:
+    """See the module's contract.
+
+    Args:
+        limit_s: how long nothing may happen.
+        folder: of the run; gets the report.
+        leave: ends this process.
+    """
+
+    def __init__(self, limit_s: float, folder: str | os.PathLike[str], leave: Callable[[int], Any] = os._exit) -> None:
+        self._limit_s = limit_s
+        self._file = Path(folder) / STALL_FILE
+        self._leave = leave
+        self._file.unlink(missing_ok=True)
+        began = time.monotonic()
+        self._silent_s: Callable[[], float] = lambda: time.monotonic() - began
+        self._describe: Callable[[], str] = lambda: "the run is starting"
+        self._fail: Callable[[BaseException], None] = lambda error: None
+        self._error: CannotGoOn | None = None
+        self._late: Silence | None = None
+        self._stage = ""
+        self._held: dict[str, Any] = {}
+        self._asked: dict[Any, str] = {}
+        self._ask_at: dict[str, float] = {}
+        self._over, self._heard = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="run-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run has ended, however it did."""
+        self._over.set()
+
+    def follow(
+        self, silent_s: Callable[[], float], describe: Callable[[], str], fail: Callable[[BaseException], None]
+    ) -> None:
+        """There is a trainer from now on.
+
+        Args:
+            silent_s: seconds in which nothing has begun or ended.
+            describe: who waits for whom.
+            fail: makes the trainer's wait for a batch fail with an error.
+        """
+        self._silent_s, self._describe, self._fail = silent_s, describe, fail
+
+    @contextmanager
+    def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
+        """A stage with a deadline, ``async_training.timeouts.<setting>``; stages are not nested."""
+        self._stage = f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})"
+        self._late = Silence(limit_s, time.monotonic())
+        try:
+            yield
+        finally:
+            self._late = None
+
+    def hold(self, actors: Mapping[str, Any]) -> None:
+        """From now on the run ends if one of these dies; none of them may be one that Ray starts again."""
+        self._ask_at = dict.fromkeys(actors, 0.0)
+        self._held = dict(actors)
+
+    def last_words(self) -> dict[str, str] | None:
+        """Why the watch ends the run: an error's name and message, None if it does not."""
+        if self._error is None:
+            return None
+        self._heard.set()
+        return {"name": type(self._error).__name__, "message": str(self._error)}
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(LOOK_S, self._limit_s / 10)):
+            try:
+                error = self._fault()
+            except Exception:  # a fault of the watch must not end it
+                logger.exception("the run's watch failed, and goes on")
+                continue
+            if error is not None:
+                self._end(error)
+                return
+
+    def _fault(self) -> CannotGoOn | None:
+        late = self._late
+        if late is not None and late.look(time.monotonic()):
+            return StageTimeout(f"{self._stage}: {self._report()}")
+        silent_s = self._silent_s()
+        if silent_s > self._limit_s:
+            return Stalled(
+                f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall): {self._report()}"
+            )
+        return self._lost()
+
+    def _lost(self) -> PartLost | None:
+        """Ask each held actor for a sign of life; it comes when the actor's present work is done, its death at once."""
+        now = time.monotonic()
+        for name in [name for name, at in self._ask_at.items() if now >= at]:
+            del self._ask_at[name]
+            self._asked[self._held[name].__ray_call__.remote(_nothing)] = name
+        if not self._asked:
+            return None
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        for answer in done:
+            name = self._asked.pop(answer)
+            self._ask_at[name] = now + ASK_AGAIN_S
+            try:
+                ray.get(answer, timeout=ANSWER_S)
+            except ActorUnavailableError:
+                continue
+            except RayActorError as error:
+                return PartLost(f"{name} died, and the run cannot go on without it: {error}")
+            except RayError:
+                continue
+        return None
+
+    def _report(self) -> str:
+        """Who waits for whom; bounded, since what it asks may be what is stuck."""
+        said: list[str] = []
+
+        def describe() -> None:
+            try:
+                said.append(self._describe())
+            except Exception as error:  # the run ends without a report rather than not at all
+                said.append(f"the report failed with {type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=describe, name="run-report", daemon=True)
+        thread.start()
+        thread.join(REPORT_S)
+        return said[0] if said else f"the report was not done within {REPORT_S:g} s"
+
+    def _end(self, error: CannotGoOn) -> None:
+        self._error = error
+        # Each on a thread of its own: a lock that is not released, or a disk that hangs, must not keep the run alive.
+        for step in (self._fail, self._write):
+            threading.Thread(target=step, args=(error,), daemon=True).start()
+        if not self._over.wait(GRACE_S):
+            self._heard.wait(GRACE_S)
+            self._leave(STATUS)
+
+    def _write(self, error: BaseException) -> None:
+        logger.error("%s: %s", type(error).__name__, error)
+        try:
+            self._file.write_text(f"{error}\n")
+        except OSError as failure:
+            logger.error("the report could not be written: %s", failure)
+
+
+def _nothing(actor: Any) -> None:
+    """What a held actor is asked to do."""
+
+
+def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What parts say, by name: object references of their answers; an exception's text, or that none came."""
+    said: dict[str, Any] = {}
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else None
+    for name, reference in asked.items():
+        try:
+            said[name] = ray.get(reference, timeout=0)
+        except GetTimeoutError:
+            said[name] = f"DOES NOT ANSWER within {ANSWER_S:g} s"
+        except RayError as error:
+            said[name] = f"IS DEAD or failed: {type(error).__name__}"
+    return said
