@@ -15,7 +15,7 @@
 
 Contract. A trajectory's tokens carry the version that sampled them; tokens that no policy sampled (tool and
 environment tokens) carry `NOT_SAMPLED`. Labels that cannot be known exactly are never newer than the truth that is
-recorded: they are the oldest version of the trajectory, and marked as inexact. Test: tests/core/test_versions.py.
+recorded, and are marked as inexact. Test: tests/core/test_versions.py.
 """
 
 from __future__ import annotations
@@ -71,15 +71,6 @@ class VersionSegments:
     def extend(self, other: VersionSegments) -> VersionSegments:
         """These tokens followed by those of `other`."""
         return VersionSegments(self.runs + other.runs)
-
-    def head(self, length: int) -> VersionSegments:
-        """The first `length` tokens, or all if there are fewer."""
-        runs: list[tuple[int, int]] = []
-        for version, count in self.runs:
-            taken = min(count, length)
-            runs.append((version, taken))
-            length -= taken
-        return VersionSegments(tuple(runs))
 
     def expand(self, length: int | None = None) -> list[int]:
         """One version per token, padded at the end with `NOT_SAMPLED` to `length` if it is given."""
@@ -165,7 +156,7 @@ class TokenAge:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Versions of a response's tokens. `exact` is False if they are the conservative fallback."""
+    """Versions of a response's tokens. `exact` is False if a token may be of a newer version than its label says."""
 
     segments: VersionSegments
     exact: bool
@@ -178,14 +169,11 @@ def align(
 
     generated: (version, token ids) of every piece that a server returned for the trajectory, in order. response_ids,
     response_mask: what the agent loop made of them, of equal length; mask 0 marks tokens that it did not sample.
-    The loop knows nothing of versions. It may cut its response, drop the end of a turn, or discard whole turns:
-
-    - The sampled tokens are the beginning of all pieces joined: each token has its piece's version. Of all readings
-      this one takes each token from the earliest piece, so its labels are never too new.
-    - Else they are pieces in order, each used whole, in part from its beginning, or not at all: the same, if all such
-      readings give the same versions.
-    - Else every sampled token gets the oldest version recorded, and `exact` is False. A staleness computed from it is
-      never too small.
+    The loop knows nothing of versions. It may cut its response, drop the end of a turn, or discard whole turns: a
+    reading of the response uses each piece in order, whole, in part from its beginning, or not at all. A token has the
+    oldest version that a reading gives it, and the labels are exact if no two readings differ. Where there is no
+    reading, or finding them all is too much work, every sampled token gets the oldest version recorded. A staleness
+    computed from it is never too small.
 
     Raises `VersionRecordError` if lengths differ, or tokens are marked as sampled and nothing was recorded.
     """
@@ -197,25 +185,21 @@ def align(
         raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
     if sampled and not pieces:
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
-    labels = _as_beginning(pieces, sampled)
-    if labels is None:
-        labels = _as_subsequence(pieces, sampled)
-    if labels is not None:
-        return Alignment(_with_unsampled(labels, response_mask), exact=True)
-    oldest = min(version for version, _ in pieces)
-    fallback = VersionSegments(((oldest, len(sampled)),))
-    return Alignment(_with_unsampled(fallback, response_mask), exact=False)
+    if sampled == [token for _, tokens in pieces for token in tokens]:
+        # Every piece is used whole: there is no other reading.
+        whole = VersionSegments(tuple((version, len(tokens)) for version, tokens in pieces))
+        return Alignment(_with_unsampled(whole, response_mask), exact=True)
+    readings = _readings(pieces, sampled)
+    if readings is None:
+        oldest = min(version for version, _ in pieces)
+        return Alignment(_with_unsampled(VersionSegments(((oldest, len(sampled)),)), response_mask), exact=False)
+    labels = VersionSegments.from_tokens(min(versions) for versions in readings)
+    exact = all(len(versions) == 1 for versions in readings)
+    return Alignment(_with_unsampled(labels, response_mask), exact)
 
 
-def _as_beginning(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> VersionSegments | None:
-    joined = [token for _, tokens in pieces for token in tokens]
-    if joined[: len(sampled)] != sampled:
-        return None
-    return VersionSegments(tuple((version, len(tokens)) for version, tokens in pieces)).head(len(sampled))
-
-
-def _as_subsequence(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> VersionSegments | None:
-    """The labels that all readings agree on; None if there is no reading, two of them differ, or it is too much work.
+def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> list[set[int]] | None:
+    """The versions that readings give each sampled token; None if there is no reading, or it is too much work.
 
     A reading uses a beginning (none, a part, or all) of each piece in turn. Forward, the numbers of sampled tokens
     that the first pieces can explain, each with how far the next piece agrees from there; backward, those from which
@@ -245,9 +229,7 @@ def _as_subsequence(pieces: Sequence[tuple[int, list[int]]], sampled: list[int])
                 for token in range(start, reaching[farthest]):
                     labels[token].add(version)
         reaching = earlier
-    if any(len(versions) != 1 for versions in labels):
-        return None
-    return VersionSegments.from_tokens(version for versions in labels for version in versions)
+    return labels if all(labels) else None
 
 
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
