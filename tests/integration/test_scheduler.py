@@ -31,6 +31,7 @@ from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, Grou
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout import scheduler as scheduler_module
 from recipe.async_engine.rollout.agent_worker import RewardError
+from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
 from recipe.async_engine.rollout.workers import TrajectoryFailed
@@ -584,6 +585,59 @@ def test_snapshot_keeps_ready_groups_runs_running_ones_again_and_loses_no_prompt
         pass
     assert resumed.trained_prompts() == [[0, 0, 10], [1, 0, 10]]
     resumed.check_identity()
+
+
+def test_restored_group_goes_on_with_what_is_unfinished_from_its_records_and_keeps_its_start(start: Any) -> None:
+    pool, ledger = ScriptedPool(), new_ledger(b=1, bound=2, depth=2)
+    first = start(new_scheduler(ledger, make_source(9), pool, group_size=2, slots=4))
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    assert train(first) == [0]
+    pool.of(1, 0).finish(version=0)
+    pool.of(2)
+    wait_until(first, lambda: first._runs[1].payloads[0] is not None)
+    kept, under_way = TrajectoryRecord(b"cut once", 5, 0), TrajectoryRecord(b"under way", 7, 3)
+    pool.kept = {"1-1-0": kept, "2-0-0": under_way, "2-1-0": None}
+    pool.account = TokenAccount(cut=9)
+    saved = first.snapshot(SOON)
+    assert saved["interrupted_tokens"] == {"cut": 12, "trained": 0, "lost": 0, "cached": 12}
+    first.stop(SOON)
+
+    again = ScriptedPool()
+    source = make_source(9)
+    source.restore(saved["source"])
+    resumed = SampleLedger.restore(saved["ledger"], ledger.settings)
+    second = new_scheduler(resumed, source, again, group_size=2, slots=3)
+    second.restore_groups(saved["groups"])
+    start(second)
+    # One slot for the group that has an answer, two for the next: no group of two fits beside them.
+    assert [call.key for call in again.began(3)] == ["1-1-0", "2-0-0", "2-1-0"]
+    settled(second)
+    assert again.records == {"1-1-0": kept, "2-0-0": under_way, "2-1-0": None}
+    assert [resumed.find(group).start for group in (1, 2)] == [0, ledger.find(2).start]
+    # What no worker has told of since is as it was.
+    assert second.snapshot(SOON)["groups"][2]["kept"] == [under_way, None]
+    again.of(1, 1).finish(version=0)
+    assert [run.payloads for run in second.take_batch(SOON)] == [["payload-1-0-0", "payload-1-1-0"]]
+    assert second.batch_trained().max == 1
+
+
+def test_attempt_that_fails_with_a_record_begins_again_without_it(start: Any) -> None:
+    pool, ledger = ScriptedPool(), new_ledger(bound=0, depth=0)
+    first = start(new_scheduler(ledger, make_source(9), pool))
+    pool.of(0)
+    pool.kept = {"0-0-0": TrajectoryRecord(b"", 5, 0)}
+    saved = first.snapshot(SOON)
+    first.stop(SOON)
+    again, source = ScriptedPool(), make_source(9)
+    source.restore(saved["source"])
+    second = new_scheduler(SampleLedger.restore(saved["ledger"], ledger.settings), source, again)
+    second.restore_groups(saved["groups"])
+    start(second)
+    again.of(0).fail(TrajectoryFailed("it cannot go on"))
+    again.of(0, attempt=1).finish()
+    assert train(second) == [0]
+    assert again.records == {"0-0-0": pool.kept["0-0-0"], "0-0-1": None}
 
 
 def test_stop_ends_trajectories_in_flight_at_once(start: Any) -> None:

@@ -25,6 +25,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
 from recipe.async_engine.rollout.client import EngineDied
+from recipe.async_engine.rollout.progress import Sampled
 from recipe.async_engine.rollout.server import (
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
@@ -71,7 +72,9 @@ class Engine:
     @staticmethod
     def _output(tokens: list[int], reason: str | None) -> Any:
         completion = SimpleNamespace(token_ids=tokens, logprobs=None, finish_reason=reason)
-        return SimpleNamespace(outputs=[completion], num_cached_tokens=0, prompt_logprobs=None)
+        return SimpleNamespace(
+            outputs=[completion], num_cached_tokens=0, prompt_logprobs=None, finished=reason is not None
+        )
 
     def finish_all(self, reason: str = "stop") -> None:
         for ended in self.output_processor.request_states.values():
@@ -285,6 +288,30 @@ async def test_abort_gives_back_the_tokens_so_far_and_later_requests_wait_for_th
     await submitted(server)
     server.engine.finish_all()
     assert (await asyncio.wait_for(second, SOON)).extra_fields["submitted_version"] == 1
+
+
+async def test_server_tells_of_the_requests_that_it_works_on_and_of_no_other(make_server: Any) -> None:
+    server = make_server("auto")
+    server.engine.generate = server._outputs.watching(
+        lambda prompt, sampling_params, request_id, **rest: Engine.generate(server.engine, request_id=request_id)
+    )
+    server.global_steps = 3
+    asked = {"sampled": 0, "parked": 0, "elsewhere": 0}
+    sampled = request(server, "sampled")
+    await submitted(server)
+    await settle()
+    server._submission_paused = True
+    server._resume_event.clear()
+    parked = request(server, "parked")
+    await settle()
+    # One that waits here has no tokens, and is told of all the same: its caller need not ask again.
+    assert await server.sampled_since(asked) == {"sampled": Sampled(3, [7], None), "parked": Sampled(None, [], None)}
+    server.engine.finish_all()
+    await sampled
+    assert (await server.sampled_since(asked)).keys() == {"parked"}
+    parked.cancel()
+    await settle()
+    assert await server.sampled_since(asked) == {}
 
 
 async def test_end_of_a_turn_waits_for_no_first_token_and_stops_what_was_admitted(make_server: Any) -> None:

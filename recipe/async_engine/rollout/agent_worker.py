@@ -105,8 +105,8 @@ class TrajectoryScored:
         score: the reward, None if the trainer computes it (reward model on the trainer's accelerators).
         oldest_version: of the response's sampled tokens.
         newest_version: of the response's sampled tokens.
-        exact_versions: False if the agent loop rewrote its answer so that tokens could not be matched to requests;
-            every token then counts as sampled by the oldest version.
+        exact_versions: False if the agent loop rewrote its answer, or left out parts of it so that two readings fit:
+            what is not sure counts as sampled by the oldest version that it may be of.
         interruptions: weight syncs that cut this trajectory and were resumed.
         cut_tokens: tokens that were sampled before one of them, in the answer it cut.
         reprefilled_tokens: tokens sent to an engine again because of them.

@@ -47,7 +47,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.progress import ABORTED, GOES_ON, Flight, by_server
+from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight, by_server
 from recipe.async_engine.rollout.recorder import current_recorder
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ResumingClient(LLMServerClient):
             if part is None:
                 continue
             versions.append(self._version(part))
-            may_go_on = self._resume or part.extra_fields.get(GOES_ON, False)
+            cut_by = part.extra_fields.get(GOES_ON)
             if not self._resume and versions[-1] != versions[0]:
                 raise VersionMismatch(
                     f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
@@ -161,13 +161,13 @@ class ResumingClient(LLMServerClient):
                 merged.stop_reason = part.stop_reason or "completed"
             elif len(merged.token_ids) >= budget:
                 merged.stop_reason = "completed"
-            elif not may_go_on:
+            elif not self._resume and cut_by is None:
                 raise GenerationError(
                     f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
                     "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
                 )
             elif recorder is not None:
-                recorder.interruptions += 1
+                recorder.interruptions += cut_by != CHECKPOINT
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
         merged.extra_fields.pop(GOES_ON, None)
         merged.extra_fields.update(
@@ -225,7 +225,7 @@ class ResumingClient(LLMServerClient):
             error,
         )
         await self._load_balancer.remove_servers.remote([flight.server_id])
-        part = flight.cut_answer()
+        part = flight.cut_answer(SERVER_DIED)
         recorder = current_recorder()
         if part is not None and recorder is not None:
             recorder.recovered_tokens += len(part.token_ids)

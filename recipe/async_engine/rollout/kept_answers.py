@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recipe.async_engine.rollout.progress import ABORTED, Flight
+from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, Flight
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class TrajectoryAnswers:
 
     def export(self) -> TrajectoryRecord | None:
         """What a checkpoint keeps of this trajectory; None if that is nothing."""
-        cut = [(flight.asked, flight.cut_answer()) for flight in self.flights]
+        cut = [(flight.asked, flight.cut_answer(CHECKPOINT)) for flight in self.flights]
         under_way = [KeptAnswer(digest(asked), answer) for asked, answer in cut if answer is not None]
         answers = [*self.record, *under_way]
         if not answers:

@@ -32,8 +32,9 @@ ABORTED = ("aborted", "abort")
 """Stop reasons of an answer that is not complete."""
 
 GOES_ON = "recipe_goes_on"
-"""In the extra fields of a cut answer: no weight sync cut it, so it may go on under its version. Its server died, or a
-checkpoint was taken before it was complete."""
+"""In the extra fields of a cut answer: what cut it, if that was no weight sync. It may go on under its version then."""
+SERVER_DIED = "its server died"
+CHECKPOINT = "a checkpoint was taken"
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ class Flight:
         if sampled.log_probs is not None:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
-    def cut_answer(self) -> TokenOutput | None:
+    def cut_answer(self, why: str) -> TokenOutput | None:
         """What is known, as an answer that was cut; None if that is nothing."""
         if not self.token_ids or self.version is None:
             return None
-        extra = {"global_steps": self.version, "submitted_version": self.version, GOES_ON: True}
+        extra = {"global_steps": self.version, "submitted_version": self.version, GOES_ON: why}
         log_probs = None if self.log_probs is None else list(self.log_probs)
         return TokenOutput(
             token_ids=list(self.token_ids), log_probs=log_probs, stop_reason="aborted", extra_fields=extra
