@@ -21,9 +21,10 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
-from recipe.async_engine.run.ending import StartedProcesses, end_in_order
+from recipe.async_engine.run.ending import NeededProcesses, StartedProcesses, end_in_order
 
 MAIN = """
 import sys, threading, time
@@ -181,6 +182,28 @@ def test_process_whose_parent_was_killed_after_a_look_is_ended() -> None:
     middle.communicate()
     started.look()
     assert started.end(grace_s=0.1) == [child]
+
+
+@pytest.mark.parametrize(
+    ("number", "state"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")], ids=["killed", "stopped"]
+)
+def test_error_is_blamed_on_a_needed_process_that_does_not_run_any_more(number: int, state: str) -> None:
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "/raylet/raylet", "1"])
+    try:
+        needed = NeededProcesses()
+        needed.look()
+        error = ConnectionError("socket closed")
+        assert needed.blamed(error) is error
+        os.kill(server.pid, number)
+        process = psutil.Process(server.pid)
+        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            time.sleep(0.01)
+        assert str(needed.blamed(error)) == f"Ray's raylet (process {server.pid}) {state}"
+        # A signal ends the run whatever else has ended by it.
+        assert isinstance(needed.blamed(KeyboardInterrupt()), KeyboardInterrupt)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_process_that_is_stopped_is_ended_and_those_from_before_are_left_alone() -> None:

@@ -128,6 +128,15 @@ def test_stage_without_a_wait_of_its_own_has_a_deadline(tmp_path: Path) -> None:
     )
 
 
+def test_stage_with_a_deadline_may_stand_still_for_longer_than_other_parts(watched: Watched) -> None:
+    with watched.watch.within("startup", 60.0, "starting the workers"):
+        watched.follow()
+        time.sleep(5 * LIMIT_S)
+        assert not watched.failed
+    wait_for(lambda: watched.failed)
+    assert isinstance(watched.failed[0], Stalled)
+
+
 def test_stage_that_is_over_has_no_deadline_any_more(tmp_path: Path) -> None:
     watched = Watched(tmp_path, limit_s=SOON_S)
     watch = watched.follow()

@@ -45,7 +45,14 @@ from recipe.async_engine.platform.detect import (
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, LastResort, StartedProcesses, end_in_order
+from recipe.async_engine.run.ending import (
+    EndAtOnce,
+    EndingOnSignal,
+    LastResort,
+    NeededProcesses,
+    StartedProcesses,
+    end_in_order,
+)
 from recipe.async_engine.run.events import take_in
 from recipe.async_engine.run.heartbeat import ControlProbe, Listener
 from recipe.async_engine.run.memory import MemoryMeter
@@ -56,7 +63,7 @@ from recipe.async_engine.shadowing import check_not_shadowed
 logger = logging.getLogger(__name__)
 
 TASK_TIMEOUT_S = 300.0
-END_S, LOOK_S = 120.0, 5.0
+END_S, LOOK_S = 40.0, 5.0
 
 
 class RunFailed(RecipeError):
@@ -115,6 +122,7 @@ class _Run:
         # Ray's own processes included, unless they are a cluster's or the caller's.
         self._started = StartedProcesses() if _starts_ray(config) else None
         self._look_at = 0.0
+        self._needed = NeededProcesses()
         self._prefork: Prefork | None = None
         self._display: Display | None = None
         self._last_resort = LastResort(self._end_by_force)
@@ -127,8 +135,10 @@ class _Run:
             self._display = Display(mode, self._plan.total_steps)
             self._follow(trainer_class, self._display)
         except BaseException as error:
-            failed = error
-            self._record.fail(error)
+            failed = self._needed.blamed(error)
+            self._record.fail(failed)
+            if failed is not error:
+                raise failed from error
             raise
         finally:
             unended = self._end()
@@ -145,6 +155,8 @@ class _Run:
         if _may_fork(self._config, self._choice):
             self._prefork = Prefork(self._choice.environment)
         _start_ray(self._config, self._choice, self._prefork)
+        if self._started is not None:
+            self._needed.look()
         if self._config.ray_kwargs.ray_init.get("address"):
             check(self._config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
 
@@ -159,6 +171,8 @@ class _Run:
         with ControlProbe() as control:
             for event in Listener(events, beat, control, self._timeouts, self._alive):
                 take_in(event, self._record, display)
+        if self._record.summary["error"] is not None and (lost := self._needed.lost()) is not None:
+            raise lost
 
     def _alive(self) -> None:
         self._last_resort.allow(
@@ -199,12 +213,14 @@ class _Run:
 
     def _end_by_force(self, why: str) -> None:
         """This main is stuck: end what it has started, then say so."""
-        sys.stderr.write(f"\n{why}\n")
+        lost = self._needed.lost()
         if self._started is not None:
             self._started.look()
             self._started.end(grace_s=0)
         if self._record.summary["error"] is None:
-            self._record.fail({"name": "MainStuck", "message": why})
+            self._record.fail(lost or {"name": "MainStuck", "message": why})
+        error = self._record.summary["error"]
+        sys.stderr.write(f"\n{why}\n{error['name']}: {error['message']}\n")
         self._record.close(self._peak)
 
 

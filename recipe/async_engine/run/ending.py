@@ -34,11 +34,18 @@ from typing import Any
 
 import psutil
 
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.silence import Silence
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S, POLL_S = 5.0, 0.05
 LOOK_S, FORCE_S = 1.0, 20.0
+NEEDED = {
+    "/raylet/raylet ": "Ray's raylet",
+    "/gcs/gcs_server ": "Ray's control process",
+    "recipe.async_engine.prefork.server ": "the process that workers are forked from",
+}
+"""By what their command lines have in them."""
 
 
 class EndAtOnce(KeyboardInterrupt):
@@ -152,6 +159,37 @@ class LastResort:
         self._leave(1)
 
 
+class ProcessLost(RecipeError):
+    """A process has ended, or is stopped, that nothing else in the run can do without."""
+
+
+class NeededProcesses:
+    """The processes that this one has started and that nothing else in a run can do without."""
+
+    def __init__(self) -> None:
+        self._names: dict[psutil.Process, str] = {}
+
+    def look(self) -> None:
+        """Take note of those that are there."""
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(child.cmdline())
+                name = next((name for mark, name in NEEDED.items() if mark in command), None)
+                if name is not None:
+                    self._names[child] = name
+
+    def lost(self) -> ProcessLost | None:
+        """What is to be said of those that do not run any more."""
+        states = {process: _state(process) for process in self._names}
+        said = [f"{self._names[process]} (process {process.pid}) {state}" for process, state in states.items() if state]
+        return ProcessLost(", ".join(said)) if said else None
+
+    def blamed(self, error: BaseException) -> BaseException:
+        """What an error comes from: one of these if any is lost, else itself."""
+        lost = self.lost() if isinstance(error, Exception) else None
+        return lost or error
+
+
 class StartedProcesses:
     """The processes that this one starts from now on, with all that they start."""
 
@@ -173,6 +211,13 @@ class StartedProcesses:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         return [process.pid for process in left]
+
+
+def _state(process: psutil.Process) -> str | None:
+    """What keeps it from working, if anything."""
+    if not _runs(process):
+        return "has ended"
+    return "is stopped" if process.status() == psutil.STATUS_STOPPED else None
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -84,13 +84,13 @@ class TaskRunner:
         watch = self._watch = RunWatch(timeouts.stall, config["trainer"]["default_local_dir"])
         watch.start()
         try:
-            with watch.within("startup", timeouts.startup, "reading the model's tokenizer and the data"):
+            with watch.within("startup", timeouts.startup, "starting the trainer and its workers"):
                 trainer = self._trainer = self._build(config, trainer_class)
-            thread = threading.get_ident()
-            watch.follow(trainer.silent_s, lambda: describe(trainer, thread), trainer.fail)
-            if self._stopped_by is not None:
-                trainer.request_stop(self._stopped_by)
-            trainer.init_workers()
+                thread = threading.get_ident()
+                watch.follow(trainer.silent_s, lambda: describe(trainer, thread), trainer.fail)
+                if self._stopped_by is not None:
+                    trainer.request_stop(self._stopped_by)
+                trainer.init_workers()
             watch.hold(trainer.training_workers())
             steps = trainer.fit(watch)
             next(steps)

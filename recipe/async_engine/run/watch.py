@@ -17,7 +17,7 @@ Contract: a thread of the trainer's process, from the first moment of a run to i
 ends the run when one of these happens:
 
 - nothing has begun or ended for ``async_training.timeouts.stall`` seconds;
-- a stage that has a deadline and no wait of its own that keeps it (`RunWatch.within`) is late;
+- a stage that has a deadline of its own instead (`RunWatch.within`) is late;
 - an actor that the run cannot do without (`RunWatch.hold`) has died.
 
 Ending comes first: the trainer's wait for a batch fails with the error, and where the trainer does not end by it, since
@@ -92,6 +92,7 @@ class RunWatch:
         self._error: CannotGoOn | None = None
         self._late: Silence | None = None
         self._stage = ""
+        self._staged_until = 0.0
         self._held: dict[str, Any] = {}
         self._asked: dict[Any, str] = {}
         self._ask_at: dict[str, float] = {}
@@ -126,7 +127,7 @@ class RunWatch:
         try:
             yield
         finally:
-            self._late = None
+            self._staged_until, self._late = time.monotonic(), None
 
     def hold(self, actors: Mapping[str, Any]) -> None:
         """From now on the run ends if one of these dies; none of them may be one that Ray starts again."""
@@ -152,11 +153,11 @@ class RunWatch:
                 return
 
     def _fault(self) -> CannotGoOn | None:
-        late = self._late
-        if late is not None and late.look(time.monotonic()):
+        late, now = self._late, time.monotonic()
+        if late is not None and late.look(now):
             return StageTimeout(f"{self._stage}: {self._report()}")
-        silent_s = self._silent_s()
-        if silent_s > self._limit_s:
+        silent_s = min(self._silent_s(), now - self._staged_until)
+        if late is None and silent_s > self._limit_s:
             return Stalled(
                 f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall): {self._report()}"
             )
