@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ TITLES = {
     "load balancer": "ray::GlobalRequestLoadBalancer",
     "control process": "gcs_server",
     "raylet": "raylet",
+    "raylet's agent": "ray::RuntimeEnvAgent",
 }
 """How the title of a process begins, by the name that documentation and tests have for it."""
 
@@ -80,10 +81,11 @@ class DrilledRun:
     Args:
         main: a module, or "mode:trainer" as for `main_runs.run_main`.
         overrides: what the main is started with.
-        folder: of the run; what the main says goes to `output` below it.
+        folder: of the run; what the main says goes to a file beside it.
+        before: of the command, to run it somewhere else; it must become the main.
     """
 
-    def __init__(self, main: str, overrides: list[str], folder: Path) -> None:
+    def __init__(self, main: str, overrides: list[str], folder: Path, before: Sequence[str] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.overrides = overrides
@@ -93,7 +95,7 @@ class DrilledRun:
         self._before = len(self.steps())
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *overrides],
+                [*before, sys.executable, "-m", module, *overrides],
                 env=with_helpers(environment),
                 cwd=folder.parent,
                 stdout=output,
@@ -167,18 +169,15 @@ class DrilledRun:
         os.kill(found[0].pid, number)
         return found[0]
 
-    def end_within(self, timeout_s: float) -> FinishedRun:
-        """The run when it has ended by itself; nothing of it may outlive it."""
+    def end_within(self, timeout_s: float, left_s: float = LEFT_S) -> FinishedRun:
+        """The run when its main has ended; nothing of it may outlive that by more than ``left_s``."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run has not ended within {timeout_s:g} s:\n{self.said()[-6000:]}") from None
-        self.nothing_is_left()
+        wait_for(lambda: not self.left(), left_s, "no process left")
         sys.stdout.write(f"{self.said()}\n{trainer_log(self.overrides)}\n")  # pytest shows it where a test fails
         return FinishedRun(status, self.said(), self.folder)
-
-    def nothing_is_left(self, timeout_s: float = LEFT_S) -> None:
-        wait_for(lambda: not self.left(), timeout_s, "no process left")
 
     def left(self) -> list[psutil.Process]:
         """Of the processes seen, and of those that have the run's folder or Ray's in their command line."""
@@ -196,9 +195,9 @@ class DrilledRun:
 
 
 @contextmanager
-def drilled(main: str, overrides: list[str], folder: Path) -> Iterator[DrilledRun]:
+def drilled(main: str, overrides: list[str], folder: Path, before: Sequence[str] = ()) -> Iterator[DrilledRun]:
     """A run that is over, with all its processes, when the test leaves it in whatever way."""
-    run = DrilledRun(main, overrides, folder)
+    run = DrilledRun(main, overrides, folder, before)
     try:
         yield run
     finally:
