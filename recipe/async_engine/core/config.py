@@ -113,6 +113,21 @@ class AsyncTraining:
         " is cancelled and counted as filtered; this starves long answers).",
         choices=("wait", "drop"),
     )
+    on_non_finite: str = knob(
+        "fail",
+        "What a group counts as in which a reward, what groups are filtered by, or a log-prob of the rollout is NaN or"
+        " infinite: `fail`, failed (after `max_group_retries` where another attempt may help, which it may not for a"
+        " reward), or `drop`, filtered. It is not trained either way, and either way the run ends when a batch of"
+        " groups in a row came to nothing.",
+        choices=("fail", "drop"),
+    )
+    max_skipped_updates: int = knob(
+        3,
+        "The run ends after so many updates in a row that the optimizer skipped because the norm of the gradient was"
+        " not finite; those of actor and critic are counted apart.",
+        unit="updates",
+        minimum=1,
+    )
     trigger_parameter_sync_step: int = knob(4, "Batches trained from one weight sync to the next.", minimum=1)
     placement: str = knob(
         "separate",

@@ -56,6 +56,15 @@ from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, T
 from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.rollout.soundness import (
+    NonFinite,
+    NonFiniteReward,
+    RewardError,
+    UnusableAnswer,
+    check_answer,
+    check_reward,
+    shown_in_validation,
+)
 from recipe.async_engine.run.restarts import was_restarted
 from recipe.async_engine.run.stacks import waits
 
@@ -69,10 +78,6 @@ REWARD_AT_ONCE_S = 0.03
 
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
-
-
-class RewardError(RecipeError):
-    """The reward of a complete answer could not be computed."""
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -143,6 +148,8 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_timeout_s = float(async_training.timeouts.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
+        # Of the reward's result, what advantages are computed from beside the reward itself.
+        self._reward_fields = tuple(self.config.algorithm.get("gdpo_reward_keys") or ())
         self._running: dict[str, asyncio.Task] = {}
         self._answers = AnswerBook()
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
@@ -247,7 +254,7 @@ class TrajectoryWorker(AgentLoopWorker):
             if task.cancelled():
                 raise TrajectoryCancelled(f"trajectory {key} was ended on request") from None
             raise
-        except RewardError:
+        except (RewardError, NonFinite, UnusableAnswer):
             raise
         except Exception as error:  # a user's agent loop may raise anything
             raise _explained(AgentLoopError, "", error) from error
@@ -332,6 +339,8 @@ class TrajectoryWorker(AgentLoopWorker):
         if generated is not None:
             generated.set()
         if recorder is not None:
+            rollout = self.rollout_config
+            check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
             alignment = align(recorder.segments, output.response_ids, output.response_mask)
             output.extra_fields[VERSION_RUNS] = alignment.segments.runs
             output.extra_fields["exact_versions"] = alignment.exact
@@ -360,11 +369,15 @@ class TrajectoryWorker(AgentLoopWorker):
 
         Raises:
             RewardError: every attempt failed; the last one is its cause.
+            NonFiniteReward: it is no number; in validation it counts as NaN.
         """
         for attempt in range(1, self._reward_attempts + 1):
             try:
                 await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
+                self._check_reward(outputs[-1])
                 return
+            except NonFiniteReward:
+                raise
             except TimeoutError:
                 cause: Exception = TimeoutError(
                     f"no reward within {self._reward_timeout_s:g} s (async_training.timeouts.reward)"
@@ -373,6 +386,15 @@ class TrajectoryWorker(AgentLoopWorker):
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
         raise _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause) from cause
+
+    def _check_reward(self, output: AgentLoopOutput) -> None:
+        if output.reward_score is None and not self.reward_loop_worker_handles:
+            # The trainer computes it.
+            return
+        if current_recorder() is None:
+            output.reward_score = shown_in_validation(output.reward_score)
+        else:
+            check_reward(output.reward_score, output.extra_fields.get("reward_extra_info", {}), self._reward_fields)
 
     def _metric_of(self, output: Any) -> float | None:
         if self._filter_metric is None:
@@ -383,6 +405,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 f"algorithm.filter_groups.metric={self._filter_metric} is not among what the reward gave "
                 f"({', '.join(sorted(found))}); have the reward function return it, or name one of those"
             )
+        check_reward(found[self._filter_metric], {}, ())
         return float(found[self._filter_metric])
 
     def _scored(self, output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group, OnOverdue
+from recipe.async_engine.core.groups import Group, OnNonFinite, OnOverdue
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 
@@ -44,6 +44,7 @@ class SchedulerSettings:
         places: of the slots, those that generate at once; None: all of them.
         filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
             zero. New prompts take their place.
+        on_non_finite: what a group with a number that is none counts as.
         filter_limit: groups that may be left out for one batch; the run ends beyond it. 0: any number.
         prompt_timeout_s: deadline of the data loader for one prompt.
     """
@@ -56,6 +57,7 @@ class SchedulerSettings:
     places: int | None = None
     filter_groups: bool = False
     filter_limit: int = 0
+    on_non_finite: OnNonFinite = OnNonFinite.FAIL
     prompt_timeout_s: float = 600.0
 
 

@@ -119,7 +119,12 @@ async def score(client: ScoringClient, part: Part, start: int) -> Answer:
     """Have one part scored.
 
     Raises:
-        Unscored: no server answered in time.
+        Unscored: no server answered in time, or one did with numbers that are none, or not one for each token.
     """
     tokens = np.asarray([*part.context, *part.tokens], dtype=np.int32)
-    return await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)
+    answer = await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)
+    found, wanted = np.shape(answer.scores), (2, len(part.tokens))
+    if found != wanted or not np.isfinite(answer.scores).all():
+        what = "that are not all finite" if found == wanted else f"of the shape {found}, not {wanted}"
+        raise Unscored(f"a log-prob server answered for version {answer.version} with numbers {what}")
+    return answer

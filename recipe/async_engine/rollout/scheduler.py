@@ -36,7 +36,15 @@ from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.group_filter import FilterCount
-from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, Group, GroupState, OnOverdue
+from recipe.async_engine.core.groups import (
+    NON_FINITE_REASON,
+    OVERDUE_REASON,
+    UNIFORM_REASON,
+    Group,
+    GroupState,
+    OnNonFinite,
+    OnOverdue,
+)
 from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.overlap import RewardOverlap
 from recipe.async_engine.core.timeline import Timeline
@@ -257,6 +265,8 @@ class RolloutScheduler:
                 "fully_async/partial/recovered_tokens": self.recovered_tokens,
                 "fully_async/partial/restored_tokens": self.restored_tokens,
                 "fully_async/ledger/filtered_uniform": counts.filtered_by_reason.get(UNIFORM_REASON, 0),
+                "fully_async/ledger/non_finite": counts.filtered_by_reason.get(NON_FINITE_REASON, 0)
+                + counts.failed_by_reason.get(NON_FINITE_REASON, 0),
             }
 
     # The event loop's side.
@@ -389,7 +399,10 @@ class RolloutScheduler:
 
     def _give_up(self, run: GroupRun, error: BaseException) -> None:
         logger.error("prompt group %s failed for good", run.group.prompt, exc_info=error)
-        self._change(lambda: self._end(run, lambda: self.ledger.fail(run.group.id, type(error).__name__)))
+        reason = NON_FINITE_REASON if isinstance(error, NonFinite) else type(error).__name__
+        drops = reason == NON_FINITE_REASON and self._settings.on_non_finite is OnNonFinite.DROP
+        end = self.ledger.filter if drops else self.ledger.fail
+        self._change(lambda: self._end(run, lambda: end(run.group.id, reason)))
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
             failed = RolloutFailed(

@@ -109,7 +109,7 @@ class TrajectoryCall:
             failed: RecipeError
             if isinstance(cause, WorkerRestarted):
                 self.pool.died(self.worker_id, life, cause)
-            if isinstance(cause, RewardError | TrajectoryCancelled):
+            if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
                 failed = type(cause)(str(cause))
             else:
                 said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"

@@ -39,7 +39,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OnOverdue
+from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.timeline import Timeline
@@ -155,6 +155,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             max_retries=training.max_group_retries,
             max_consecutive_failures=plan.batch_groups,
             on_overdue=OnOverdue(training.on_overdue),
+            on_non_finite=OnNonFinite(training.on_non_finite),
             filter_groups=filtering,
             filter_limit=max(0, batches or 0) * plan.batch_groups,
             prompt_timeout_s=training.timeouts.prompt,

@@ -1,0 +1,105 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a finished trajectory must be before it may be trained; nothing else of it is looked at.
+
+Contract: an answer that cannot be trained fails here, by name, and never reaches a batch, where it would end the run or,
+worse, be trained in silence. Answers without a sampled token, or longer than the settings say, or whose log-probs do not
+match their tokens come from a faulty engine or agent loop: another attempt may help. A number that is none (NaN, an
+infinity, or nothing at all) in a log-prob or a reward is what ``async_training.on_non_finite`` speaks of. An answer of
+special tokens only is an answer: the policy sampled it, and the reward judges it.
+
+Shown by tests/integration/test_agent_worker.py and tests/e2e/test_non_finite.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+
+FLOAT32_MAX = 3.4028235e38
+
+
+class RewardError(RecipeError):
+    """The reward of a complete answer could not be computed."""
+
+
+class UnusableAnswer(RecipeError):
+    """An answer that no batch can hold."""
+
+
+class NonFinite(RecipeError):
+    """A number of a trajectory is none."""
+
+
+class NonFiniteLogProb(NonFinite):
+    """Of the engine that sampled."""
+
+
+class NonFiniteReward(NonFinite, RewardError):
+    """Of the reward function; another call is taken to give the same."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a batch can hold the value: tensors of rewards and log-probs are float32."""
+    try:
+        return abs(float(value)) <= FLOAT32_MAX
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def check_answer(output: Any, prompt_length: int, response_length: int, log_probs: bool) -> None:
+    """Look at an agent loop's output before it is padded.
+
+    Args:
+        output: verl's ``AgentLoopOutput``.
+        prompt_length: tokens that a batch has room for, ``data.max_prompt_length``.
+        response_length: likewise, ``data.max_response_length``.
+        log_probs: whether the engine was asked for them.
+
+    Raises:
+        UnusableAnswer: see the module.
+        NonFiniteLogProb: see the module.
+    """
+    tokens = len(output.response_ids)
+    if not any(output.response_mask):
+        raise UnusableAnswer(f"the answer has {tokens} tokens and the policy sampled none of them")
+    given = {"mask": output.response_mask, "log-probs": output.response_logprobs if log_probs else output.response_mask}
+    for what, values in given.items():
+        if values is None or len(values) != tokens:
+            number = "no" if values is None else len(values)
+            raise UnusableAnswer(f"the answer has {tokens} tokens and {number} {what}: each token needs one")
+    for what, length, room in (
+        ("prompt", len(output.prompt_ids), prompt_length),
+        ("response", tokens, response_length),
+    ):
+        if length > room:
+            raise UnusableAnswer(f"a {what} of {length} tokens, where data.max_{what}_length={room}")
+    if log_probs and not all(map(is_number, output.response_logprobs)):
+        first = next(place for place, value in enumerate(output.response_logprobs) if not is_number(value))
+        raise NonFiniteLogProb(f"the log-prob of token {first} of {tokens} is {output.response_logprobs[first]}")
+
+
+def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:
+    """Raise `NonFiniteReward` unless the reward, and those of its result's fields that are trained, are numbers."""
+    for name, value in (("reward", reward), *((name, fields[name]) for name in trained if name in fields)):
+        if not is_number(value):
+            raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is no finite number")
+
+
+def shown_in_validation(reward: Any) -> float:
+    """A validation score that verl's mean can be told to leave out."""
+    return float(reward) if is_number(reward) else math.nan

@@ -1,0 +1,118 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Numbers that are none, in the trainer's own stages: what it computes, the updates it makes, the scores it validates.
+
+Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
+step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
+ends. Updates that verl skipped are counted, and so many in a row end the run. Scores of validation that are none are
+left out of its means and counted. Rewards and the rollout's own log-probs have been looked at before
+(`recipe.async_engine.rollout.soundness`). Shown by tests/integration/test_finite_stage.py and
+tests/e2e/test_non_finite.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from verl import DataProto
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.skipped import SkippedUpdates
+
+logger = logging.getLogger(__name__)
+
+COMPUTED = ("old_log_probs", "ref_log_prob", "values")
+DERIVED = ("advantages", "returns", "rollout_is_weights")
+LEFT_OUT = "fully_async/non_finite/answers_left_out"
+
+
+class NothingFinite(RecipeError):
+    """No answer of a batch has finite numbers."""
+
+
+def leave_out(batch: DataProto, names: Sequence[str]) -> int:
+    """Take answers with a number that is none at a trained token out of the loss, in place; returns how many.
+
+    Args:
+        batch: with ``response_mask``, 1 for trained tokens, (rows, R).
+        names: columns (rows, R) to look at, where the batch has them.
+
+    Raises:
+        NothingFinite: no answer is left.
+    """
+    mask = batch.batch["response_mask"].bool()
+    columns = {name: batch.batch[name] for name in names if name in batch.batch}
+    at_fault = {name: (~torch.isfinite(column) & mask).any(dim=1) for name, column in columns.items()}
+    rows = torch.stack([torch.zeros(len(batch), dtype=torch.bool), *at_fault.values()]).any(dim=0)
+    for name, column in columns.items():
+        batch.batch[name] = column.masked_fill(rows[:, None] | ~torch.isfinite(column), 0.0)
+    if not rows.any():
+        return 0
+    named = ", ".join(name for name, found in at_fault.items() if found.any())
+    if not (mask.any(dim=1) & ~rows).any():
+        raise NothingFinite(
+            f"each answer of the batch has NaN or an infinity in its {named}: the weights themselves may have, since an "
+            "update; resume from an earlier checkpoint with a lower learning rate"
+        )
+    batch.batch["response_mask"] = batch.batch["response_mask"] * ~rows[:, None]
+    uids = [str(batch.non_tensor_batch["uid"][row]) for row in rows.nonzero()[:, 0].tolist()]
+    logger.warning("answers to prompts %s are not trained: NaN or an infinity in their %s", ", ".join(uids), named)
+    return len(uids)
+
+
+class FiniteStage:
+    """Mixed into a trainer of verl, before its class; see the module's contract."""
+
+    def _new_counts(self, limit: int) -> None:
+        self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
+
+    def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
+        left_out = leave_out(batch, COMPUTED)
+        batch = super()._fit_compute_advantage(batch)
+        self.metrics[LEFT_OUT] = left_out + leave_out(batch, DERIVED)
+        return batch
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        return self._noted("actor", super()._update_actor(batch))
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        return self._noted("critic", super()._update_critic(batch))
+
+    def _noted(self, model: str, output: DataProto) -> DataProto:
+        norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
+        self.metrics[f"{model}/skipped_updates"] = self.skipped_updates[model].note(norms.tolist())
+        return output
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: list[Any], reward_extra_infos_dict: dict[str, list[Any]], sample_turns: Any
+    ) -> dict[str, float]:
+        """As verl's, of the answers whose score is a number."""
+        scored = {name: values for name, values in reward_extra_infos_dict.items() if name in ("reward", "acc")}
+        found = [all(map(math.isfinite, scores)) for scores in zip(*filter(len, scored.values()), strict=True)]
+        missing = len(found) - sum(found)
+        if missing:
+            logger.warning("%d of %d validation scores are no numbers; the means are of the others", missing, len(found))
+            data_sources = np.asarray(data_sources)[found]
+            sample_uids = [uid for uid, is_there in zip(sample_uids, found, strict=True) if is_there]
+            reward_extra_infos_dict = {
+                name: [value for value, is_there in zip(values, found, strict=True) if is_there] if values else values
+                for name, values in reward_extra_infos_dict.items()
+            }
+        metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns)
+        return {**metrics, "val-aux/non_finite_scores": missing}
