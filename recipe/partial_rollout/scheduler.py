@@ -32,11 +32,12 @@ from recipe.async_engine.core.groups import OVERDUE_REASON, Group
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.rollout.agent_worker import RewardError, TrajectoryCancelled
+from recipe.async_engine.rollout.agent_worker import TrajectoryCancelled
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings, Slot
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.soundness import RewardError
 from recipe.partial_rollout.pool import TurnCall, TurnPool
 
 

@@ -92,7 +92,7 @@ def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> Non
         "peak memory 3.500 GiB",
         "validation score 0.250 -> 0.938",
         "staleness max 2, mean 0.50, bound 2; 7 trajectories interrupted",
-        "trainer waited 25% of its time, rollout idle 10% of its time, weight sync 1.5 s",
+        "trainer waited 25% of its time, rollout idle 10% of its time, weight sync 1.5 s, updates skipped 0",
         "groups issued 44, trained 40, filtered 1, failed 2, live 1",
     ):
         assert part in text

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.run.record import METRICS_FILE, STEP, SUMMARY_FILE, RunRecord
+from recipe.async_engine.run.record import METRICS_FILE, NON_FINITE, STEP, SUMMARY_FILE, RunRecord
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "run-record.md"
 PROMISED = {
@@ -102,8 +102,9 @@ def test_each_step_is_one_line_with_its_numbers_and_the_time(tmp_path: Path) -> 
     record.step({STEP: 1, "a": Scalar(0.5), "b": True, "text": "no", "nan": float("nan"), "inf": Scalar(float("inf"))})
     record.step({STEP: Scalar(2), "many": Array(None), "none": None})
     first, second = lines_in(tmp_path)
-    assert {key: first[key] for key in first if key != "wall_seconds"} == {STEP: 1, "a": 0.5, "b": 1}
-    assert {key: second[key] for key in second if key != "wall_seconds"} == {STEP: 2}
+    missing = {"nan": None, "inf": None, NON_FINITE: 2}
+    assert {key: first[key] for key in first if key != "wall_seconds"} == {STEP: 1, "a": 0.5, "b": 1, **missing}
+    assert {key: second[key] for key in second if key != "wall_seconds"} == {STEP: 2, NON_FINITE: 0}
     assert 0 <= first["wall_seconds"] <= second["wall_seconds"]
 
 

@@ -37,7 +37,6 @@ from recipe.async_engine.rollout import agent_worker
 from recipe.async_engine.rollout.agent_worker import (
     VERSION_RUNS,
     AgentLoopError,
-    RewardError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
@@ -46,6 +45,7 @@ from recipe.async_engine.rollout.agent_worker import (
 )
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.payload import pack, unpack
+from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
@@ -69,6 +69,7 @@ class Loop(AgentLoopBase):
             prompt_ids=prompt,
             response_ids=response,
             response_mask=mask or [1] * len(response),
+            response_logprobs=[-0.5] * len(response),
             num_turns=2,
             metrics=AgentLoopMetrics(),
         )
@@ -98,6 +99,14 @@ class RewritingLoop(Loop):
         return self.output([1, 2], [50, 51])
 
 
+class ScriptedLoop(Loop):
+    """Gives an output that differs from a sound one by what the sample asks for."""
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        sound = self.output([1, 2], await self.ask(sampling_params, [1, 2]))
+        return sound.model_copy(update=sample["changes"])
+
+
 class RaisingLoop(Loop):
     async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
         raise KeyError("calculator")
@@ -106,8 +115,9 @@ class RaisingLoop(Loop):
 class Reward:
     """A reward worker; ``script`` has scores, exceptions, or futures to wait for."""
 
-    def __init__(self, *script: Any) -> None:
+    def __init__(self, *script: Any, **fields: Any) -> None:
         self.script = list(script)
+        self.fields = fields
         self.calls = 0
 
     async def compute_score(self, data: Any) -> dict[str, Any]:
@@ -117,13 +127,13 @@ class Reward:
             step = await step
         if isinstance(step, BaseException):
             raise step
-        return {"reward_score": step, "reward_extra_info": {"acc": step > 0.5}}
+        return {"reward_score": step, "reward_extra_info": {"acc": step is not None and step > 0.5, **self.fields}}
 
 
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType(LOOPS)
-    for loop in (PlainLoop, TruncatingLoop, ToolLoop, RewritingLoop, RaisingLoop):
+    for loop in (PlainLoop, TruncatingLoop, ToolLoop, RewritingLoop, ScriptedLoop, RaisingLoop):
         setattr(module, loop.__name__, loop)
         monkeypatch.setitem(_agent_loop_registry, loop.__name__, {"_target_": f"{LOOPS}.{loop.__name__}"})
     monkeypatch.setitem(sys.modules, LOOPS, module)
@@ -153,6 +163,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         retries: int = 1,
         reward_s: float = SOON,
         metric: str | None = None,
+        gdpo_reward_keys: list[str] | None = None,
     ) -> Any:
         config = OmegaConf.create(
             {
@@ -164,7 +175,10 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
                 },
                 "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
                 "data": {},
-                "algorithm": {"filter_groups": {"enable": metric is not None, "metric": metric}},
+                "algorithm": {
+                    "filter_groups": {"enable": metric is not None, "metric": metric},
+                    "gdpo_reward_keys": gdpo_reward_keys,
+                },
             }
         )
         client = ResumingClient(config, load_balancer_handle=Handle(balancer_of(server)))
@@ -173,8 +187,8 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str = "0-0-0") -> list[Any]:
-    sample = {"raw_prompt": [{"role": "user", "content": "hi"}], "uid": "0-4"}
+async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str = "0-0-0", **fields: Any) -> list[Any]:
+    sample = {"raw_prompt": [{"role": "user", "content": "hi"}], "uid": "0-4", **fields}
     if loop is not None:
         sample["agent_name"] = loop
 
@@ -263,10 +277,66 @@ async def test_answer_that_its_loop_rewrote_counts_as_sampled_by_the_oldest_vers
     assert scored.exact_versions is False
 
 
-async def test_empty_answer_counts_as_of_the_version_at_issue(make_worker: Any) -> None:
-    scored, payload = await run(make_worker(ScriptedServer(part([], 7)), Reward(0.0)))
-    assert (scored.oldest_version, scored.newest_version, scored.response_tokens) == (7, 7, 0)
-    assert payload.response_mask.sum() == 0
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"response_ids": [], "response_mask": [], "response_logprobs": []}, "0 tokens and the policy sampled none"),
+        ({"response_mask": [0, 0]}, "2 tokens and the policy sampled none"),
+        ({"response_mask": [1]}, "2 tokens and 1 mask"),
+        ({"response_logprobs": [-0.5]}, "2 tokens and 1 log-probs"),
+        ({"response_logprobs": [-0.5] * 9}, "2 tokens and 9 log-probs"),
+        ({"response_logprobs": None}, "2 tokens and no log-probs"),
+        (
+            {"response_ids": [3] * 9, "response_mask": [1] * 9, "response_logprobs": [-0.5] * 9},
+            r"response of 9 tokens, where data\.max_response_length=8",
+        ),
+        ({"prompt_ids": [1] * 5}, r"prompt of 5 tokens, where data\.max_prompt_length=4"),
+    ],
+)
+async def test_answer_that_no_batch_can_hold_is_named(make_worker: Any, output: dict[str, Any], words: str) -> None:
+    reward = Reward(1.0)
+    with pytest.raises(UnusableAnswer, match=words):
+        await run(make_worker(ScriptedServer(part([10, 11], 7)), reward), "ScriptedLoop", changes=output)
+    assert reward.calls == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), None])
+async def test_log_prob_that_is_no_number_fails_its_trajectory_by_name(make_worker: Any, value: Any) -> None:
+    output = {"response_logprobs": [-0.5, value]}
+    with pytest.raises(NonFiniteLogProb, match=f"log-prob of token 1 of 2 is {value}"):
+        await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(1.0)), "ScriptedLoop", changes=output)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e39, 10**400, None])
+async def test_reward_that_is_no_number_fails_its_trajectory_by_name_and_is_not_asked_for_again(
+    make_worker: Any, value: Any
+) -> None:
+    """Nor is one that float32, which a batch has it in, cannot hold."""
+    reward = Reward(value)
+    with pytest.raises(NonFiniteReward, match="the reward function gave reward="):
+        await run(make_worker(ScriptedServer(part([10, 11], 7)), reward))
+    assert reward.calls == 1
+
+
+async def test_fields_that_advantages_or_the_filter_are_computed_from_must_be_numbers_and_others_may_not_be(
+    make_worker: Any,
+) -> None:
+    fields = {"style": float("nan"), "note": "fine"}
+
+    def worker(**settings: Any) -> TrajectoryWorker:
+        return make_worker(ScriptedServer(part([10, 11], 7)), Reward(1.0, **fields), **settings)
+
+    assert len(await run(worker())) == 2
+    for settings in ({"metric": "style"}, {"gdpo_reward_keys": ["acc", "style"]}, {"metric": "note"}):
+        with pytest.raises(NonFiniteReward, match=r"gave (style|note)="):
+            await run(worker(**settings))
+
+
+async def test_in_validation_a_reward_that_is_no_number_is_kept_for_the_mean_to_leave_out(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(part([10], 7)), Reward(None))
+    output = Loop.output([1, 2], [10])
+    await worker._agent_loop_postprocess(output, True, raw_prompt=[])
+    assert output.reward_score != output.reward_score
 
 
 async def test_default_loop_is_the_configured_one_and_sampling_is_the_rollouts(make_worker: Any) -> None:

@@ -27,13 +27,13 @@ from remote_fakes import make_loader, make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, GroupState, OnOverdue
+from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, GroupState, OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout import scheduler as scheduler_module
-from recipe.async_engine.rollout.agent_worker import RewardError
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
+from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError
 from recipe.async_engine.rollout.workers import TrajectoryFailed
 
 
@@ -173,6 +173,32 @@ def test_answer_whose_reward_failed_is_not_generated_again(start: Any) -> None:
     assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
     assert scheduler.ledger.counts().failed_by_reason == {"RewardError": 1}
     assert [call.key for call in pool.calls] == ["0-0-0", "1-0-0"]
+
+
+@pytest.mark.parametrize(("drops", "counted"), [(OnNonFinite.FAIL, "failed"), (OnNonFinite.DROP, "filtered")])
+def test_group_with_a_number_that_is_none_is_counted_by_that_reason_and_never_trained(
+    start: Any, drops: OnNonFinite, counted: str
+) -> None:
+    """A reward that is none is not asked for again; an engine's log-prob that is none may be one the second time."""
+    pool, ledger = ScriptedPool(), new_ledger(bound=0, depth=0)
+    scheduler = start(new_scheduler(ledger, make_source(8), pool, on_non_finite=drops, failures=2))
+    pool.of(0).fail(NonFiniteReward("the reward function gave reward=nan"))
+    pool.of(1).fail(NonFiniteLogProb("of token 3"))
+    pool.of(1, attempt=1).finish()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
+    counts = ledger.counts()
+    assert getattr(counts, f"{counted}_by_reason") == {"non_finite": 1}
+    assert (counts.failed, counts.filtered) == ((1, 0) if counted == "failed" else (0, 1))
+    assert scheduler.metrics()["fully_async/ledger/non_finite"] == 1
+    ledger.check_identity()
+
+
+@pytest.mark.parametrize("drops", OnNonFinite)
+def test_run_ends_when_a_batch_of_groups_in_a_row_had_numbers_that_are_none(start: Any, drops: OnNonFinite) -> None:
+    pool = ScriptedPool(lambda call: call.fail(NonFiniteReward("the reward function gave reward=nan")))
+    scheduler = start(new_scheduler(new_ledger(), make_source(8), pool, on_non_finite=drops, failures=3))
+    with pytest.raises(RolloutFailed, match=r"3 prompt groups failed in a row .* gave reward=nan"):
+        scheduler.take_batch(SOON)
 
 
 def test_group_whose_answers_are_all_as_good_is_filtered_and_replaced(start: Any) -> None:

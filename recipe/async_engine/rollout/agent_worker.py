@@ -405,7 +405,7 @@ class TrajectoryWorker(AgentLoopWorker):
                 f"algorithm.filter_groups.metric={self._filter_metric} is not among what the reward gave "
                 f"({', '.join(sorted(found))}); have the reward function return it, or name one of those"
             )
-        check_reward(found[self._filter_metric], {}, ())
+        check_reward(output.reward_score, found, [self._filter_metric])
         return float(found[self._filter_metric])
 
     def _scored(self, output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:

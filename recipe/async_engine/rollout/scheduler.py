@@ -49,7 +49,6 @@ from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.overlap import RewardOverlap
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import (
-    RewardError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
@@ -57,6 +56,7 @@ from recipe.async_engine.rollout.agent_worker import (
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings, Slot
 from recipe.async_engine.rollout.kept_answers import InterruptedTokens, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
+from recipe.async_engine.rollout.soundness import NonFinite, RewardError
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 from recipe.async_engine.run.stacks import waits
 from recipe.async_engine.run.watch import CannotGoOn

@@ -13,11 +13,11 @@
 # limitations under the License.
 """What a finished trajectory must be before it may be trained; nothing else of it is looked at.
 
-Contract: an answer that cannot be trained fails here, by name, and never reaches a batch, where it would end the run or,
-worse, be trained in silence. Answers without a sampled token, or longer than the settings say, or whose log-probs do not
-match their tokens come from a faulty engine or agent loop: another attempt may help. A number that is none (NaN, an
-infinity, or nothing at all) in a log-prob or a reward is what ``async_training.on_non_finite`` speaks of. An answer of
-special tokens only is an answer: the policy sampled it, and the reward judges it.
+Contract: an answer that cannot be trained fails here, by name, and never reaches a batch, where it would end the run
+or, worse, be trained in silence. Answers without a sampled token, or longer than the settings say, or whose log-probs
+do not match their tokens come from a faulty engine or agent loop: another attempt may help. A number that is none (NaN,
+an infinity, or nothing at all) in a log-prob or a reward is what ``async_training.on_non_finite`` speaks of. An answer
+of special tokens only is an answer: the policy sampled it, and the reward judges it.
 
 Shown by tests/integration/test_agent_worker.py and tests/e2e/test_non_finite.py.
 """

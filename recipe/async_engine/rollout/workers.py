@@ -34,7 +34,6 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.rollout.agent_worker import (
     AgentLoopError,
-    RewardError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
@@ -42,6 +41,7 @@ from recipe.async_engine.rollout.agent_worker import (
 )
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
+from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
 from recipe.async_engine.run.restarts import is_up_again
 
 logger = logging.getLogger(__name__)

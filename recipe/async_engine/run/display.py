@@ -57,7 +57,8 @@ class Display:
             f"staleness max {staleness['max']}, mean {staleness['mean']:.2f}, bound {staleness['bound']}; "
             f"{summary['interrupted']} trajectories interrupted and resumed",
             f"trainer waited {_share(summary['trainer_wait_share'])}, rollout idle "
-            f"{_share(summary['rollout_idle_share'])}, weight sync {summary['weight_sync_seconds']:.1f} s",
+            f"{_share(summary['rollout_idle_share'])}, weight sync {summary['weight_sync_seconds']:.1f} s, "
+            f"updates skipped {summary['skipped_updates']}",
             "groups " + ", ".join(f"{name} {count}" for name, count in ledger.items()),
         ]
         self._stream.write("\n".join(lines) + "\n")

@@ -27,7 +27,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 STEP = "training/global_step"
+NON_FINITE = "fully_async/non_finite/metrics"
 
 
 class RunRecord:
@@ -64,6 +65,7 @@ class RunRecord:
             "validation": {"first": None, "last": None},
             "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
             "staleness": {"bound": None, "max": 0, "mean": 0.0},
+            "skipped_updates": 0,
             "interrupted": 0,
             "trainer_wait_share": None,
             "rollout_idle_share": None,
@@ -88,8 +90,9 @@ class RunRecord:
         """Append one step's metrics."""
         if self.summary["first_step_seconds"] is None:
             self.summary["first_step_seconds"] = time.time() - self._began
-        numbers = {key: _number(value) for key, value in metrics.items()}
-        line = {"wall_seconds": time.time() - self._began, **{k: v for k, v in numbers.items() if v is not None}}
+        numbers = {key: _json(value) for key, value in _scalars(metrics)}
+        missing = sum(value is None for value in numbers.values())
+        line = {"wall_seconds": time.time() - self._began, NON_FINITE: missing, **numbers}
         try:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
                 self._append(file.fileno(), json.dumps(line).encode() + b"\n")
@@ -143,10 +146,17 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _number(value: Any) -> float | int | None:
-    """The value as JSON can hold it; None for what is no finite number."""
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()
-    if isinstance(value, bool | int):
-        return int(value)
-    return value if isinstance(value, float) and math.isfinite(value) else None
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Those of the metrics that are one number each."""
+    for key, value in metrics.items():
+        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+            value = value.item()
+        if isinstance(value, bool | int | float):
+            yield key, value
+
+
+def _json(value: float) -> float | int | None:
+    """The value as JSON can hold it: null for NaN and the infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return int(value)

@@ -42,6 +42,7 @@ from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.rollout.agent_worker import filter_metric
@@ -57,6 +58,7 @@ from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.critic_stage import CriticStage
+from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.saving import RunState
@@ -67,7 +69,7 @@ from recipe.async_engine.weights.publisher import WeightPublisher
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateRayPPOTrainer):
     """See the module's contract.
 
     Args:
@@ -123,6 +125,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         self.publisher: WeightPublisher | None = None
         self.fleet: Fleet | None = None
         self.validation: dict[str, float | None] = {"first": None, "last": None}
+        limit = self.plan.settings.async_training.max_skipped_updates
+        self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
         self._saved_at = self._validated_at = -1
         self.stopped_by: str | None = None
         self._watch: RunWatch | None = None
@@ -250,6 +254,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             if groups is None:
                 self.is_last_step = True
                 self._save_and_validate()
+                self.logger.log(data=self.metrics, step=self.global_steps)
                 return None
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
@@ -392,6 +397,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
+        snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
         assert self._watch is not None
         with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
             self.saved.save(self.global_steps, snapshot, self._save_training_side)
@@ -416,6 +422,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
         self.validation = snapshot.get("validation", self.validation)
         counts = snapshot["interrupted_tokens"]
         self._interrupted_tokens = InterruptedTokens(counts["cut"], counts["trained"], counts["lost"])
+        for model, total in snapshot.get("skipped_updates", {}).items():
+            self.skipped_updates[model].total = total
         return snapshot["groups"]
 
     def account(self) -> dict[str, Any]:
@@ -430,6 +438,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, CriticStage, SeparateRayPPOTrainer)
             "validation": dict(self.validation),
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
+            "skipped_updates": sum(skipped.total for skipped in self.skipped_updates.values()),
             "interrupted": 0 if self.scheduler is None else self.scheduler.interrupted_trajectories,
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": None if self.scheduler is None else self.scheduler.idle_share(),

@@ -15,16 +15,16 @@
 
 Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
 step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
-ends. Updates that verl skipped are counted, and so many in a row end the run. Scores of validation that are none are
-left out of its means and counted. Rewards and the rollout's own log-probs have been looked at before
-(`recipe.async_engine.rollout.soundness`). Shown by tests/integration/test_finite_stage.py and
-tests/e2e/test_non_finite.py.
+ends. Updates that verl skipped are counted, and so many in a row end the run. Prompts of a validation with a score that
+is none are left out of its means, and the scores counted. Rewards and the rollout's own log-probs have been looked at
+before (`recipe.async_engine.rollout.soundness`).
+
+Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +34,7 @@ from verl import DataProto
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.skipped import SkippedUpdates
+from recipe.async_engine.rollout.soundness import is_number
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
     named = ", ".join(name for name, found in at_fault.items() if found.any())
     if not (mask.any(dim=1) & ~rows).any():
         raise NothingFinite(
-            f"each answer of the batch has NaN or an infinity in its {named}: the weights themselves may have, since an "
+            f"each answer of the batch has NaN or an infinity in its {named}: the weights may have them since an "
             "update; resume from an earlier checkpoint with a lower learning rate"
         )
     batch.batch["response_mask"] = batch.batch["response_mask"] * ~rows[:, None]
@@ -79,8 +80,7 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
 class FiniteStage:
     """Mixed into a trainer of verl, before its class; see the module's contract."""
 
-    def _new_counts(self, limit: int) -> None:
-        self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
+    skipped_updates: dict[str, SkippedUpdates]
 
     def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
         left_out = leave_out(batch, COMPUTED)
@@ -100,19 +100,28 @@ class FiniteStage:
         return output
 
     def _val_metrics_update(
-        self, data_sources: Any, sample_uids: list[Any], reward_extra_infos_dict: dict[str, list[Any]], sample_turns: Any
+        self,
+        data_sources: Sequence[str],
+        sample_uids: list[Any],
+        reward_extra_infos_dict: dict[str, list[Any]],
+        sample_turns: list[Any],
     ) -> dict[str, float]:
-        """As verl's, of the answers whose score is a number."""
-        scored = {name: values for name, values in reward_extra_infos_dict.items() if name in ("reward", "acc")}
-        found = [all(map(math.isfinite, scores)) for scores in zip(*filter(len, scored.values()), strict=True)]
-        missing = len(found) - sum(found)
-        if missing:
-            logger.warning("%d of %d validation scores are no numbers; the means are of the others", missing, len(found))
-            data_sources = np.asarray(data_sources)[found]
-            sample_uids = [uid for uid, is_there in zip(sample_uids, found, strict=True) if is_there]
+        """As verl's, of the prompts all of whose answers have a score: verl takes them by their number of answers."""
+        # Of what the reward function reports, verl's main score is one of these.
+        scored = [reward_extra_infos_dict[name] for name in ("reward", "acc") if name in reward_extra_infos_dict]
+        none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
+        without = {uid for uid, is_none in zip(sample_uids, none, strict=True) if is_none}
+        if without:
+            logger.warning(
+                "%d of %d validation scores are no numbers; the means are without their %d prompts",
+                sum(none),
+                len(none),
+                len(without),
+            )
+            kept = [row for row, uid in enumerate(sample_uids) if uid not in without]
+            data_sources, sample_uids = [data_sources[row] for row in kept], [sample_uids[row] for row in kept]
             reward_extra_infos_dict = {
-                name: [value for value, is_there in zip(values, found, strict=True) if is_there] if values else values
-                for name, values in reward_extra_infos_dict.items()
+                name: [values[row] for row in kept] for name, values in reward_extra_infos_dict.items()
             }
         metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns)
-        return {**metrics, "val-aux/non_finite_scores": missing}
+        return {**metrics, "val-aux/non_finite_scores": sum(none)}

@@ -1,0 +1,42 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Updates that were not made: counted, and so many in a row end the run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_engine.core.skipped import SkippedUpdates, UpdatesSkipped
+
+NORMS = st.sampled_from([0.5, 2.0, math.nan, math.inf])
+
+
+@given(steps=st.lists(st.lists(NORMS, max_size=4)), limit=st.integers(1, 5))
+def test_the_first_run_of_skipped_updates_as_long_as_the_limit_ends_it_across_steps_and_no_shorter_one(
+    steps: list[list[float]], limit: int
+) -> None:
+    skipped = SkippedUpdates("actor", limit)
+    seen = ""
+    for norms in steps:
+        seen += "".join("." if math.isfinite(norm) else "x" for norm in norms)
+        if "x" * limit in seen:
+            with pytest.raises(UpdatesSkipped, match=f"async_training.max_skipped_updates={limit}"):
+                skipped.note(norms)
+            return
+        assert skipped.note(norms) == sum(not math.isfinite(norm) for norm in norms)
+        assert skipped.total == seen.count("x")
