@@ -74,9 +74,8 @@ class DrillTrainer(FullyAsyncTrainer):
     def _kill(self, pid: int, phase: str) -> None:
         counts = self.scheduler.counts()
         place = {"version": self.ledger.version, "taken": counts.taken, "trained": counts.trained}
-        place["saved"] = checkpoints.is_committed(
-            checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps)
-        )
+        folder = checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps)
+        place["saved"] = checkpoints.problem(folder) is None
         said = {"part": os.environ["DRILL_PART"], "phase": phase, "step": self.global_steps, "place": place}
         Path(os.environ["DRILL_DONE"]).write_text(json.dumps(said))
         os.kill(pid, signal.SIGKILL)

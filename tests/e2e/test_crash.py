@@ -26,7 +26,7 @@ import pytest
 from main_runs import FULLY_ASYNC, run_main, small
 
 from recipe.async_engine.task import TaskPaths
-from recipe.async_engine.trainer.checkpoints import is_committed
+from recipe.async_engine.trainer.checkpoints import problem
 
 STEPS, GROUPS = 6, 4
 SAVED_AT = 2
@@ -36,7 +36,7 @@ WAIT_S = 240.0
 def kill_trainer(folder: Path) -> None:
     """SIGKILL the trainer's actor as soon as the first checkpoint is complete, before the next weight sync."""
     deadline = time.monotonic() + WAIT_S
-    while not is_committed(folder / f"global_step_{SAVED_AT}"):
+    while problem(folder / f"global_step_{SAVED_AT}") is not None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.005)

@@ -131,7 +131,8 @@ class Life:
         trainer = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"}
         keep = {"max_actor_ckpt_to_keep": settings["keep"]}
         training = SimpleNamespace(async_training=AsyncTraining())
-        self.state = RunState(OmegaConf.create({"trainer": {**trainer, **keep}}), SimpleNamespace(settings=training))
+        config = OmegaConf.create({"trainer": {**trainer, **keep}})
+        self.state = RunState(config, SimpleNamespace(settings=training), {"settings": "of this run"})
         phases.enter("load")
         self.found = self.resume()
         phases.enter("generate")
@@ -143,7 +144,7 @@ class Life:
         self.source = PromptSource(loader, EPOCHS)
         gate = GateSettings(*(self.settings[name] for name in ("b", "k", "bound", "depth")))
         folder = self.state.find()
-        snapshot = self.state.load(folder, self.source)
+        snapshot = self.state.load(self.source)
         if snapshot is None:
             self.ledger = SampleLedger(gate, whole_batches=self.settings["whole"])
             found = {"step": 0, "ready": 0}

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A checkpoint counts when it is complete; verl's tracker ends up naming such a one, whatever a kill left."""
+"""A checkpoint counts when every file of it is there; what was cut off goes, what is complete is not written again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_engine.run.durable import REMOVED
 from recipe.async_engine.trainer import checkpoints
-from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointError, settle
+from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointError, candidates, problem
+
+FILES = ("rollout_state.pt", "data.pt", "actor/model.pt", "actor/huggingface/config.json")
 
 
-def write(root: Path, step: int, committed: bool = True, at: int = 0) -> Path:
+def write(root: Path, step: int, committed: bool = True) -> Path:
     folder = checkpoints.folder_of(root, step)
-    (folder / "actor").mkdir(parents=True)
-    for name in ("rollout_state.pt", "data.pt", "actor/model.pt"):
+    (folder / "actor" / "huggingface").mkdir(parents=True)
+    for name in FILES:
         (folder / name).write_text(name)
     if committed:
-        checkpoints.commit(folder, step)
-        os.utime(folder / MARKER, (1_000_000 + (at or step),) * 2)
+        checkpoints.commit(root, step)
     return folder
 
 
@@ -39,64 +41,92 @@ def track(root: Path, text: str) -> None:
     (root / TRACKER).write_text(text)
 
 
-def test_tracker_that_names_a_complete_checkpoint_stays(tmp_path: Path) -> None:
-    write(tmp_path, 2)
-    write(tmp_path, 4)
-    track(tmp_path, "2")  # taken back by the user, perhaps
-    assert settle(tmp_path) == 2
-    assert (tmp_path / TRACKER).read_text() == "2"
+def steps_in(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name.startswith("global_step"))
 
 
-@pytest.mark.parametrize("text", ["", "6", "9"])
-def test_tracker_that_was_cut_off_or_names_an_incomplete_one_is_set_to_the_newest_complete_one(
-    tmp_path: Path, text: str
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [
+        ("8", [8, 4, 2]),
+        ("4", [4, 2, 8]),  # taken back by the user
+        ("", [8, 4, 2]),
+        ("6", [4, 2, 8]),
+        ("9", [8, 4, 2]),
+        ("²", [8, 4, 2]),
+    ],
+)
+def test_checkpoint_of_the_tracker_is_tried_first_then_older_ones_then_newer_ones(
+    tmp_path: Path, text: str, order: list[int]
 ) -> None:
-    write(tmp_path, 2)
-    write(tmp_path, 4)
+    for step in (2, 4, 8):
+        write(tmp_path, step)
     write(tmp_path, 6, committed=False)
     track(tmp_path, text)
-    assert settle(tmp_path) == 4
+    assert candidates(tmp_path) == order
+
+
+def test_checkpoint_that_is_committed_is_what_the_tracker_names(tmp_path: Path) -> None:
+    track(tmp_path, "")
+    write(tmp_path, 4)
     assert (tmp_path / TRACKER).read_text() == "4"
 
 
-def test_newest_is_the_one_written_last_not_the_one_of_the_highest_step(tmp_path: Path) -> None:
-    write(tmp_path, 8, at=1)
-    write(tmp_path, 4, at=2)
-    track(tmp_path, "")
-    assert settle(tmp_path) == 4
+@pytest.mark.parametrize("name", FILES)
+def test_checkpoint_that_lost_a_file_at_any_depth_or_a_part_of_one_is_not_complete(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, 4)
+    assert problem(folder) is None
+    (folder / name).write_text(name[::-1])
+    assert problem(folder) == f"{name} has another content than was saved"
+    (folder / name).write_text(name[1:])
+    assert problem(folder) == f"{name} has {len(name) - 1} bytes of {len(name)}"
+    (folder / name).unlink()
+    assert problem(folder) == f"{name} is missing"
 
 
-def test_without_a_complete_checkpoint_the_run_starts_from_the_beginning(tmp_path: Path) -> None:
-    assert settle(tmp_path) is None
-    write(tmp_path, 1, committed=False)
-    track(tmp_path, "1")
-    assert settle(tmp_path) is None
-    assert not (tmp_path / TRACKER).exists()
+@pytest.mark.parametrize(
+    "marker", [b"", b"{", b"[]", b'{"files": [1]}', b'{"files": {"data.pt": 7}}', b"\xff\x00", b"null"]
+)
+def test_marker_that_is_damaged_in_any_way_makes_the_checkpoint_incomplete(tmp_path: Path, marker: bytes) -> None:
+    folder = write(tmp_path, 4)
+    (folder / MARKER).write_bytes(marker)
+    assert f"its {MARKER} cannot be read" in str(problem(folder))
 
 
 def test_checkpoint_of_another_trainer_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
     track(tmp_path, "3")
     with pytest.raises(CheckpointError, match=r"no rollout_state\.pt.*trainer\.resume_mode=disable"):
-        settle(tmp_path)
-    assert (tmp_path / TRACKER).read_text() == "3"
+        candidates(tmp_path)
+    checkpoints.clear(tmp_path)
+    assert (steps_in(tmp_path), (tmp_path / TRACKER).read_text()) == (["global_step_3"], "3")
+    checkpoints.require_room(tmp_path, after=3)
+    with pytest.raises(CheckpointError, match=r"global_step_3: not written by this trainer.*Move them"):
+        checkpoints.require_room(tmp_path, after=2)
 
 
-def test_folder_that_is_written_again_is_no_checkpoint_meanwhile(tmp_path: Path) -> None:
-    folder = write(tmp_path, 4)
-    assert checkpoints.is_committed(folder)
-    checkpoints.begin(folder)
-    assert not checkpoints.is_committed(folder)
-    with pytest.raises(CheckpointError, match=r"trainer\.resume_from_path=.*cut off"):
-        checkpoints.require_committed(folder)
+def test_what_was_cut_off_while_it_was_written_or_removed_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    write(tmp_path, 4, committed=False)
+    (tmp_path / "global_step_6").mkdir()
+    (tmp_path / "global_step_8").mkdir()
+    (tmp_path / "global_step_8" / "rollout_state.pt.partial").write_text("half")
+    write(tmp_path, 1).rename(tmp_path / f"global_step_1{REMOVED}")
+    (tmp_path / "global_step_old").mkdir()
+    checkpoints.clear(tmp_path)
+    assert steps_in(tmp_path) == ["global_step_2", "global_step_old"]
 
 
-def test_checkpoint_that_lost_a_file_or_a_part_of_one_is_not_complete(tmp_path: Path) -> None:
-    folder = write(tmp_path, 4)
-    (folder / "data.pt").write_text("da")
-    assert not checkpoints.is_committed(folder)
-    (folder / "data.pt").unlink()
-    assert not checkpoints.is_committed(folder)
+def test_checkpoints_of_another_history_are_kept_under_other_names(tmp_path: Path) -> None:
+    for _ in range(2):
+        for step in (2, 4, 6):
+            if not checkpoints.folder_of(tmp_path, step).exists():
+                write(tmp_path, step)
+        checkpoints.set_aside(tmp_path, after=2)
+    kept = [f"global_step_{step}.aside{number}" for step in (4, 6) for number in (1, 2)]
+    assert steps_in(tmp_path) == ["global_step_2", *kept]
+    assert [problem(tmp_path / name) for name in kept] == [None] * 4
+    assert candidates(tmp_path) == [2]
 
 
 @pytest.mark.parametrize(("count", "left"), [(None, [2, 4, 6, 8]), (1, [6, 8]), (2, [4, 6, 8]), (9, [2, 4, 6, 8])])
@@ -105,3 +135,11 @@ def test_old_checkpoints_go_when_a_newer_one_is_committed(tmp_path: Path, count:
         write(tmp_path, step)
     checkpoints.retain(tmp_path, 6, count)
     assert [step for step in (2, 4, 6, 8) if checkpoints.folder_of(tmp_path, step).exists()] == left
+
+
+def test_retention_counts_complete_checkpoints_only_and_removes_no_other(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    (tmp_path / "global_step_4" / "data.pt").unlink()
+    checkpoints.retain(tmp_path, 6, 2)
+    assert steps_in(tmp_path) == ["global_step_2", "global_step_4", "global_step_6"]

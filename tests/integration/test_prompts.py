@@ -125,6 +125,22 @@ def test_restored_source_goes_on_in_the_order_of_the_interrupted_epoch() -> None
     assert take(second, SIZE - 3) == whole[3:SIZE]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("before", range(SIZE * EPOCHS + 1))
+def test_source_that_is_saved_right_after_it_was_restored_goes_on_in_the_same_order(
+    seed: int | None, before: int
+) -> None:
+    whole = take(make_source(SIZE, EPOCHS + 1, seed))
+    state = make_source(SIZE, EPOCHS, seed)
+    take(state, before)
+    saved = state.state()
+    for _ in range(2):
+        source = make_source(SIZE, EPOCHS + 1, seed)
+        source.restore(saved)
+        saved = source.state()
+    assert take(source, SIZE - before % SIZE) == whole[before : before + SIZE - before % SIZE]
+
+
 def test_source_can_be_restored_several_times_in_a_row() -> None:
     taken: list[tuple[int, int]] = []
     state: dict[str, Any] | None = None

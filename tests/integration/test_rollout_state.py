@@ -16,13 +16,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
+from ray.exceptions import ObjectLostError
 
+from recipe.async_engine.core.errors import SnapshotError
+from recipe.async_engine.core.snapshots import STATE_FORMAT
 from recipe.async_engine.trainer import rollout_state
-from recipe.async_engine.trainer.checkpoints import CheckpointError
 
 
 class Store:
@@ -31,14 +33,19 @@ class Store:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.deadlines: list[float] = []
+        self.lost: set[str] = set()
 
     def put(self, value: Any) -> str:
         self.objects[f"reference-{len(self.objects)}"] = value
         return f"reference-{len(self.objects) - 1}"
 
-    def get(self, references: list[str], timeout: float) -> list[Any]:
+    def get(self, references: Any, timeout: float) -> Any:
         self.deadlines.append(timeout)
-        return [self.objects[reference] for reference in references]
+        if isinstance(references, list):
+            return [self.get(reference, timeout) for reference in references]
+        if references in self.lost:
+            raise ObjectLostError(references, "node-1", "callsite")
+        return self.objects[references]
 
 
 @pytest.fixture
@@ -48,11 +55,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
+LIVE = [[4, 40, 0, "0-40", 2, "ready", 1, None], [5, 50, 0, "0-50", 3, "running", 1, None]]
+
+
 def snapshot_of(store: Store) -> dict[str, Any]:
     kept = [None, "its answers"]
     ready = [store.put({"tokens": torch.arange(3)}), store.put({"tokens": torch.arange(4)})]
     return {
-        "ledger": {"version": 3},
+        "ledger": {"version": 3, "live": LIVE},
         "source": {"epoch": 1},
         "groups": {
             4: {"row": {"index": 40}, "scored": ["a", "b"], "payloads": ready, "kept": [None, None]},
@@ -67,8 +77,9 @@ def test_groups_come_back_with_the_payloads_that_were_there_and_what_is_kept_of_
 ) -> None:
     rollout_state.save(str(tmp_path / "global_step_3"), snapshot_of(store), timeout_s=7.0)
     loaded = rollout_state.load(str(tmp_path / "global_step_3"))
+    rollout_state.put_payloads(loaded)
     assert {key: loaded[key] for key in ("ledger", "source", "validation")} == {
-        "ledger": {"version": 3},
+        "ledger": {"version": 3, "live": LIVE},
         "source": {"epoch": 1},
         "validation": {"first": 0.5, "last": 0.75},
     }
@@ -79,6 +90,7 @@ def test_groups_come_back_with_the_payloads_that_were_there_and_what_is_kept_of_
     assert (running["row"], running["scored"], running["kept"]) == ({"index": 50}, ["a", None], [None, "its answers"])
     assert [None if payload is None else store.objects[payload] for payload in running["payloads"]][1] is None
     assert store.objects[running["payloads"][0]]["tokens"].tolist() == [0, 1, 2]
+    assert set(store.deadlines) == {7.0}
 
 
 def test_write_that_breaks_off_leaves_the_file_before_it(
@@ -86,16 +98,31 @@ def test_write_that_breaks_off_leaves_the_file_before_it(
 ) -> None:
     rollout_state.save(str(tmp_path), snapshot_of(store), timeout_s=1.0)
 
-    def save(value: Any, path: Path) -> None:
-        Path(path).write_bytes(b"half")
+    def save(value: Any, file: BinaryIO) -> None:
+        file.write(b"half")
         raise OSError("no space left on device")
 
     monkeypatch.setattr(rollout_state.torch, "save", save)
     with pytest.raises(OSError, match="no space left"):
-        rollout_state.save(str(tmp_path), {**snapshot_of(store), "ledger": {"version": 4}}, timeout_s=1.0)
-    assert rollout_state.load(str(tmp_path))["ledger"] == {"version": 3}
+        rollout_state.save(str(tmp_path), {**snapshot_of(store), "source": {"epoch": 2}}, timeout_s=1.0)
+    assert rollout_state.load(str(tmp_path))["source"] == {"epoch": 1}
 
 
-def test_checkpoint_of_another_trainer_is_refused_with_what_to_change(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no rollout_state\.pt.*trainer\.resume_mode=disable"):
-        rollout_state.load(str(tmp_path))
+def test_group_of_which_the_object_store_lost_an_answer_is_saved_as_one_that_still_runs(
+    tmp_path: Path, store: Store
+) -> None:
+    snapshot = snapshot_of(store)
+    store.lost.add(snapshot["groups"][4]["payloads"][1])
+    rollout_state.save(str(tmp_path), snapshot, timeout_s=1.0)
+    loaded = rollout_state.load(str(tmp_path))
+    assert [row[5] for row in loaded["ledger"]["live"]] == ["running", "running"]
+    group = loaded["groups"][4]
+    assert (group["row"], group["scored"], group["payloads"][1]) == ({"index": 40}, ["a", None], None)
+    assert [row[5] for row in snapshot["ledger"]["live"]] == ["ready", "running"], "the run's own is not changed"
+
+
+def test_rollout_side_of_another_version_of_the_package_is_refused_by_its_format(tmp_path: Path) -> None:
+    for form in ({}, {"format": STATE_FORMAT + 1}):
+        torch.save({"groups": {}, **form}, tmp_path / "rollout_state.pt")
+        with pytest.raises(SnapshotError, match=rf"reads {STATE_FORMAT}\. Resume with the version that wrote it"):
+            rollout_state.load(str(tmp_path))

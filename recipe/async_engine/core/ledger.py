@@ -149,7 +149,7 @@ class SampleLedger:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
         # A place in a whole batch is only filled by a new group.
         candidates = len(self._live) - len(self._leased) if self._batches is None else len(self._batches.next())
-        return candidates + prompts_left >= self.settings.batch_groups
+        return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
         """Start a group for this prompt at the current version."""

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from recipe.async_engine.core.case import Case
@@ -34,7 +35,7 @@ def saving(case: Case) -> Iterator[Problem]:
         advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."
         yield case.problem("trainer.resume_mode", f"one of {', '.join(RESUME_MODES)}", advice)
     path = case.get("trainer.resume_from_path")
-    if mode == "resume_path" and "global_step_" not in str(path):
+    if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):
         advice = "Name the checkpoint's folder, global_step_N."
         yield case.problem("trainer.resume_from_path", "a folder of a checkpoint with resume_mode=resume_path", advice)
     if mode != "disable" and case.get("trainer.default_hdfs_dir") is not None:

@@ -11,31 +11,87 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Whether a ledger can be restored from a snapshot."""
+"""Whether a run may go on from what an earlier one saved, with the settings that it has now."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum, auto
 from typing import Any
 
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.gate import GateSettings
 
 SNAPSHOT_FORMAT = 3
+STATE_FORMAT = 1
+"""Of the whole rollout side, which has a ledger's snapshot in it."""
+BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
+PER_VERSION = "async_training.trigger_parameter_sync_step"
+WHOLE = "async_training.whole_batches"
+
+
+class Changed(Enum):
+    """What a change of a setting since the checkpoint means."""
+
+    NOTED = auto()
+    REFUSED_WITH_ANSWERS = auto()
+    """Refused where groups were live: their answers have the shape of the value that they were made with."""
+    REFUSED = auto()
+
+
+RULES: dict[str, Changed] = {
+    "actor_rollout_ref.rollout.n": Changed.REFUSED_WITH_ANSWERS,
+    "data.max_prompt_length": Changed.REFUSED_WITH_ANSWERS,
+    "data.max_response_length": Changed.REFUSED_WITH_ANSWERS,
+    # Which groups may be trained when depends on these.
+    BATCH: Changed.REFUSED,
+    PER_VERSION: Changed.REFUSED,
+    WHOLE: Changed.REFUSED,
+    "async_training.placement": Changed.REFUSED,
+    # The ledger refuses a bound that its groups don't fit.
+    "async_training.max_staleness": Changed.NOTED,
+    # verl's FSDP checkpoints are one file a rank.
+    "actor_rollout_ref.actor.strategy": Changed.REFUSED,
+    "trainer.nnodes * trainer.n_gpus_per_node": Changed.REFUSED,
+    # A prompt is known by its epoch and its row.
+    "data.train_files": Changed.REFUSED,
+    "rows of data.train_files": Changed.REFUSED,
+    "data.shuffle": Changed.REFUSED,
+    "data.seed": Changed.REFUSED,
+    "trainer.total_epochs": Changed.NOTED,
+    "tokenizer": Changed.REFUSED,
+    "chat template": Changed.NOTED,
+}
+"""The settings, and what follows from them, that a checkpoint is made with."""
+
+
+def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
+    """What has changed since a checkpoint with so many live groups was made, one text each.
+
+    Raises:
+        SnapshotError: the run cannot go on with the present values; names each, with the saved one.
+    """
+    found = {
+        name: f"{saved[name]} -> {present[name]}" for name in RULES if name in saved and saved[name] != present[name]
+    }
+    refused = [
+        f"{name} = {present[name]}, but the checkpoint was made with {saved[name]}"
+        for name in found
+        if RULES[name] is Changed.REFUSED or (RULES[name] is Changed.REFUSED_WITH_ANSWERS and live)
+    ]
+    if refused:
+        raise SnapshotError(
+            "; ".join(refused) + ". Resume with the values of the checkpoint, or start a new run from its weights "
+            "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
+        )
+    return [f"{name}: {change}" for name, change in found.items()]
 
 
 def check_restorable(snapshot: Mapping[str, Any], settings: GateSettings, whole_batches: bool) -> None:
-    """Raise `SnapshotError` unless a run with these settings can go on from this snapshot."""
+    """Raise `SnapshotError` unless a ledger with these settings can go on from this snapshot."""
     if snapshot.get("format") != SNAPSHOT_FORMAT:
         raise SnapshotError(f"snapshot format {snapshot.get('format')!r}, this version reads {SNAPSHOT_FORMAT}")
-    for name in ("batch_groups", "batches_per_version"):
-        if snapshot[name] != getattr(settings, name):
-            raise SnapshotError(
-                f"{name} = {getattr(settings, name)}, but the checkpoint was made with {snapshot[name]}: "
-                "resume with the same value, or start a new run from its weights"
-            )
-    if snapshot["whole_batches"] != whole_batches:
-        raise SnapshotError(
-            f"whole_batches = {whole_batches}, but the checkpoint was made with {snapshot['whole_batches']}: resume in "
-            "the mode that wrote it, or start a new run from its weights"
-        )
+    saved = (snapshot["batch_groups"], snapshot["batches_per_version"], snapshot["whole_batches"])
+    present = (settings.batch_groups, settings.batches_per_version, whole_batches)
+    names = (BATCH, PER_VERSION, WHOLE)
+    changes(dict(zip(names, saved, strict=True)), dict(zip(names, present, strict=True)), len(snapshot["live"]))

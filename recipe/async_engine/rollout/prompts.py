@@ -103,16 +103,21 @@ class PromptSource:
         self._epoch = 0
         self._taken_in_epoch = 0
         self._iterator: Iterator[dict[str, Any]] | None = None
+        self._restored: dict[str, Any] | None = None
+        """The data loader's state of a checkpoint, until the first prompt is taken after it."""
         self._put_back: Prompt | None = None
 
     @property
     def exhausted(self) -> bool:
-        return self._epoch >= self._epochs
+        return self.prompts_left == 0
 
     @property
     def prompts_left(self) -> int:
-        rest = max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
-        return rest + (self._put_back is not None)
+        return self._not_taken + (self._put_back is not None)
+
+    @property
+    def _not_taken(self) -> int:
+        return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
 
     def put_back(self, prompt: Prompt) -> None:
         """Have the last prompt taken be the next one to take."""
@@ -123,10 +128,11 @@ class PromptSource:
         if self._put_back is not None:
             prompt, self._put_back = self._put_back, None
             return prompt
-        while not self.exhausted:
+        while self._not_taken:
             if self._iterator is None:
                 self._iterator = iter(self._dataloader)
             row = next(self._iterator, None)
+            self._restored = None
             if row is not None and self._taken_in_epoch < self._epoch_prompts:
                 self._taken_in_epoch += 1
                 return Prompt(self._epoch, int(row[DATASET_INDEX][0]), row)
@@ -140,27 +146,20 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` needs to go on after the last prompt taken, or with the one that was put back."""
-        started = self._taken_in_epoch > 0
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
             "put_back": self._put_back,
-            "dataloader": self._dataloader.state_dict() if started else None,
+            "dataloader": self._restored if self._iterator is None else self._dataloader.state_dict(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
         self._put_back = state["put_back"]
-        self._iterator = None
-        if state["dataloader"] is not None:
-            self._dataloader.load_state_dict(state["dataloader"])
-        if self._taken_in_epoch >= self._epoch_prompts:
-            # To its end, as `take` does: the next epoch's order is the one that it would have had.
-            for _ in self._dataloader:
-                pass
-            self._epoch += 1
-            self._taken_in_epoch = 0
+        self._iterator, self._restored = None, state["dataloader"]
+        if self._restored is not None:
+            self._dataloader.load_state_dict(self._restored)
 
 
 class PromptFeed:

@@ -67,9 +67,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder at once for those who look for it; what is left of it after a kill has another name."""
+    """Remove a folder at once for those who look for it; what a kill leaves of it has another name, and goes here too.
+
+    Where there is no such folder, it is done already.
+    """
     removed = folder.with_name(folder.name + REMOVED)
-    shutil.rmtree(removed, ignore_errors=True)
-    os.replace(folder, removed)
-    sync(folder.parent)
-    shutil.rmtree(removed)
+    if folder.exists():
+        shutil.rmtree(removed, ignore_errors=True)
+        os.replace(folder, removed)
+        sync(folder.parent)
+    shutil.rmtree(removed, ignore_errors=not removed.exists())

@@ -61,7 +61,7 @@ class Owner:
         deadline = time.monotonic() + wait_s
         while not self._locked(part):
             if time.monotonic() >= deadline:
-                said = self._said()
+                said = self._said() if part == RUN else "the trainer of an earlier start has not ended yet"
                 self._file.close()
                 raise FolderTaken(
                     f"trainer.default_local_dir={folder} belongs to another run: {said}. Wait for its end or end it, "

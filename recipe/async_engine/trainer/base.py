@@ -61,6 +61,7 @@ from recipe.async_engine.trainer.critic_stage import CriticStage
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
+from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.saving import RunState
 from recipe.async_engine.trainer.startup import Startup
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
@@ -117,7 +118,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
-        self.saved = RunState(config, self.plan)
+        self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
         self._interrupted_tokens = InterruptedTokens()
@@ -412,9 +413,10 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         self.global_steps = 0
         folder = self.saved.find()
         self._load_checkpoint()
-        snapshot = self.saved.load(folder, self.prompts)
+        snapshot = self.saved.load(self.prompts)
         if snapshot is None:
             return {}
+        self._saved_at = self.global_steps
         self.ledger = self._new_ledger(snapshot["ledger"])
         self.saved.resumed["groups_kept"] = self.ledger.counts().ready
         if self._is_within_version:

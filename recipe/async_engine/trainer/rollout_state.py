@@ -20,42 +20,85 @@ pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is 
 Shown by tests/integration/test_rollout_state.py and tests/e2e/test_faults.py.
 """
 
-import os
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import ObjectLostError
 
-from recipe.async_engine.trainer.checkpoints import ROLLOUT_STATE, require_ours
+from recipe.async_engine.core.errors import SnapshotError
+from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.snapshots import STATE_FORMAT
+from recipe.async_engine.run import durable
+from recipe.async_engine.trainer.checkpoints import ROLLOUT_STATE
+
+logger = logging.getLogger(__name__)
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
-    """Write a scheduler's snapshot into the checkpoint ``folder``, payloads included."""
+    """Write a scheduler's snapshot into the checkpoint ``folder``, payloads included.
+
+    A group of which the object store has lost a payload, with the node or the worker that had it, is saved as one that
+    still runs: the lost answer is generated again.
+    """
     groups = {group_id: _fetched(group, timeout_s) for group_id, group in snapshot["groups"].items()}
+    ready = {group.id for group in map(Group.from_row, snapshot["ledger"]["live"]) if group.state is GroupState.READY}
+    lost = {group_id for group_id in ready if None in groups[group_id]["payloads"]}
+    if lost:
+        logger.warning("answers of groups %s are lost: a resumed run generates them again", sorted(lost))
+    live = [
+        replace(Group.from_row(row), state=GroupState.RUNNING).to_row() if Group.from_row(row).id in lost else row
+        for row in snapshot["ledger"]["live"]
+    ]
+    saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save({**snapshot, "groups": groups}, partial)
-    os.replace(partial, path)
+    durable.write(path, lambda file: torch.save(saved, file))
 
 
 def _fetched(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """A live group as it is kept, with the payloads that are there."""
     there = [payload for payload in group["payloads"] if payload is not None]
-    fetched = iter(ray.get(there, timeout=timeout_s))
+    try:
+        fetched = iter(ray.get(there, timeout=timeout_s))
+    except ObjectLostError:
+        return _without_lost(group, timeout_s)
     payloads = [None if payload is None else next(fetched) for payload in group["payloads"]]
     return {**group, "payloads": payloads}
 
 
+def _without_lost(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The group with None for the answers whose payload is lost."""
+    payloads = []
+    for reference in group["payloads"]:
+        try:
+            payloads.append(None if reference is None else ray.get(reference, timeout=timeout_s))
+        except ObjectLostError:
+            payloads.append(None)
+    scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
+    return {**group, "scored": scored, "payloads": payloads}
+
+
 def load(folder: str) -> dict[str, Any]:
-    """Read a snapshot back; payloads are object references again.
+    """Read a snapshot back.
 
     Raises:
-        CheckpointError: the checkpoint has none, because another trainer wrote it.
+        SnapshotError: it was written by another version of this package.
     """
-    require_ours(folder)
     snapshot = torch.load(Path(folder) / ROLLOUT_STATE, weights_only=False)
+    if snapshot.get("format") != STATE_FORMAT:
+        raise SnapshotError(
+            f"{folder} has a rollout side of format {snapshot.get('format')!r}, this version of the package reads "
+            f"{STATE_FORMAT}. Resume with the version that wrote it, or start a new run from its weights "
+            "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
+        )
+    return snapshot
+
+
+def put_payloads(snapshot: dict[str, Any]) -> None:
+    """Make object references of the payloads of a snapshot that was read back."""
     for group in snapshot["groups"].values():
         group["payloads"] = [None if payload is None else ray.put(payload) for payload in group["payloads"]]
-    return snapshot

@@ -1,0 +1,110 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A checkpoint says what it was made with; a run with other data, another tokenizer or other shapes does not resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_engine.core.config import AsyncTraining
+from recipe.async_engine.core.errors import SnapshotError
+from recipe.async_engine.core.snapshots import RULES
+from recipe.async_engine.trainer import made_with as module
+from recipe.async_engine.trainer.made_with import files_fingerprint, made_with
+from recipe.async_engine.trainer.saving import RunState
+
+LIVE = [4, 40, 0, "0-40", 2, "running", 1, None]
+
+
+class Tokenizer:
+    chat_template = "{{ messages }}"
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: n for n, word in enumerate(self._words)}
+
+
+class Data(list[int]):
+    def __init__(self, *files: Path) -> None:
+        super().__init__(range(10))
+        self.data_files = list(files)
+
+
+def made(data: Data, tokenizer: Any = None, **plan: Any) -> dict[str, Any]:
+    config = {
+        "data": {"max_prompt_length": 8, "max_response_length": 8, "train_files": [], "seed": 1},
+        "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
+        "trainer": {"total_epochs": 2},
+    }
+    values = {"answers_per_group": 4, "batch_groups": 2, "batches_per_version": 1, "max_staleness": 1}
+    settings = SimpleNamespace(async_training=AsyncTraining())
+    derived = SimpleNamespace(**values | {"trainer_ranks": 1, "settings": settings} | plan)
+    return made_with(OmegaConf.create(config), derived, data, tokenizer or Tokenizer("a", "b"))
+
+
+def run_state(root: Path, values: dict[str, Any]) -> RunState:
+    trainer = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"}
+    plan = SimpleNamespace(settings=SimpleNamespace(async_training=AsyncTraining()))
+    return RunState(OmegaConf.create({"trainer": trainer}), plan, values)
+
+
+def test_every_value_that_a_resume_compares_is_saved(tmp_path: Path) -> None:
+    assert set(made(Data())) == set(RULES)
+
+
+def test_run_resumes_with_what_its_checkpoint_was_made_with_and_refuses_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    file.write_bytes(b"rows, one")
+    root = tmp_path / "run"
+    saved = made(Data(file))
+    snapshot = {"ledger": {"live": [LIVE]}, "groups": {4: {"row": {}, "scored": [], "payloads": []}}}
+    run_state(root, saved).save(2, snapshot, lambda: None)
+    same = run_state(root, made(Data(file)))
+    assert same.find() == str(root / "global_step_2")
+    assert same.resumed == {"step": 2, "groups_kept": 0, "changed": []}
+
+    wider = run_state(root, made(Data(file), max_staleness=3))
+    wider.find()
+    assert wider.resumed["changed"] == ["async_training.max_staleness: 1 -> 3"]
+
+    with pytest.raises(SnapshotError, match=r"cannot resume from .*global_step_2: .*rollout\.n = 5, .* made with 4"):
+        run_state(root, made(Data(file), answers_per_group=5)).find()
+    with pytest.raises(SnapshotError, match=r"n_gpus_per_node = 2, but the checkpoint was made with 1"):
+        run_state(root, made(Data(file), trainer_ranks=2)).find()
+    with pytest.raises(SnapshotError, match="tokenizer = sha256"):
+        run_state(root, made(Data(file), Tokenizer("a", "c"))).find()
+    file.write_bytes(b"rows, two")
+    with pytest.raises(SnapshotError, match=r"data\.train_files = train\.parquet \(9 bytes"):
+        run_state(root, made(Data(file))).find()
+
+
+def test_large_file_is_known_by_its_size_its_beginning_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WHOLE", 10)
+    monkeypatch.setattr(module, "PART", 3)
+    file = tmp_path / "train.parquet"
+    found = set()
+    for content in (b"0123456789ab", b"X123456789ab", b"0123456789aX", b"0123456789abc"):
+        file.write_bytes(content)
+        found.add(files_fingerprint([file]))
+    assert len(found) == 4
+    assert files_fingerprint(["hdfs://somewhere/train.parquet"]) == "hdfs://somewhere/train.parquet"
