@@ -43,6 +43,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.silence import Silence
+from recipe.async_engine.run import durable
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class RunWatch:
     def _write(self, error: BaseException) -> None:
         logger.error("%s: %s", type(error).__name__, error)
         try:
-            self._file.write_text(f"{error}\n")
+            durable.write(self._file, f"{error}\n")
         except OSError as failure:
             logger.error("the report could not be written: %s", failure)
 
