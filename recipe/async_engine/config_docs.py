@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from recipe.async_engine.core.algorithm_rules import ADVANTAGE_ESTIMATORS
 from recipe.async_engine.core.config import SECTIONS
 from recipe.async_engine.core.knobs import allowed_values, field_types, render
-from recipe.async_engine.core.validation import ADVANTAGE_ESTIMATORS
 
 INTRODUCTION = """\
 # Configuration

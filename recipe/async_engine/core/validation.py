@@ -21,7 +21,7 @@ case for each rule.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe.async_engine.core import batch_rules, data_rules, reward_rules, saving_rules, server_rules
+from recipe.async_engine.core import algorithm_rules, batch_rules, data_rules, reward_rules, saving_rules, server_rules
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
 from recipe.async_engine.core.config import SHARED, read_settings, replica_size, rollout_accelerators
 from recipe.async_engine.core.outside import FileFact, Resources
@@ -30,24 +30,6 @@ from recipe.async_engine.core.shapes import well_formed
 
 __all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
 
-# The advantage estimators of verl 0.9.1 that need no second, greedy answer for each prompt.
-ADVANTAGE_ESTIMATORS = (
-    "gae",
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "grpo_vectorized",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "tir_optimal_token_baseline",
-)
-# Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
-GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -74,30 +56,6 @@ def _amounts(case: Case) -> Iterator[Problem]:
         value = case.get(setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < -1:
             yield case.problem(setting, "an integer >= 1 (versions), or -1 for never", "It counts weight versions.")
-
-
-def _algorithm(case: Case) -> Iterator[Problem]:
-    estimator = str(case.get("algorithm.adv_estimator"))
-    if estimator == "remax":
-        advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."
-        yield case.problem("algorithm.adv_estimator", f"one of {', '.join(ADVANTAGE_ESTIMATORS)}", advice)
-    if estimator == "gae" and case.get("critic.enable") is False:
-        advice = "gae takes its advantages from a critic's values; remove the setting, or choose another estimator."
-        yield case.problem("critic.enable", "true or null with algorithm.adv_estimator=gae", advice)
-    if estimator in GROUP_ESTIMATORS and case.count(f"{ROLLOUT}.n") == 1:
-        advice = f"{estimator} compares the answers to one prompt: with a single one there is nothing to learn from."
-        yield case.problem(f"{ROLLOUT}.n", "an integer >= 2", advice)
-    if case.get("algorithm.filter_groups.enable"):
-        yield from _group_filter(case)
-
-
-def _group_filter(case: Case) -> Iterator[Problem]:
-    if not case.get("algorithm.filter_groups.metric"):
-        advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
-        yield case.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
-    if case.count(f"{ROLLOUT}.n") == 1:
-        advice = "A group of one answer is always as good as itself: nothing would be filtered. Remove the setting."
-        yield case.problem("algorithm.filter_groups.enable", f"false with {ROLLOUT}.n=1", advice)
 
 
 def _rollout(case: Case) -> Iterator[Problem]:
@@ -250,7 +208,9 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     batch_rules.shared_placement,
     batch_rules.batch,
     batch_rules.division,
-    _algorithm,
+    algorithm_rules.advantages,
+    algorithm_rules.losses,
+    algorithm_rules.correction,
     _engine,
     _critic,
     _rollout,

@@ -1,0 +1,140 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Rules over advantages, losses and corrections; see :mod:`recipe.async_engine.core.validation`.
+
+What they accept runs, and what they refuse of verl's own does not: tests/integration/test_algorithms.py calls each of
+verl's functions with what a batch has here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
+from recipe.async_engine.core.config import proximal_source
+from recipe.async_engine.core.problems import Problem
+from recipe.async_engine.core.server_settings import Proximal
+
+# The advantage estimators of verl 0.9.1 that need no second, greedy answer for each prompt.
+ADVANTAGE_ESTIMATORS = (
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+)
+# Those that compare the answers of one group with each other: with one answer every advantage is zero or undefined.
+GROUP_ESTIMATORS = frozenset(ADVANTAGE_ESTIMATORS) - {"gae", "gpg", "reinforce_plus_plus"}
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+REJECTIONS = (
+    *(f"token_k{number}" for number in (1, 2, 3)),
+    *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
+    *("seq_max_k2", "seq_max_k3"),
+)
+
+
+def advantages(case: Case) -> Iterator[Problem]:
+    estimator = str(case.get("algorithm.adv_estimator"))
+    if estimator == "remax":
+        advice = "It needs a greedy answer for each prompt, which is not supported yet; choose another estimator."
+        yield case.problem("algorithm.adv_estimator", f"one of {', '.join(ADVANTAGE_ESTIMATORS)}", advice)
+    if estimator == "gae" and case.get("critic.enable") is False:
+        advice = "gae takes its advantages from a critic's values; remove the setting, or choose another estimator."
+        yield case.problem("critic.enable", "true or null with algorithm.adv_estimator=gae", advice)
+    if estimator in GROUP_ESTIMATORS and case.count(f"{ROLLOUT}.n") == 1:
+        advice = f"{estimator} compares the answers to one prompt: with a single one there is nothing to learn from."
+        yield case.problem(f"{ROLLOUT}.n", "an integer >= 2", advice)
+    if estimator == "gdpo" and not case.get("algorithm.gdpo_reward_keys"):
+        advice = "It compares the answers by several fields of what the reward function returns: name them."
+        yield case.problem("algorithm.gdpo_reward_keys", "a list of names with algorithm.adv_estimator=gdpo", advice)
+    if estimator in TOKEN_BASELINES:
+        yield from _token_baseline(case, estimator)
+    if case.get("algorithm.filter_groups.enable"):
+        yield from _group_filter(case)
+
+
+def _group_filter(case: Case) -> Iterator[Problem]:
+    if not case.get("algorithm.filter_groups.metric"):
+        advice = "reward is the reward itself; others are fields of what the reward function returns, such as acc."
+        yield case.problem("algorithm.filter_groups.metric", "a name with filter_groups.enable=true", advice)
+    if case.count(f"{ROLLOUT}.n") == 1:
+        advice = "A group of one answer is always as good as itself: nothing would be filtered. Remove the setting."
+        yield case.problem("algorithm.filter_groups.enable", f"false with {ROLLOUT}.n=1", advice)
+
+
+def _token_baseline(case: Case, estimator: str) -> Iterator[Problem]:
+    """They weigh tokens by the whole distribution that each was drawn from, which only the trainer's pass gives."""
+    if not case.get(f"{ACTOR}.calculate_sum_pi_squared"):
+        allowed = f"true with algorithm.adv_estimator={estimator}"
+        yield case.problem(f"{ACTOR}.calculate_sum_pi_squared", allowed, "Set it, or choose another estimator.")
+    if proximal_source(case.config, case.settings) is not Proximal.RECOMPUTE:
+        allowed = f"recompute with algorithm.adv_estimator={estimator}"
+        advice = "No other source of log-probs gives the sums of squared probabilities that it needs."
+        yield case.problem("async_training.proximal_log_probs", allowed, advice)
+    if case.get("actor_rollout_ref.model.use_fused_kernels"):
+        allowed = f"false with algorithm.adv_estimator={estimator}"
+        advice = "Fused kernels never have the distribution that it needs; remove the setting."
+        yield case.problem("actor_rollout_ref.model.use_fused_kernels", allowed, advice)
+
+
+def losses(case: Case) -> Iterator[Problem]:
+    setting = f"{ACTOR}.policy_loss.loss_mode"
+    mode = str(case.get(setting, "vanilla"))
+    if mode.startswith("recipe_"):
+        advice = "It is derived from async_training.proximal_log_probs: set that, and remove this."
+        yield case.problem(setting, "a loss of verl's, or one that you registered", advice)
+    if mode == "bypass_mode" and proximal_source(case.config, case.settings) is not Proximal.BYPASS:
+        allowed = "another loss where async_training.proximal_log_probs is not bypass"
+        yield case.problem(setting, allowed, "It takes old log-probs for those of the policy that sampled.")
+    beta = case.get(f"{ACTOR}.policy_loss.dro_beta")
+    if mode == "dro" and not (_is_number(beta) and beta > 0):
+        yield case.problem(f"{ACTOR}.policy_loss.dro_beta", f"a number > 0 with {setting}=dro", "Set it.")
+    used = {
+        "algorithm.kl_penalty": case.get("algorithm.use_kl_in_reward"),
+        f"{ACTOR}.kl_loss_type": case.get(f"{ACTOR}.use_kl_loss"),
+    }
+    for name, is_used in used.items():
+        if is_used and str(case.get(name, "kl")).removesuffix("+") not in KL_ESTIMATORS:
+            advice = "verl has no other estimate of it (a + behind one corrects its gradient)."
+            yield case.problem(name, f"one of {', '.join(KL_ESTIMATORS)}", advice)
+
+
+def correction(case: Case) -> Iterator[Problem]:
+    """What verl would find out at the first batch, or with the sources that correct in the loss at the first update."""
+    section = "algorithm.rollout_correction"
+    if case.get(f"{section}.rollout_is") not in (None, "token", "sequence"):
+        yield case.problem(f"{section}.rollout_is", "token, sequence or null", "null applies no weights.")
+    rejection = case.get(f"{section}.rollout_rs")
+    if rejection is None:
+        return
+    options = [option.strip() for option in str(rejection).split(",")]
+    if not set(options) <= set(REJECTIONS):
+        yield case.problem(f"{section}.rollout_rs", f"null, or of {', '.join(REJECTIONS)}", "Separate them by commas.")
+    elif case.get(f"{section}.rollout_rs_threshold") is None:
+        allowed = f"a threshold, or one for each of {rejection}, separated by commas"
+        yield case.problem(f"{section}.rollout_rs_threshold", allowed, f"Set it, or {section}.rollout_rs=null.")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
