@@ -71,6 +71,8 @@ def commit(root: str | Path, step: int) -> None:
 def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
     """Why the folder is no complete checkpoint; None if it is one."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return "there is no such folder"
     try:
         files = json.loads((folder / MARKER).read_bytes())["files"]
         named = {str(name): (int(size), digest) for name, (size, digest) in files.items()}
