@@ -37,5 +37,5 @@ python -m recipe.fully_async.main \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
     trainer.logger='[console,tensorboard]' \
-    +ray_kwargs.ray_init.address=auto \
+    ray_kwargs.ray_init.address=auto \
     "$@"

@@ -83,5 +83,5 @@ python -m "recipe.${MODE%_servers}.main" "${SPLIT[@]}" \
     trainer.project_name=recipe \
     trainer.experiment_name="qwen2_5_7b_gsm8k_$MODE" \
     trainer.logger='[console,tensorboard]' \
-    +ray_kwargs.ray_init.address=auto \
+    ray_kwargs.ray_init.address=auto \
     "$@"

@@ -94,5 +94,5 @@ python -m "recipe.${MODE%_servers}.main" "${SPLIT[@]}" \
     trainer.project_name=recipe \
     trainer.experiment_name="qwen3_30b_a3b_megatron_$MODE" \
     trainer.logger='[console,tensorboard]' \
-    +ray_kwargs.ray_init.address=auto \
+    ray_kwargs.ray_init.address=auto \
     "$@"

@@ -100,10 +100,23 @@ def choose_platform(
         return PlatformChoice(asked, f"VERL_PLATFORM={asked} is set")
     if machine.accelerator:
         return PlatformChoice(None, f"{machine.accelerator} shows an accelerator; verl detects which")
-    cluster = _cluster(environ, machine, ray_address)
+    cluster = cluster_to_join(environ, machine, ray_address)
     if cluster:
         return PlatformChoice(None, f"{cluster} names a Ray cluster, whose nodes have the accelerators")
     return _cpu("there is neither an accelerator on this machine nor a Ray cluster to join", environ, offline)
+
+
+def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
+    """What makes ray.init join a cluster, in its order: configuration, environment, a cluster started here; else None.
+
+    ``ray job submit`` sets RAY_ADDRESS for the command that it runs.
+    """
+    if ray_address:
+        return None if ray_address == LOCAL_RAY_ADDRESS else f"ray_kwargs.ray_init.address={ray_address}"
+    from_environment = environ.get("RAY_ADDRESS", "").strip()
+    if from_environment:
+        return None if from_environment == LOCAL_RAY_ADDRESS else f"RAY_ADDRESS={from_environment}"
+    return f"`ray start` on this machine ({machine.cluster_address})" if machine.cluster_address else None
 
 
 def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
@@ -124,16 +137,6 @@ def _cpu(reason: str, environ: Mapping[str, str], offline: bool) -> PlatformChoi
     wanted = CPU_ENVIRONMENT | (OFFLINE_ENVIRONMENT if offline else {})
     environment = {name: environ.get(name, value) for name, value in wanted.items()}
     return PlatformChoice("cpu", reason, environment | {"VERL_PLATFORM": "cpu"})
-
-
-def _cluster(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
-    """Name what makes ray.init join a cluster, in its order: configuration, environment, a cluster started here."""
-    if ray_address:
-        return None if ray_address == LOCAL_RAY_ADDRESS else f"ray_kwargs.ray_init.address={ray_address}"
-    from_environment = environ.get("RAY_ADDRESS", "").strip()
-    if from_environment:
-        return None if from_environment == LOCAL_RAY_ADDRESS else f"RAY_ADDRESS={from_environment}"
-    return f"`ray start` on this machine ({machine.cluster_address})" if machine.cluster_address else None
 
 
 def _find_accelerator() -> str | None:

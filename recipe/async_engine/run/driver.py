@@ -18,28 +18,33 @@ and its traceback on standard error, a non-zero exit status and a summary that n
 neither torch nor verl on the CPU platform: start-up is bound by imports.
 """
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.config import RunPlan
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.outside import Resources
+from recipe.async_engine.core.secrets import without_secrets
 from recipe.async_engine.platform.detect import (
-    LOCAL_RAY_ADDRESS,
     PlatformChoice,
     apply_environment,
     choose_platform,
+    cluster_to_join,
     inspect_machine,
 )
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
@@ -64,6 +69,18 @@ logger = logging.getLogger(__name__)
 
 TASK_TIMEOUT_S = 300.0
 END_S, LOOK_S = 40.0, 5.0
+SETTINGS_FILE = "config.yaml"
+# Of ray.init, for a Ray that it starts.
+RESOURCES = (
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "labels",
+    "object_store_memory",
+    "_system_config",
+    "_enable_object_reconstruction",
+    "_node_name",
+)
 
 
 class RunFailed(RecipeError):
@@ -95,24 +112,60 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     """
     began = time.time() if began is None else began
     check_not_shadowed()
-    choice = choose_platform(os.environ, inspect_machine(), config.ray_kwargs.ray_init.get("address"))
+    ray_init = config.ray_kwargs.ray_init
+    where = os.environ, inspect_machine(ray_init.get("_temp_dir")), ray_init.get("address")
+    choice = choose_platform(*where)
     apply_environment(choice)
+    cluster = None if ray.is_initialized() else cluster_to_join(*where)
     with open_dict(config):
+        if cluster is not None:
+            _leave_out_resources(ray_init, cluster)
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         if choice.is_cpu:
             config.trainer.device = "cpu"
     _fill_builtin_task(config)
     plan = check(config)
     record = RunRecord(config.trainer.default_local_dir, mode, began)
+    ray_of_its_own = cluster is None and not ray.is_initialized()
     with EndingOnSignal() as signals:
-        return _Run(config, choice, plan, record, signals).run(mode, trainer_class)
+        return _Run(config, choice, plan, record, signals, ray_of_its_own).run(mode, trainer_class)
+
+
+def _leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
+    """Leave out what describes a Ray that the run would start itself: Ray refuses it where a cluster is joined."""
+    left_out = [name for name in RESOURCES if ray_init.pop(name, None) is not None]
+    if left_out:
+        names = ", ".join(left_out)
+        logger.warning("%s: joining it, so ray_kwargs.ray_init leaves out %s; the cluster has its own", cluster, names)
+
+
+def _write_settings(config: DictConfig) -> None:
+    """Keep what the run was made with, in place of Hydra's copies, which have secrets in plain text."""
+    settings = without_secrets(OmegaConf.to_container(config, resolve=True))
+    Path(config.trainer.default_local_dir, SETTINGS_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+
+
+def _take_environment(config: DictConfig) -> dict[str, str]:
+    """Take the variables for the run's processes out of the configuration, so that nothing that writes it has them."""
+    given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True).get("runtime_env") or {}
+    variables = given.get("env_vars") or {}
+    if variables:
+        with open_dict(config):
+            config.ray_kwargs.ray_init.runtime_env.env_vars = {}
+    return {str(name): str(value) for name, value in variables.items() if value is not None}
 
 
 class _Run:
     """One run, from its first process to its last."""
 
     def __init__(
-        self, config: DictConfig, choice: PlatformChoice, plan: RunPlan, record: RunRecord, signals: EndingOnSignal
+        self,
+        config: DictConfig,
+        choice: PlatformChoice,
+        plan: RunPlan,
+        record: RunRecord,
+        signals: EndingOnSignal,
+        ray_of_its_own: bool,
     ) -> None:
         self._config, self._choice, self._plan = config, choice, plan
         self._record, self._signals = record, signals
@@ -120,7 +173,7 @@ class _Run:
         self._meter = MemoryMeter()
         self._peak: float | None = None
         # Ray's own processes included, unless they are a cluster's or the caller's.
-        self._started = StartedProcesses() if _starts_ray(config) else None
+        self._started = StartedProcesses() if ray_of_its_own else None
         self._look_at = 0.0
         self._needed = NeededProcesses()
         self._prefork: Prefork | None = None
@@ -152,12 +205,19 @@ class _Run:
     def _start(self) -> None:
         startup_s = self._timeouts.startup
         self._last_resort.allow("starting Ray, or joining its cluster (async_training.timeouts.startup)", startup_s)
-        if _may_fork(self._config, self._choice):
-            self._prefork = Prefork(self._choice.environment)
-        _start_ray(self._config, self._choice, self._prefork)
+        _write_settings(self._config)
+        given = _take_environment(self._config)
+        if self._started is not None:
+            # By inheritance: Ray writes the values that its runtime_env has to its own log.
+            os.environ.update(given)
+            given = {}
+            if _may_fork(self._config, self._choice):
+                self._prefork = Prefork({})
+        joins = self._started is None and not ray.is_initialized()
+        _start_ray(self._config, self._choice, self._prefork, given, own=self._started is not None)
         if self._started is not None:
             self._needed.look()
-        if self._config.ray_kwargs.ray_init.get("address"):
+        if joins:
             check(self._config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
 
     def _follow(self, trainer_class: str, display: Display) -> None:
@@ -255,14 +315,9 @@ def _fill_builtin_task(config: DictConfig) -> None:
                 reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
 
 
-def _starts_ray(config: DictConfig) -> bool:
-    """Whether this run starts a Ray of its own, instead of using the caller's or joining a cluster."""
-    return config.ray_kwargs.ray_init.get("address") in (None, LOCAL_RAY_ADDRESS) and not ray.is_initialized()
-
-
 def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
-    """Whether this run's workers are to be forked from one process that has imported the stack."""
-    asked = choice.is_cpu and _starts_ray(config) and config.async_training.prefork_workers
+    """Whether workers of a Ray of this run's own are to be forked from one process that has imported the stack."""
+    asked = choice.is_cpu and config.async_training.prefork_workers
     if not asked or sys.platform != "linux":
         return False
     if not is_supported(ray.__version__, RAY_SUPPORTED):
@@ -275,25 +330,37 @@ def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
     return True
 
 
-def _start_ray(config: DictConfig, choice: PlatformChoice, prefork: Prefork | None) -> None:
-    """Start Ray, or join the cluster that is named; the platform travels to every worker by ``runtime_env``."""
+def _start_ray(
+    config: DictConfig, choice: PlatformChoice, prefork: Prefork | None, given: Mapping[str, str], own: bool
+) -> None:
+    """Start Ray, or join a cluster; the platform travels to a cluster's workers by ``runtime_env``.
+
+    Args:
+        given: environment variables for the workers, where they cannot inherit them.
+        own: whether Ray is started here, so that its processes inherit this one's environment.
+    """
     if ray.is_initialized():
         return
     arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-    if _starts_ray(config) and arguments.get("include_dashboard") is False:
+    if own and arguments.get("include_dashboard") is False:
         # Events of tasks are for the dashboard; Ray's control process keeps them, 100 MiB for 1,000 small steps.
         arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
     if choice.is_cpu:
-        defaults: dict[str, Any] = {"env_vars": dict(choice.environment)}
+        defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
     else:
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
         defaults = get_ppo_ray_runtime_env(config)
     # verl's configuration has a py_executable of null.
-    given = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
+    asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forks = {} if prefork is None else prefork.runtime_env
-    layers = (defaults, forks, given)
-    environment = {name: value for layer in layers for name, value in layer.get("env_vars", {}).items()}
-    ray.init(**arguments, runtime_env={**defaults, **forks, **given, "env_vars": environment})
+    layers = ({**defaults, **forks, **asked}, defaults.get("env_vars", {}) | forks.get("env_vars", {}) | dict(given))
+    ray.init(**arguments, runtime_env={**layers[0], "env_vars": _not_the_jobs(layers[1])})
     if prefork is not None:
         prefork.joined(ray.get_runtime_context().get_job_id())
+
+
+def _not_the_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what ``ray job submit --runtime-env-json`` has set already, which Ray refuses to be told twice."""
+    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env", {}).get("env_vars", {})
+    return {name: value for name, value in environment.items() if name not in job}

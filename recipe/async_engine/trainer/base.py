@@ -42,6 +42,7 @@ from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.secrets import without_secrets
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
@@ -190,7 +191,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             project_name=self.config.trainer.project_name,
             experiment_name=self.config.trainer.experiment_name,
             default_backend=self.config.trainer.logger,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=without_secrets(OmegaConf.to_container(self.config, resolve=True)),
         )
         with watch.within("checkpoint", self.timeouts.checkpoint, "reading the checkpoint"):
             groups = self._resume()

@@ -1,0 +1,114 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a run cannot do without dies while it waits for something else: it ends in time, and says what it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from drilled_run import KILL, drilled
+from main_runs import FULLY_ASYNC, small
+from ray.cluster_utils import Cluster
+
+from recipe.async_engine.run.heartbeat import CONTROL_S
+from recipe.async_engine.task import TaskPaths
+
+END_S = 60.0
+SECRET = "hunter2-marker"
+
+
+def files_with(text: str, *folders: Path) -> list[Path]:
+    found = []
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and text.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+def test_death_of_rays_control_process_ends_the_run_and_no_secret_is_in_any_file(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    folder = tmp_path / "run"
+    overrides = [
+        *small(task, folder, ray_dir),
+        "trainer.total_training_steps=100000",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.ANY_NAME={SECRET}",
+        f"+reward.custom_reward_function.reward_kwargs.api_key={SECRET}",
+    ]
+    with drilled(FULLY_ASYNC, overrides, folder) as run:
+        run.wait_for_steps(2)
+        trainer = run.processes("trainer")[0]
+        assert trainer.environ()["ANY_NAME"] == SECRET, "the run's processes have it"
+        assert not files_with(SECRET, tmp_path, ray_dir)
+        run.signal("control process", KILL)
+        ended = run.end_within(CONTROL_S + END_S)
+    assert ended.returncode == 1
+    error = ended.summary["error"]
+    assert error["name"] in ("ControlProcessLost", "ProcessLost")
+    assert "control process" in error["message"]
+    assert not files_with(SECRET, tmp_path, ray_dir)
+    assert "(hidden)" in (folder / "config.yaml").read_text()
+
+
+@pytest.fixture
+def cluster(ray_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head without an accelerator, and two nodes with a logical one each."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 20, "num_gpus": 0, "temp_dir": str(ray_dir)})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=20, num_gpus=1, object_store_memory=10**9)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_loss_of_the_node_with_the_trainers_rank_ends_the_run(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster is joined with a preset, by the setting without ``+``."""
+    folder = tmp_path / "run"
+    overrides = [
+        *small(task, folder, ray_dir),
+        f"ray_kwargs.ray_init.address={cluster.address}",
+        "trainer.total_training_steps=100000",
+    ]
+    with drilled(FULLY_ASYNC, overrides, folder) as run:
+        run.wait_for(lambda: len(run.steps()) >= 2, "two steps", timeout_s=540)
+        workers = [process for process in psutil.process_iter() if "WorkerDict" in " ".join(process.cmdline()[:1])]
+        raylets = {parent.pid for worker in workers for parent in worker.parents() if parent.name() == "raylet"}
+        (lost,) = [
+            node
+            for node in cluster.worker_nodes
+            if any(item.process.pid in raylets for item in node.all_processes["raylet"])
+        ]
+        began = time.monotonic()
+        cluster.remove_node(lost, allow_graceful=False)
+        status = run.process.wait(END_S)
+        assert time.monotonic() - began < END_S
+        assert status == 1
+    said = run.said()
+    assert "died" in said and ("training worker 0" in said or "WorkerDict" in said), said[-3000:]
+    assert os.path.exists(folder / "summary.json")
