@@ -56,7 +56,7 @@ class Trainer:
         self.words: dict[str, str] | None = None
 
     def run(self, steps: int, last: str) -> Iterator[Any]:
-        for step in range(steps):  # noqa: UP028 - Ray sends to what it iterates over
+        for step in range(steps):
             yield step
             time.sleep(1)
         if last == "waits":
