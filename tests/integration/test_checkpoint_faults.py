@@ -43,6 +43,7 @@ from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER
 from recipe.async_engine.trainer.saving import RunState
 
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "truncate")
 Content = dict[str, bytes]
 
@@ -209,6 +210,11 @@ class Run:
         self.check_kept()
         return step
 
+    def look(self) -> None:
+        """Check what a start finds on a disk that works."""
+        with Disk(self.root, None, 0):
+            self.check(self.state(None).find())
+
     def check_kept(self) -> None:
         for other, content in self.complete.items():
             assert content_of(self.folder(other)) == content, other
@@ -280,19 +286,18 @@ def live(run: Run, life: dict[str, Any]) -> None:
 
 
 def go_on(lives: list[dict[str, Any]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         run = Run(Path(folder))
         for life in lives:
             live(run, life)
-            # On a disk that works again.
-            run.check(run.state(None).find())
+            run.look()
             if life["then"] == "back" and run.complete:
                 run.go_back()
             elif life["then"] == "tracker" and not run.beyond():
                 (run.root / TRACKER).write_bytes(b"")
             elif life["then"] in ("marker", "shard", "content", "config") and len(run.complete) > 1:
                 run.damage(life["then"])
-        run.check(run.state(None).find())
+        run.look()
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
