@@ -95,7 +95,7 @@ def test_run_is_ended_where_neither_writing_nor_the_trainers_lock_returns(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(Path, "write_text", lambda *_: never.wait(SOON_S))
+    monkeypatch.setattr(watch_module.durable, "write", lambda *_: never.wait(SOON_S))
     watched.watch.follow(lambda: watched.timeline.silent_s, str, lambda error: never.wait(SOON_S))
     watched.watch.start()
     wait_for(lambda: watched.left)

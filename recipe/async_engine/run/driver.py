@@ -49,6 +49,7 @@ from recipe.async_engine.platform.detect import (
 )
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.run import durable
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.ending import (
     EndAtOnce,
@@ -142,7 +143,8 @@ def _leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
 def _write_settings(config: DictConfig) -> None:
     """Keep what the run was made with, in place of Hydra's copies, which have secrets in plain text."""
     settings = without_secrets(OmegaConf.to_container(config, resolve=True))
-    Path(config.trainer.default_local_dir, SETTINGS_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+    file = Path(config.trainer.default_local_dir, SETTINGS_FILE)
+    durable.write(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
 
 
 def _take_environment(config: DictConfig) -> dict[str, str]:
