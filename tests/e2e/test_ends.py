@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from drilled_run import KILL, drilled
+from drilled_run import KILL, TITLES, drilled, title
 from main_runs import FULLY_ASYNC, small
 from ray.cluster_utils import Cluster
 
@@ -97,12 +97,12 @@ def test_loss_of_the_node_with_the_trainers_rank_ends_the_run(
     ]
     with drilled(FULLY_ASYNC, overrides, folder) as run:
         run.wait_for(lambda: len(run.steps()) >= 2, "two steps", timeout_s=540)
-        workers = [process for process in psutil.process_iter() if "WorkerDict" in " ".join(process.cmdline()[:1])]
-        raylets = {parent.pid for worker in workers for parent in worker.parents() if parent.name() == "raylet"}
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
         (lost,) = [
             node
-            for node in cluster.worker_nodes
-            if any(item.process.pid in raylets for item in node.all_processes["raylet"])
+            for raylet, node in raylets.items()
+            for process in psutil.Process(raylet).children(recursive=True)
+            if title(process).startswith(TITLES["training worker"])
         ]
         began = time.monotonic()
         cluster.remove_node(lost, allow_graceful=False)
