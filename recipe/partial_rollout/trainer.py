@@ -62,7 +62,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
 
     def _new_scheduler(self) -> TurnScheduler:
         agents = self.async_rollout_manager
-        pool = TurnPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup)
+        pool = TurnPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
         return TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
 
     def _next_groups(self) -> list[GroupRun] | None:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryGenerated,
     TrajectoryScored,
 )
+from recipe.async_engine.rollout.agents import CALLS_AT_ONCE
 from recipe.async_engine.rollout.workers import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0
@@ -255,6 +258,72 @@ async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) ->
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
         await events_of(call_of(pool))
     assert pool.lost
+
+
+async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            raise ray.exceptions.ObjectLostError("0" * 56, None, "stack")
+
+    class Lossy:
+        def __init__(self) -> None:
+            self.run_trajectory = self
+
+        def options(self, **options: Any) -> Any:
+            return self
+
+        def remote(self, *arguments: Any) -> Stream:
+            return Stream()
+
+    call = call_of(pool)
+    monkeypatch.setitem(pool._actors, call.worker_id, Lossy())
+    with pytest.raises(TrajectoryFailed, match="trajectory 7-0-0 failed with ObjectLostError"):
+        await events_of(call)
+    assert pool.alive == 2
+
+
+async def test_stopped_worker_gets_no_work_then_is_ended_and_started_again(cluster: None) -> None:
+    remote = ray.remote(max_restarts=1, max_concurrency=CALLS_AT_ONCE)(actor_class())
+    actors = [remote.remote() for _ in range(2)]
+    pids = [await actor.__ray_call__.remote(lambda worker: os.getpid()) for actor in actors]
+    pool = WorkerPool(actors, answer_s=4.0)
+    stuck = call_of(pool, "waits")
+    assert stuck.worker_id == "worker-0"
+    ending = asyncio.create_task(events_of(stuck))
+    while not pool._worker_of_key:
+        await asyncio.sleep(0.01)
+    os.kill(pids[0], signal.SIGSTOP)
+    try:
+        while not pool._silent:
+            await asyncio.sleep(0.05)
+        # It has less to do than the other, and answers nothing.
+        pool._running["worker-1"] += 5
+        assert call_of(pool).worker_id == "worker-1"
+        with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
+            await ending
+        while pool.alive < 2:
+            await asyncio.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGKILL)
+    assert pool.lives["worker-0"] == 1
+    assert not pool._silent
+    assert call_of(pool).worker_id == "worker-0"
+    assert len(await events_of(call_of(pool))) == 3
+    await pool.close([])
+
+
+async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_kept(cluster: None) -> None:
+    actor = ray.remote(max_restarts=1)(actor_class()).remote()
+    pool = WorkerPool([actor], answer_s=6.0)
+    call_of(pool)
+    await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
+    assert len(await events_of(call_of(pool))) == 3
+    assert (pool.alive, pool.lives.total(), pool._silent) == (1, 0, set())
+    await pool.close([])
 
 
 def test_what_is_raised_without_workers_reaches_another_process() -> None:

@@ -50,6 +50,20 @@ class Timeouts:
     prompt: float = knob(
         600.0, "How long the training data's loader may take for one prompt before the run ends.", unit="s", above=0
     )
+    trajectory: float = knob(
+        2400.0,
+        "One trajectory to its last token, all requests and tools of its agent loop included; one that fails by it is"
+        " retried. Time between generation turns does not count. With its retries it should end within `batch_wait`.",
+        unit="s",
+        above=0,
+    )
+    agent_worker: float = knob(
+        180.0,
+        "How long an agent-loop worker may not answer, because its process stopped or a tool blocks its event loop,"
+        " before it is ended and started again (`max_replica_restarts`).",
+        unit="s",
+        above=0,
+    )
     reward: float = knob(300.0, "The reward of one trajectory; a group that fails by it is retried.", unit="s", above=0)
     batch_wait: float = knob(
         3600.0, "How long the trainer waits for the next batch before the run ends with an error.", unit="s", above=0

@@ -42,6 +42,9 @@ from recipe.async_engine.run.restarts import Restartable, is_up_again
 
 logger = logging.getLogger(__name__)
 
+# Of one worker: Ray's default of 1,000 would have a cancellation wait behind as many trajectories.
+CALLS_AT_ONCE = 100_000
+
 
 class ValidationTimeout(RecipeError):
     """Validation took longer than ``async_training.timeouts.validation``."""
@@ -100,7 +103,7 @@ class TrajectoryManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         restarts = int(self.config.async_training.max_replica_restarts)
-        self.agent_loop_workers_class = Restartable(self.worker_class, restarts)
+        self.agent_loop_workers_class = Restartable(self.worker_class, restarts, max_concurrency=CALLS_AT_ONCE)
         self._told: dict[str, tuple[Any, ...]] = {}
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
         self._telling = threading.Lock()

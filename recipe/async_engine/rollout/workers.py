@@ -15,7 +15,9 @@
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`. A worker that died has no work until Ray has started it
-again; while there is no other, its calls wait for that. Events are awaited, payloads are not: the pool hands on their
+again; while there is no other, its calls wait for that. Workers are asked all the time whether they answer: one whose
+process stopped, or whose event loop is blocked, gets no trajectories after half of ``answer_s`` if there is another,
+and is ended and started again after the whole. Events are awaited, payloads are not: the pool hands on their
 object references. One event loop calls it. Of a worker that died, the account of tokens is that of the last time it was
 asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
 """
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
@@ -47,6 +49,9 @@ from recipe.async_engine.run.restarts import is_up_again
 logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
+ANSWER_S = 180.0
+# Of ``answer_s``: the pause between two questions.
+ASK_EVERY = 0.1
 
 
 class TrajectoryFailed(RecipeError):
@@ -120,6 +125,10 @@ class TrajectoryCall:
         except RayActorError as error:
             self.pool.died(self.worker_id, life, error)
             raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
+        except RecipeError:
+            raise
+        except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
+            raise TrajectoryFailed(f"trajectory {self.key} failed with {type(error).__name__}: {error}") from error
         finally:
             self.pool.ended(self)
 
@@ -131,6 +140,7 @@ class WorkerPool:
         actors: Ray may start them again.
         prepare: tells one that was what the others have been told.
         startup_s: how long one may take to be up again; after that it is given up.
+        answer_s: how long one may not answer; after that it is ended.
 
     Attributes:
         lives: how often each worker was started again.
@@ -141,6 +151,7 @@ class WorkerPool:
         actors: list[ray.actor.ActorHandle],
         prepare: Callable[[ray.actor.ActorHandle], Awaitable[None]] | None = None,
         startup_s: float = STARTUP_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
         self._running: Counter[str] = Counter({worker_id: 0 for worker_id in self._actors})
@@ -152,6 +163,9 @@ class WorkerPool:
         self._cancelled: set[str] = set()
         self._prepare_actor = prepare
         self._startup_s = startup_s
+        self._answer_s = answer_s
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._silent: set[str] = set()
         self.lives: Counter[str] = Counter()
 
     @property
@@ -179,7 +193,9 @@ class WorkerPool:
         Raises:
             NoWorkers: none is alive or being started again.
         """
-        candidates = [worker_id for worker_id in self._actors if worker_id != avoid]
+        self._watch_workers()
+        answering = self._actors.keys() - self._silent
+        candidates = [worker_id for worker_id in self._actors if worker_id in answering and worker_id != avoid]
         worker_id = min(candidates or self._actors or self._returning, key=self._running.__getitem__, default=None)
         if worker_id is None:
             raise NoWorkers
@@ -262,7 +278,7 @@ class WorkerPool:
 
     async def close(self, keys: Iterable[str]) -> None:
         """End the named calls, and wait for no worker any more."""
-        for task in self._returning.values():
+        for task in (*self._returning.values(), *self._watches.values()):
             task.cancel()
         await self.cancel(keys)
 
@@ -299,6 +315,37 @@ class WorkerPool:
         asked = dict(self._actors)
         answers = await asyncio.gather(*[answer(worker_id, actor) for worker_id, actor in asked.items()])
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
+
+    def _watch_workers(self) -> None:
+        for worker_id in self._actors.keys() - self._watches.keys():
+            watch = self._watches[worker_id] = asyncio.create_task(self._watch(worker_id))
+            watch.add_done_callback(lambda _, worker_id=worker_id: self._watches.pop(worker_id))
+
+    async def _watch(self, worker_id: str) -> None:
+        """Ask a worker whether it answers, until it dies."""
+        life, actor = self.lives[worker_id], self._actors[worker_id]
+        try:
+            while self.lives[worker_id] == life and worker_id in self._actors:
+                answer = asyncio.ensure_future(actor.__ray_ready__.remote())
+                await asyncio.wait({answer}, timeout=self._answer_s / 2)
+                if not answer.done():
+                    self._silent.add(worker_id)
+                    logger.warning("agent-loop %s has not answered for %g s", worker_id, self._answer_s / 2)
+                    await asyncio.wait({answer}, timeout=self._answer_s / 2)
+                if not answer.done():
+                    logger.error(
+                        "agent-loop %s has not answered for %g s (async_training.timeouts.agent_worker): it is ended",
+                        worker_id,
+                        self._answer_s,
+                    )
+                    ray.kill(actor, no_restart=False)
+                await answer
+                self._silent.discard(worker_id)
+                await asyncio.sleep(ASK_EVERY * self._answer_s)
+        except RayError as error:
+            self.died(worker_id, life, error)
+        finally:
+            self._silent.discard(worker_id)
 
     async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
         try:

@@ -54,8 +54,8 @@ class Restartable:
     start them again then (ray-project/ray#53727). Each argument is stored once, however many actors have it.
     """
 
-    def __init__(self, actor_class: type, restarts: int) -> None:
-        self._remote_class = ray.remote(max_restarts=restarts)(actor_class)
+    def __init__(self, actor_class: type, restarts: int, **options: Any) -> None:
+        self._remote_class = ray.remote(max_restarts=restarts, **options)(actor_class)
         # With the values themselves, whose ids they are.
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 

@@ -169,7 +169,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
 
     def _new_scheduler(self) -> RolloutScheduler:
         agents = self.async_rollout_manager
-        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup)
+        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
