@@ -21,6 +21,7 @@ No Ray, no engine: one event loop calls it. Shown by tests/integration/test_turn
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Ticket:
         sampled: set with the trajectory's last token.
         answers: of the trajectory, with its requests under way.
         waiting: requests that wait for a turn.
+        held: seconds in which some did, before the present wait, which began at ``held_since``.
     """
 
     gate: "TurnGate"
@@ -53,6 +55,13 @@ class Ticket:
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     answers: TrajectoryAnswers = field(default_factory=TrajectoryAnswers)
     waiting: int = 0
+    held: float = 0.0
+    held_since: float = 0.0
+
+    @property
+    def held_s(self) -> float:
+        """Seconds in which it waited for a turn."""
+        return self.held + (time.monotonic() - self.held_since if self.waiting else 0.0)
 
     async def enter(self, timeout_s: float) -> None:
         """Wait until the trajectory is admitted to an open turn.
@@ -60,6 +69,8 @@ class Ticket:
         Raises:
             HeldTooLong: after ``timeout_s`` seconds.
         """
+        if not self.waiting:
+            self.held_since = time.monotonic()
         self.waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -73,6 +84,8 @@ class Ticket:
             ) from None
         finally:
             self.waiting -= 1
+            if not self.waiting:
+                self.held += time.monotonic() - self.held_since
 
     def leave(self) -> None:
         """A server gave a request back: wait for the next turn."""
@@ -94,6 +107,10 @@ class TurnGate:
         """A trajectory begins, admitted to ``turn``."""
         ticket = self._tickets[key] = Ticket(self, turn)
         return ticket
+
+    def held_s(self, key: str) -> float:
+        """Seconds in which a trajectory waited for its turns."""
+        return self._tickets[key].held_s
 
     def end(self, key: str) -> None:
         """The trajectory is over."""

@@ -90,6 +90,9 @@ class TurnWorker(TrajectoryWorker):
         use_ticket(ticket)
         return await super()._trajectory(generated, answers, sample, *args)
 
+    def _held_s(self, key: str) -> float:
+        return self._gate.held_s(key)
+
     async def end_turn(self, turn: int) -> TokenAccount:
         """Hold every trajectory at its next request from now on; returns the account of this moment."""
         self._answers.interrupted_in_tools(self._gate.close(turn))

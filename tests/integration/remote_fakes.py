@@ -76,6 +76,10 @@ class ScriptedServer:
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
         self.calls: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
+
+    async def drop_request(self, request_id: str) -> None:
+        self.dropped.append(request_id)
 
     async def generate(self, **request: Any) -> TokenOutput:
         self.calls.append({**request, "prompt_ids": list(request["prompt_ids"])})

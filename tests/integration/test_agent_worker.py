@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -112,6 +114,30 @@ class RaisingLoop(Loop):
         raise KeyError("calculator")
 
 
+class HangingLoop(Loop):
+    """A tool call never returns."""
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        await self.ask(sampling_params, [1, 2])
+        await asyncio.get_running_loop().create_future()
+
+
+class StubbornLoop(Loop):
+    """Goes on when it is cancelled, and asks for another answer."""
+
+    ends: ClassVar[list[str]] = []
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        for _ in range(8):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        try:
+            await self.ask(sampling_params, [1, 2])
+        except Exception as error:
+            self.ends.append(type(error).__name__)
+            raise
+
+
 class Reward:
     """A reward worker; ``script`` has scores, exceptions, or futures to wait for."""
 
@@ -133,7 +159,16 @@ class Reward:
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType(LOOPS)
-    for loop in (PlainLoop, TruncatingLoop, ToolLoop, RewritingLoop, ScriptedLoop, RaisingLoop):
+    for loop in (
+        PlainLoop,
+        TruncatingLoop,
+        ToolLoop,
+        RewritingLoop,
+        ScriptedLoop,
+        RaisingLoop,
+        HangingLoop,
+        StubbornLoop,
+    ):
         setattr(module, loop.__name__, loop)
         monkeypatch.setitem(_agent_loop_registry, loop.__name__, {"_target_": f"{LOOPS}.{loop.__name__}"})
     monkeypatch.setitem(sys.modules, LOOPS, module)
@@ -164,6 +199,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         reward_s: float = SOON,
         metric: str | None = None,
         gdpo_reward_keys: list[str] | None = None,
+        trajectory_s: float = SOON,
     ) -> Any:
         config = OmegaConf.create(
             {
@@ -171,7 +207,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
                     "partial_rollout": True,
                     "partial_tokens_interval": None,
                     "max_group_retries": retries,
-                    "timeouts": {"generation": SOON, "reward": reward_s},
+                    "timeouts": {"generation": SOON, "reward": reward_s, "trajectory": trajectory_s},
                 },
                 "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
                 "data": {},
@@ -397,6 +433,57 @@ async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: A
         await asyncio.wait_for(doomed, SOON)
     assert len(other.result()) == 2
     assert worker._running == {}
+
+
+@pytest.mark.parametrize("loop", ["HangingLoop", "StubbornLoop"])
+async def test_agent_loop_that_does_not_end_fails_by_its_deadline_which_is_named(
+    make_worker: Any, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_worker, "LAST_MOMENT_S", 0.05)
+    server = ScriptedServer(part([10], 7), part([10], 7))
+    worker = make_worker(server, Reward(), trajectory_s=0.1)
+    with pytest.raises(AgentLoopError, match=r"not done within 0\.1 s.*async_training\.timeouts\.trajectory"):
+        await run(worker, loop)
+    assert worker._running == {}
+    assert (await worker.export(SOON))[0] == {}
+
+
+@pytest.mark.parametrize("deadline", [True, False])
+async def test_agent_loop_that_goes_on_after_its_end_is_given_up_and_asks_for_nothing_more(
+    make_worker: Any, deadline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_worker, "LAST_MOMENT_S", 0.05)
+    monkeypatch.setattr(StubbornLoop, "ends", [])
+    server = ScriptedServer(part([10], 7))
+    worker = make_worker(server, Reward(), trajectory_s=0.1 if deadline else SOON)
+    doomed = asyncio.create_task(run(worker, "StubbornLoop"))
+    await asyncio.sleep(0.05)
+    if not deadline:
+        await worker.cancel(["0-0-0"])
+    with pytest.raises(AgentLoopError if deadline else TrajectoryCancelled):
+        await asyncio.wait_for(doomed, SOON)
+    async with asyncio.timeout(SOON):
+        while not StubbornLoop.ends:
+            await asyncio.sleep(0.01)
+    assert (StubbornLoop.ends, server.calls) == (["GivenUp"], [])
+
+
+async def test_slow_reward_is_not_the_agent_loops_time(make_worker: Any) -> None:
+    late = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.4, late.set_result, 1.0)
+    worker = make_worker(ScriptedServer(part([10], 7)), Reward(late), trajectory_s=0.2)
+    assert len(await run(worker)) == 3
+
+
+async def test_time_that_a_trajectory_waits_for_its_turn_does_not_count(
+    make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    worker = make_worker(ScriptedServer(part([10], 7)), Reward(), trajectory_s=0.1)
+    monkeypatch.setattr(worker, "_held_s", lambda key: min(0.5, time.monotonic() - began))
+    with pytest.raises(AgentLoopError, match=r"timeouts\.trajectory"):
+        await run(worker, "HangingLoop")
+    assert time.monotonic() - began >= 0.6
 
 
 def test_stock_registry_is_what_the_loops_are_found_in() -> None:

@@ -25,9 +25,11 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import (
     EngineDied,
     GenerationError,
+    LoadBalancerLost,
     NoRolloutServer,
     ResumingClient,
     VersionMismatch,
@@ -250,6 +252,80 @@ async def test_deadline_error_names_its_setting_and_the_server_and_releases_its_
     with pytest.raises(GenerationError, match=r"server-0.*within 0\.05 s.*async_training\.timeouts\.generation"):
         await ask(make_client(balancer, timeout_s=0.05), max_tokens=6)
     assert balancer.get_total_inflight() == 0
+
+
+async def test_request_whose_time_is_over_is_dropped_at_its_server() -> None:
+    server = ScriptedServer("hang")
+    with pytest.raises(GenerationError, match="did not answer"):
+        await ask(client_of(server, timeout_s=0.05), max_tokens=6)
+    await asyncio.sleep(0)
+    assert server.dropped == [server.calls[0]["request_id"]]
+
+
+async def test_request_whose_trajectory_is_cancelled_is_dropped_and_an_answered_one_is_not() -> None:
+    server = ScriptedServer(part([10], 0), "hang")
+    client = client_of(server)
+    await ask(client, max_tokens=6)
+    cancelled = asyncio.create_task(ask(client, max_tokens=6))
+    while len(server.calls) < 2:
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await asyncio.sleep(0)
+    assert server.dropped == [server.calls[1]["request_id"]]
+
+
+class Refusing(ScriptedServer):
+    """Answers every request as aborted without a token."""
+
+    async def generate(self, **request: Any) -> Any:
+        self.calls.append(request)
+        await asyncio.sleep(0)
+        return part([], 0, "aborted")
+
+
+async def test_server_that_gives_no_token_back_is_asked_ever_less_often_and_within_the_deadline() -> None:
+    server = Refusing()
+    said = r"\d answers without a token, and did not answer within 1 s.*timeouts\.generation"
+    with pytest.raises(GenerationError, match=said):
+        await asyncio.wait_for(ask(client_of(server, timeout_s=1.0), max_tokens=6), 10)
+    # At once, and then after 0.05, 0.1, 0.2, 0.4 and 0.8 s.
+    assert 3 <= len(server.calls) <= 7
+
+
+async def test_deadline_begins_anew_with_each_token() -> None:
+    async def slowly(**request: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return part([10], 0, "aborted" if len(server.calls) < 4 else "completed")
+
+    server = ScriptedServer()
+    server.generate = lambda **request: (server.calls.append(request), slowly(**request))[1]
+    answer = await ask(client_of(server, timeout_s=0.9), max_tokens=6)
+    assert answer.token_ids == [10] * 4
+
+
+class LostBalancer:
+    """A load balancer that died, or hangs."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    async def require_acquire_fields(self) -> Any:
+        if self.error is None:
+            await asyncio.get_running_loop().create_future()
+        raise self.error
+
+    require_release_fields = remove_servers = require_acquire_fields
+
+
+@pytest.mark.parametrize(("error", "said"), [(ActorDiedError(), "died"), (None, r"has not answered for 0\.05 s")])
+async def test_loss_of_the_load_balancer_is_named(
+    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "ROUTING_S", 0.05)
+    with pytest.raises(LoadBalancerLost, match=f"load balancer of the rollout servers {said}"):
+        await ask(make_client(LostBalancer(error)), max_tokens=6)
 
 
 async def test_uninterrupted_answer_whose_weights_changed_is_refused() -> None:

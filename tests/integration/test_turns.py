@@ -121,6 +121,22 @@ async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
     assert (await running)[0] == [10, 11, *TOOL, 12]
 
 
+async def test_time_that_a_trajectory_waits_for_its_turn_is_known_also_while_it_waits() -> None:
+    gate = TurnGate()
+    ticket = gate.begin("0-0-0", turn=1)
+    assert gate.held_s("0-0-0") == 0
+    gate.close(1)
+    running = asyncio.create_task(answer(client_of(ScriptedServer(part([10], 0))), ticket))
+    await asyncio.sleep(0.05)
+    waited = gate.held_s("0-0-0")
+    assert waited > 0
+    gate.admit(["0-0-0"], turn=2)
+    await running
+    held = gate.held_s("0-0-0")
+    await asyncio.sleep(0.05)
+    assert gate.held_s("0-0-0") == held >= waited
+
+
 async def test_validation_passes_while_trajectories_wait() -> None:
     server = ScriptedServer(part([10], 0))
     gate = TurnGate()

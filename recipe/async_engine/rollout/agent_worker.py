@@ -18,13 +18,15 @@ from then on), unless the reward is there at once, then ``TrajectoryScored`` wit
 the payload, which the caller keeps as an object reference and never unpacks. Any of verl's agent loops runs here
 unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
 retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
-are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory.
+are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory. An agent loop has
+a deadline, tools included; one that goes on after it, or after its cancellation, is given up and asks no server again.
 
 Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
 import logging
+import time
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -74,6 +76,8 @@ VERSION_RUNS = "version_runs"
 """Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
 
 REWARD_AT_ONCE_S = 0.03
+# For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
+LAST_MOMENT_S = 10.0
 
 
 REWARD_METRIC = "reward"
@@ -134,6 +138,31 @@ class TrajectoryScored:
     filter_metric: float | None = None
 
 
+@dataclass
+class _Running:
+    """A trajectory under way: its task, its last sampled token, and whether it was told to end."""
+
+    task: asyncio.Task[Any]
+    generated: asyncio.Event
+    told: asyncio.Event
+
+    async def changed(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
+        """Wait for the task's end or one of these events."""
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait({self.task, *waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    async def cancel(self, key: str) -> None:
+        """End it; what does not end is left behind."""
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=LAST_MOMENT_S)
+        if not self.task.done():
+            logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
+
+
 _generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
 
 
@@ -150,7 +179,8 @@ class TrajectoryWorker(AgentLoopWorker):
         self._filter_metric = filter_metric(self.config)
         # Of the reward's result, what advantages are computed from beside the reward itself.
         self._reward_fields = tuple(self.config.algorithm.get("gdpo_reward_keys") or ())
-        self._running: dict[str, asyncio.Task] = {}
+        self._trajectory_timeout_s = float(async_training.timeouts.trajectory)
+        self._running: dict[str, _Running] = {}
         self._answers = AnswerBook()
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
         self._scoring: ScoringClient | None = None
@@ -226,18 +256,16 @@ class TrajectoryWorker(AgentLoopWorker):
         answers = self._answers.begin(key, record)
         work = self._trajectory(generated, answers, dict(sample), sample_index, rollout_n, version)
         task = asyncio.create_task(work, name=f"trajectory {key}")
-        self._running[key] = task
+        running = self._running[key] = _Running(task, generated, told=asyncio.Event())
         complete = False
         try:
-            signal = asyncio.create_task(generated.wait())
-            await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
-            signal.cancel()
+            await self._sampled(running, key)
             if generated.is_set():
                 # What is yielded costs both ends about as much as the rest of a short trajectory.
                 await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
                 if not task.done():
                     yield TrajectoryGenerated()
-            output, recorder = await self._result(task, key)
+            output, recorder = await self._result(running, key)
             yield self._scored(output, recorder, version)
             yield pack(output)
             complete = True
@@ -246,12 +274,37 @@ class TrajectoryWorker(AgentLoopWorker):
             self._running.pop(key, None)
             self._answers.end(key, complete)
 
+    async def _sampled(self, running: _Running, key: str) -> None:
+        """Wait for the trajectory's last token, or its end.
+
+        Raises:
+            AgentLoopError: it has taken longer than it may.
+        """
+        deadline = time.monotonic() + self._trajectory_timeout_s
+        while not (running.task.done() or running.generated.is_set() or running.told.is_set()):
+            left_s = deadline + self._held_s(key) - time.monotonic()
+            if left_s <= 0:
+                await running.cancel(key)
+                raise AgentLoopError(
+                    f"its agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
+                    "async_training.timeouts.trajectory"
+                )
+            await running.changed(running.generated, running.told, timeout_s=left_s)
+
+    def _held_s(self, key: str) -> float:
+        """Seconds in which the trajectory had to wait for its turn, which count for no deadline."""
+        return 0.0
+
     @staticmethod
-    async def _result(task: asyncio.Task, key: str) -> tuple[Any, TrajectoryRecorder]:
+    async def _result(running: _Running, key: str) -> tuple[Any, TrajectoryRecorder]:
+        await running.changed(running.told)
+        if running.told.is_set():
+            await running.cancel(key)
+            raise TrajectoryCancelled(f"trajectory {key} was ended on request")
         try:
-            return await task
+            return await running.task
         except asyncio.CancelledError:
-            if task.cancelled():
+            if running.task.cancelled():
                 raise TrajectoryCancelled(f"trajectory {key} was ended on request") from None
             raise
         except (RewardError, NonFinite, UnusableAnswer):
@@ -267,7 +320,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """End the named trajectories; each one's caller sees the cancellation as its error."""
         for key in keys:
             if key in self._running:
-                self._running[key].cancel()
+                self._running[key].told.set()
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
         """What each unfinished trajectory has been answered, requests under way included, and the account of now."""

@@ -25,7 +25,9 @@ Contract:
 * Every request's version is the one at its submission; an answer that claims another one is an error.
 * A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
   those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
-* Every request has a deadline (``async_training.timeouts.generation``).
+* Servers have ``async_training.timeouts.generation`` to give the next token of an answer back, however many of them
+  are asked; one that gives nothing back is asked again at growing intervals. What nobody waits for any more, because
+  its trajectory was given up or its time is over, is dropped at its server.
 
 Shown by tests/integration/test_client.py (servers faked below the actor seam) and tests/e2e/test_fully_async.py.
 """
@@ -34,9 +36,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -56,6 +59,9 @@ logger = logging.getLogger(__name__)
 MODALITIES = ("image_data", "video_data", "audio_data")
 FETCH_S = 10.0
 ASK_AGAIN_S = 0.02
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+# The load balancer does nothing but count.
+ROUTING_S = 60.0
 
 
 class GenerationError(RecipeError):
@@ -70,8 +76,43 @@ class NoRolloutServer(GenerationError):
     """No rollout server is in routing."""
 
 
+class GivenUp(GenerationError):
+    """The trajectory has ended; its agent loop goes on all the same."""
+
+
+class LoadBalancerLost(GenerationError):
+    """The load balancer in front of the rollout servers died, or does not answer."""
+
+
 class EngineDied(GenerationError):
     """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
+
+
+@dataclass
+class Patience:
+    """How long servers may still take for one request, since they last gave a token of it.
+
+    refusals: how often they gave none back since then.
+    """
+
+    left_s: float
+    refusals: int = 0
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Time in here counts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left_s -= time.monotonic() - began
+
+    async def refused(self) -> None:
+        """A server gave no token back: ask the next one at once, and then after a while."""
+        self.refusals += 1
+        if self.refusals > 1:
+            with self.spent():
+                await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
 # The caller's object, which the task that ``wait_for`` starts fills in: a value set there would be lost with the task.
@@ -95,7 +136,7 @@ class ResumingClient(LLMServerClient):
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         try:
-            server_id, server = await super()._acquire_server(request_id, **extra)
+            server_id, server = await self._routed(super()._acquire_server(request_id, **extra))
         except Exception as error:
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
@@ -104,6 +145,25 @@ class ResumingClient(LLMServerClient):
         if flight is not None:
             flight.server_id, flight.server = server_id, server
         return server_id, server
+
+    @staticmethod
+    async def _routed(answer: Awaitable[Any]) -> Any:
+        """What the load balancer answers.
+
+        Raises:
+            LoadBalancerLost: it died, or does not answer.
+        """
+        try:
+            async with asyncio.timeout(ROUTING_S) as limit:
+                return await answer
+        except RayActorError as error:
+            raise LoadBalancerLost(f"the load balancer of the rollout servers died: {error}") from error
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise LoadBalancerLost(
+                f"the load balancer of the rollout servers has not answered for {ROUTING_S:g} s"
+            ) from None
 
     def _vllm_request_id(self, request_id: str) -> str:
         engine_request_id = super()._vllm_request_id(request_id)
@@ -137,15 +197,19 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder()
         if recorder is not None and any(kwargs.get(data) for data in MODALITIES):
             recorder.without_text_only()
+        patience = Patience(self._timeout_s)
         while merged.stop_reason is None:
             part = await self._request(
                 request_id,
+                patience,
                 prompt_ids=prompt_ids + merged.token_ids,
                 sampling_params=_for_the_rest(sampling_params, budget, len(merged.token_ids)),
                 **kwargs,
             )
             if part is None:
+                await patience.refused()
                 continue
+            patience = Patience(self._timeout_s)
             versions.append(self._version(part))
             cut_by = part.extra_fields.get(GOES_ON)
             if not self._resume and versions[-1] != versions[0]:
@@ -183,15 +247,17 @@ class ResumingClient(LLMServerClient):
         rollout = self.config.actor_rollout_ref.rollout
         return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
 
-    async def _request(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
+    async def _request(self, request_id: str, patience: Patience, **kwargs: Any) -> TokenOutput | None:
         """The answer that the trajectory's record has to this request, or else a server's."""
         asked, recorder = kwargs["prompt_ids"], current_recorder()
         if recorder is None:
-            return await self._ask_server(request_id, **kwargs)
+            return await self._ask_server(request_id, patience, **kwargs)
+        if recorder.answers.over:
+            raise GivenUp("the trajectory has ended: its agent loop may ask for nothing more")
         answer = recorder.answers.again(asked)
         if answer is None:
             await self._admission()
-            answer = await self._ask_server(request_id, **kwargs)
+            answer = await self._ask_server(request_id, patience, **kwargs)
             # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
             if answer is not None:
                 recorder.answers.keep(asked, answer)
@@ -200,14 +266,17 @@ class ResumingClient(LLMServerClient):
     async def _admission(self) -> None:
         """Wait until the trajectory may ask a server; at any time here."""
 
-    async def _ask_server(self, request_id: str, **kwargs: Any) -> TokenOutput | None:
+    async def _ask_server(self, request_id: str, patience: Patience, **kwargs: Any) -> TokenOutput | None:
         """One request to one server; None if there is no token of that server, because it died or left routing."""
-        with self._under_way(kwargs["prompt_ids"]) as flight:
+        with self._under_way(kwargs["prompt_ids"]) as flight, patience.spent():
             try:
-                part = await asyncio.wait_for(super().generate(request_id, **kwargs), self._timeout_s)
+                part = await asyncio.wait_for(super().generate(request_id, **kwargs), patience.left_s)
             except TimeoutError:
+                who = f"rollout server {flight.server_id}"
+                if patience.refusals:
+                    who = f"rollout servers gave {patience.refusals} answers without a token, and"
                 raise GenerationError(
-                    f"rollout server {flight.server_id} did not answer within {self._timeout_s:g} s; raise "
+                    f"{who} did not answer within {self._timeout_s:g} s; raise "
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
             except (RayActorError, EngineDied) as error:
@@ -224,7 +293,7 @@ class ResumingClient(LLMServerClient):
             len(flight.token_ids),
             error,
         )
-        await self._load_balancer.remove_servers.remote([flight.server_id])
+        await self._routed(self._load_balancer.remove_servers.remote([flight.server_id]))
         part = flight.cut_answer(SERVER_DIED)
         recorder = current_recorder()
         if part is not None and recorder is not None:
@@ -243,6 +312,10 @@ class ResumingClient(LLMServerClient):
             self._fetching = asyncio.get_running_loop().create_task(self._fetch_forever(self._fetch_every_s))
         try:
             yield flight
+        except BaseException:
+            if flight.engine_request_id is not None:
+                flight.server.drop_request.remote(flight.engine_request_id)
+            raise
         finally:
             self._flights.remove(flight)
             if recorder is not None:

@@ -123,6 +123,7 @@ class TrajectoryAnswers:
         replay: answers of an earlier process that are to be given again.
         flights: its requests under way at servers.
         restored_tokens: tokens of the answers that were given again.
+        over: the trajectory has ended, though its agent loop may go on.
     """
 
     account: TokenAccount = field(default_factory=TokenAccount)
@@ -130,6 +131,7 @@ class TrajectoryAnswers:
     replay: list[KeptAnswer] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
     restored_tokens: int = 0
+    over: bool = False
 
     def again(self, asked: Sequence[int]) -> Any | None:
         """The kept answer to this request, if the record has one; the first of several, whatever their order."""
@@ -184,6 +186,7 @@ class AnswerBook:
     def end(self, key: str, complete: bool) -> None:
         """The trajectory is over; if it is complete, what it was answered is in its payload."""
         answers = self._answers.pop(key)
+        answers.over = True
         unused = answers.replay if complete else answers.record
         self._account.lost += sum(kept.cut_tokens for kept in unused)
 
