@@ -110,4 +110,4 @@ class TurnPublisher(WeightPublisher):
             record.routed = False
         if lost:
             servers = [record.server_id for record in lost]
-            await asyncio.wait_for(self._load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)
+            await asyncio.wait_for(self.load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)

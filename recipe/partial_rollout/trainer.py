@@ -21,6 +21,8 @@ happen between turns, while every unfinished trajectory waits, so they disturb n
 Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
 """
 
+from verl import DataProto
+
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_agents
@@ -82,9 +84,12 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
                 "partial_rollout/interrupted_in_tools": workers.in_tools,
             }
         )
-        if groups is not None:
-            self.publisher.release()
         return groups
+
+    def _train(self, groups: list[GroupRun]) -> DataProto:
+        """As the base trainer's, with the engines' memory free."""
+        self.publisher.release()
+        return super()._train(groups)
 
     def _validate_now(self) -> dict[str, float]:
         """Validate between turns: the engines answer validation only, training's trajectories wait."""

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe.async_engine.core.errors import (
     AdmissionRefused,
@@ -373,3 +375,45 @@ def test_resume_with_fewer_prompts_than_were_issued_still_trains_the_batch_that_
     ready(ledger, issue(ledger, 6))
     resumed = SampleLedger.restore(ledger.snapshot(), TWO_AHEAD, issue_limit=1)
     assert resumed.batch_possible(prompts_left=100)
+
+
+@given(data=st.data(), whole=st.booleans())
+def test_batch_that_is_returned_leaves_the_ledger_as_before_its_take(data: st.DataObject, whole: bool) -> None:
+    """Groups may be issued, completed and given up between the take and the return."""
+    b = data.draw(st.integers(1, 3))
+    k, bound = (
+        (1, data.draw(st.integers(0, 1))) if whole else (data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)))
+    )
+    ledger = SampleLedger(GateSettings(b, k, bound, bound), whole_batches=whole)
+    prompts = (PromptRef(index, 0, str(index)) for index in range(10_000))
+    for _ in range(data.draw(st.integers(0, 60))):
+        running = ledger.in_state(GroupState.RUNNING)
+        step = data.draw(st.sampled_from(["issue", "ready", "fail", "take", "publish"]))
+        if step == "issue" and ledger.can_issue():
+            ledger.issue(next(prompts))
+        elif step == "ready" and running:
+            ledger.mark_ready(running[0].id, running[0].start)
+        elif step == "fail" and running:
+            ledger.fail(running[-1].id, "odd")
+        elif step == "publish" and ledger.batches_left == 0 and not ledger.leased():
+            ledger.publish()
+        elif step == "take" and ledger.next_batch() is not None:
+            batch = {group.id for group in ledger.take()}
+            while data.draw(st.booleans()) and ledger.can_issue():
+                ledger.issue(next(prompts))
+            if data.draw(st.booleans()):
+                ledger.return_batch()
+                ledger.check_identity()
+                assert batch <= {group.id for group in ledger.in_state(GroupState.READY)}
+                lost = data.draw(st.sampled_from(sorted(batch)))
+                assert ledger.restart(lost).start == ledger.version
+                ledger.mark_ready(lost, ledger.version)
+            else:
+                ledger.mark_trained()
+        ledger.check_identity()
+    assert ledger.staleness.max <= bound
+
+
+def test_nothing_is_returned_where_nothing_is_leased() -> None:
+    with pytest.raises(LeaseError):
+        SampleLedger(GateSettings(1, 1, 0, 0)).return_batch()

@@ -14,7 +14,8 @@
 """A trainer that kills a rollout replica, the log-prob server and an agent-loop worker in step ``KILL_AT_STEP``.
 
 After the last step it writes to ``REPLACED`` what the newest of each kind has answered. At step 10 it waits for what is
-being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2.
+being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2,
+when it also drops a request that the engine works on.
 """
 
 from __future__ import annotations
@@ -52,6 +53,24 @@ def wait_for_agents(pool: WorkerPool) -> None:
         time.sleep(0.1)
 
 
+def drop_a_request(server: Any) -> bool:
+    """Whether a request that the engine works on ends when it is dropped, and leaves nothing at the engine."""
+    for attempt in range(20):
+        name = f"unwanted-{attempt}"
+        sampling = {"max_tokens": 20, "min_tokens": 20, "ignore_eos": True, "logprobs": True}
+        answer = server.generate.remote(prompt_ids=[1, 2, 3], sampling_params=sampling, request_id=name)
+        while name not in ray.get(server.sampled_since.remote({name: 0}), timeout=30):
+            if ray.wait([answer], timeout=0)[0]:
+                break
+        server.drop_request.remote(name)
+        ended = ray.get(answer, timeout=30)
+        states = server.__ray_call__.remote(lambda server: list(server.engine.output_processor.request_states))
+        # It may have been complete before it was dropped: then another one is tried.
+        if ended.stop_reason == "aborted" and not ended.token_ids:
+            return not any(name in state for state in ray.get(states, timeout=30))
+    return False
+
+
 class ReplacingTrainer(FullyAsyncTrainer):
     def init_workers(self) -> None:
         super().init_workers()
@@ -64,6 +83,7 @@ class ReplacingTrainer(FullyAsyncTrainer):
             os.kill(pid_of(self.async_rollout_manager.agent_loop_workers[0]), signal.SIGKILL)
         if self.global_steps == 2:
             self.http_statuses.append(self._complete_over_http())
+            self.dropped = drop_a_request(self.publisher.replicas[0].server_handle)
         if self.global_steps == 10:
             wait_for_replacements(self.fleet)
             wait_for_agents(self.scheduler._pool)
@@ -84,6 +104,7 @@ class ReplacingTrainer(FullyAsyncTrainer):
             "replica": replica.replica_rank,
             "answered_requests": ray.get(replica.server_handle.answered_requests.remote(), timeout=10),
             "http_statuses": self.http_statuses,
+            "dropped": self.dropped,
             "server": server.replica_rank,
             "answered_tokens": ray.get(server.server_handle.account.remote(), timeout=10)["answered_tokens"],
         }

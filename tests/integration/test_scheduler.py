@@ -488,6 +488,32 @@ def test_trajectory_that_does_not_end_when_its_sibling_failed_is_given_up(
     assert scheduler.ledger.counts().failed == 1
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_batch_whose_answers_are_lost_is_returned_and_its_group_is_generated_again(start: Any, whole: bool) -> None:
+    pool = ScriptedPool()
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=whole)
+    scheduler = start(new_scheduler(ledger, make_source(8), pool, group_size=2))
+    for group in range(2):
+        for n in (0, 1):
+            pool.of(group, n).finish()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [0, 1]
+    pool.began(8)
+    scheduler.payloads_lost([1])
+    counts = ledger.counts()
+    assert (counts.taken, counts.ready, counts.live) == (0, 1, 4)
+    ledger.check_identity()
+    again = [call for call in pool.began(10) if call.group.id == 1][2:]
+    assert [call.group.attempts for call in again] == [2, 2]
+    for call in again:
+        call.finish()
+    batch = scheduler.take_batch(SOON)
+    assert [run.group.id for run in batch] == [0, 1]
+    assert all(payload is not None for run in batch for payload in run.payloads)
+    scheduler.batch_trained()
+    assert scheduler.version_published() == 1
+    assert ledger.staleness.max == 0
+
+
 def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(b=2), make_source(20), pool, slots=2))

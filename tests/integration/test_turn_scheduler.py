@@ -270,3 +270,19 @@ def test_turns_cannot_overlap(start: Any) -> None:
     scheduler.open_turn()
     with pytest.raises(TurnError, match="open already"):
         scheduler.open_turn()
+
+
+def test_answers_that_are_lost_are_generated_again_in_the_next_turn(start: Any) -> None:
+    pool = TurnPoolFake()
+    scheduler = start(new_turns(new_ledger(b=1, bound=1), pool, slots=2))
+    scheduler.open_turn()
+    for n in (0, 1):
+        pool.of(0, n).finish()
+    (run,) = scheduler.take_batch(SOON)
+    scheduler.end_turn(SOON).result(SOON)
+    scheduler.payloads_lost([run.group.id])
+    scheduler.open_turn()
+    pool.began(4)
+    for call in pool.calls[2:]:
+        call.finish()
+    assert end(scheduler) == [0]

@@ -57,3 +57,8 @@ class WholeBatches:
         """The next batch has been taken for training."""
         del self._members[self.first]
         self.first += 1
+
+    def retreat(self, members: Iterable[int]) -> None:
+        """The batch that was taken last, of these groups, is the next one again."""
+        self.first -= 1
+        self._members[self.first] = set(members)

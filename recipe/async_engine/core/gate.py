@@ -200,6 +200,17 @@ class StalenessGate:
         self.batches_taken += 1
         self.check()
 
+    def give_back(self, starts: Sequence[int]) -> None:
+        """The newest batch taken, of these starts, was not trained: its groups are live again.
+
+        The invariant holds as it did before the take: what was admitted since then has the places of the groups that
+        left, one batch fewer than there are again.
+        """
+        self._starts.update(starts)
+        self.live += len(starts)
+        self.batches_taken -= 1
+        self.check()
+
     def publish(self) -> int:
         """All batches of the version are taken and the new weights are announced; return the new version."""
         if self.batches_left != 0:

@@ -219,6 +219,17 @@ class SampleLedger:
             self._batches.advance()
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
+    def return_batch(self) -> None:
+        """The leased batch cannot be trained as it is: its groups are ready again, as before the take."""
+        if not self._leased:
+            raise LeaseError("no batch is leased, so none can be returned")
+        groups, self._leased = self.leased(), []
+        self._gate.give_back([group.start for group in groups])
+        if self._batches is not None:
+            self._batches.retreat(group.id for group in groups)
+        for group in groups:
+            self._update(replace(group, state=GroupState.READY))
+
     def overdue(self) -> list[Group]:
         """The fewest running groups whose absence would let the next batch be taken now, oldest first.
 

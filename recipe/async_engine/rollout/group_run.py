@@ -65,16 +65,17 @@ class SchedulerSettings:
 class GroupRun:
     """A live group: its prompt and what its trajectories have brought so far.
 
-    scores: where log-prob servers score what waits, object references of its scores by the newest version. records:
-    what a checkpoint had of trajectories that have not ended since. calls: those under way, by trajectory. dropped: it
-    was overdue. failed: one of its trajectories failed for good. No trajectory of a group that was dropped or failed is
-    tried again.
+    fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
+    references of its scores by the newest version. records: what a checkpoint had of trajectories that have not ended
+    since. calls: those under way, by trajectory. dropped: it was overdue. failed: one of its trajectories failed for
+    good. No trajectory of a group that was dropped or failed is tried again.
     """
 
     group: Group
     row: dict[str, Any]
     scored: list[TrajectoryScored | None]
     payloads: list[Any]
+    fetched: list[bytes] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
     calls: dict[int, Any] = field(default_factory=dict)

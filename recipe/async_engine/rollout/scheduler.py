@@ -158,6 +158,18 @@ class RolloutScheduler:
             self._ending = True
             self._changed.notify_all()
 
+    def payloads_lost(self, group_ids: Iterable[int]) -> None:
+        """The leased batch cannot be trained: answers of these groups of it are lost, and are generated again."""
+        with self._changed:
+            self.ledger.return_batch()
+            for group_id in group_ids:
+                run = self._runs[group_id]
+                self.tokens.lost += run.cut_tokens
+                run.group = self.ledger.restart(group_id)
+                run.scored, run.payloads, run.scores = [None] * len(run.scored), [None] * len(run.payloads), []
+                self._go_on(run)
+        self._poke()
+
     def batch_trained(self) -> Any:
         """The leased batch is in the weights; returns the staleness of its groups."""
         with self._changed:
@@ -232,7 +244,7 @@ class RolloutScheduler:
                         self._complete(run)
 
     def _go_on(self, run: GroupRun) -> None:
-        """Let what a checkpoint has unfinished of a group go on."""
+        """Let what is unfinished of a group that was begun before go on."""
         if run.unfinished:
             self._waiting.append(run)
 

@@ -91,7 +91,7 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
-            watch.hold(trainer.training_workers())
+            watch.hold(trainer.irreplaceable_actors())
             steps = trainer.fit(watch)
             next(steps)
             yield Began(trainer.global_steps, trainer.account())

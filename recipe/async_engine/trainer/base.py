@@ -29,6 +29,7 @@ from typing import Any
 
 import ray
 from omegaconf import OmegaConf
+from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import ResourcePoolManager
@@ -225,9 +226,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         if self.scheduler is not None:
             self.scheduler.fail(error)
 
-    def training_workers(self) -> dict[str, Any]:
+    def irreplaceable_actors(self) -> dict[str, Any]:
         """The actors, by name, that nothing can take the place of."""
-        names = {}
+        names: dict[Any, tuple[str, Any]] = {
+            None: ("the load balancer of the rollout servers", self.publisher.load_balancer)
+        }
         for role, group in self.all_wg.items():
             for rank, worker in enumerate(group.workers):
                 names.setdefault(worker._actor_id, (f"training worker {rank} ({role})", worker))
@@ -250,7 +253,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
-                groups = self._next_groups()
+                groups = self._fetched_groups()
             if groups is None and self.stopped_by is not None:
                 return None
             if groups is None:
@@ -274,6 +277,25 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         self.logger.log(data=self.metrics, step=self.global_steps)
         return self.metrics
 
+    def _fetched_groups(self) -> list[GroupRun] | None:
+        """The next batch's groups with their payloads; answers that are lost, with a node, are generated again."""
+        while (groups := self._next_groups()) is not None:
+            lost = [group.group.id for group in groups if not self._fetch(group)]
+            if not lost:
+                return groups
+            self.scheduler.payloads_lost(lost)
+        return None
+
+    def _fetch(self, group: GroupRun) -> bool:
+        try:
+            group.fetched = ray.get(group.payloads, timeout=self.timeouts.batch_wait)
+        except GetTimeoutError:
+            raise
+        except RayError as error:
+            logger.error("answers of prompt group %s are lost and generated again: %s", group.group.id, error)
+            return False
+        return True
+
     def _next_groups(self) -> list[GroupRun] | None:
         """The next batch's groups, leased; None when no further batch can form."""
         return self.scheduler.take_batch(self.timeouts.batch_wait)
@@ -296,8 +318,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         return batch
 
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
-        references = [reference for group in groups for reference in group.payloads]
-        outputs = [unpack(payload) for payload in ray.get(references, timeout=self.timeouts.batch_wait)]
+        outputs = [unpack(payload) for group in groups for payload in group.fetched]
         size = self.plan.answers_per_group
         batch = assemble(
             groups,

@@ -120,7 +120,7 @@ class WeightPublisher(CheckpointEngineManager):
     ) -> None:
         super().__init__(config, actor_wg, replicas)
         self._records = [ReplicaRecord(replica) for replica in replicas]
-        self._load_balancer = load_balancer
+        self.load_balancer = load_balancer
         self._timeout_s = timeout_s
         self.seconds = 0.0
         self.checksum: str | None = None
@@ -349,7 +349,7 @@ class WeightPublisher(CheckpointEngineManager):
             record.routed = False
         if records:
             await asyncio.wait_for(
-                self._load_balancer.remove_servers.remote([record.server_id for record in records]), PING_TIMEOUT_S
+                self.load_balancer.remove_servers.remote([record.server_id for record in records]), PING_TIMEOUT_S
             )
         await self._each("leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote())
 
@@ -368,6 +368,6 @@ class WeightPublisher(CheckpointEngineManager):
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
-            await asyncio.wait_for(self._load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
+            await asyncio.wait_for(self.load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
         for record in fresh:
             record.routed = True
