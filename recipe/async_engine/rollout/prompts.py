@@ -62,6 +62,27 @@ class IndexedDataset(Dataset):
         return getattr(self._dataset, name)
 
 
+class LoaderInUse:
+    """What verl's trainer has in the place of its data loader, which only the feed's thread may call.
+
+    verl's checkpoint would read the loader's position on the trainer's thread, while a prompt is taken; the position
+    that counts is the prompt source's.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave the loader as it is."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of the training data.

@@ -52,7 +52,7 @@ from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import InterruptedTokens
 from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
-from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.watch import RunWatch
@@ -116,9 +116,10 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
         self.use_rm = False
         self.timeouts = self.plan.settings.async_training.timeouts
-        # Only the scheduler's thread takes from it; a checkpoint is restored before that thread starts.
+        # Only the prompt feed's thread takes from it; a checkpoint is restored before that thread starts.
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
+        self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = self._new_ledger()
