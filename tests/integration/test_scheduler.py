@@ -642,6 +642,7 @@ def test_snapshot_keeps_ready_groups_runs_running_ones_again_and_loses_no_prompt
 def test_restored_group_goes_on_with_what_is_unfinished_from_its_records_and_keeps_its_start(start: Any) -> None:
     pool, ledger = ScriptedPool(), new_ledger(b=1, bound=2, depth=2)
     first = start(new_scheduler(ledger, make_source(9), pool, group_size=2, slots=4))
+    pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
     assert train(first) == [0]
