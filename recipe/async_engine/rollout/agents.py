@@ -42,8 +42,8 @@ from recipe.async_engine.run.restarts import Restartable, is_up_again
 
 logger = logging.getLogger(__name__)
 
-# Of one worker: Ray's default of 1,000 would have a cancellation wait behind as many trajectories.
-CALLS_AT_ONCE = 100_000
+# Of one worker: with Ray's default of 1,000 a cancellation would wait behind as many trajectories.
+CALLS_AT_ONCE = 15_000
 
 
 class ValidationTimeout(RecipeError):
