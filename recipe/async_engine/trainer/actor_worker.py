@@ -37,7 +37,7 @@ class ActorWorker(DetachActorWorker):
 
     verl saves with ``.cpu()``, which returns the live tensor itself when it is on the CPU already
     (utils/fsdp_utils.py:1180): what is restored later would be the weights as they are by then. Where there is no copy,
-    verl's restoring does nothing (experimental/separation/engine_workers.py:136).
+    verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,0 +1,46 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The step that finds no further batch: what the last validation measured reaches the trackers."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from verl import DataProto
+
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
+
+
+class Ending(AsyncPPOTrainer):
+    """A trainer whose data have run out after step 5."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.logger = SimpleNamespace(log=lambda data, step: self.logged.append((dict(data), step)))
+        self.timeline, self.stopped_by, self.global_steps = Timeline(time.monotonic, 1), None, 5
+
+    def _next_groups(self) -> DataProto | None:
+        return None
+
+    def _save_and_validate(self) -> None:
+        self.metrics["val-core/task/reward/mean@1"] = 0.75
+
+
+def test_last_validation_is_logged_when_the_data_run_out() -> None:
+    trainer = Ending()
+    assert trainer._step() is None
+    assert trainer.logged == [({"val-core/task/reward/mean@1": 0.75}, 5)]

@@ -1,0 +1,63 @@
+# Copyright 2026 The recipe authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Answers of log-prob servers that no batch can take: the trainer computes these, and no trajectory fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from recipe.async_engine.core.parts import Part
+from recipe.async_engine.model_engine.client import Unscored
+from recipe.async_engine.model_engine.service import Answer
+from recipe.async_engine.rollout.part_scores import PartScorer, score
+
+GOOD = np.full((2, 3), -0.5, np.float32)
+
+
+def spoilt(value: float) -> np.ndarray:
+    scores = GOOD.copy()
+    scores[1, 2] = value
+    return scores
+
+
+class Client:
+    """In place of the servers: each request is answered with the next scores."""
+
+    def __init__(self, *scores: np.ndarray) -> None:
+        self.scores = list(scores)
+
+    async def score(self, sequence: object, tokens: int, version: int, start: int) -> Answer:
+        return Answer(self.scores.pop(0), version, late=False, queued_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "scores", [spoilt(np.nan), spoilt(-np.inf), GOOD[:, :2], np.concatenate([GOOD, GOOD], axis=1), GOOD[:1]], ids=str
+)
+async def test_answer_with_numbers_that_are_none_or_not_one_for_each_token_counts_as_none(scores: np.ndarray) -> None:
+    with pytest.raises(Unscored, match="version 7 with numbers"):
+        await score(Client(scores), Part(7, [1, 2], [3, 4, 5]), 0)
+    scorer = PartScorer(Client(GOOD, scores), 0)
+    scorer.add(7, [1, 2], [3, 4, 5])
+    scorer.add(8, [1, 2, 3, 4, 5], [6, 7, 8])
+    assert await scorer.collect([1, 2], [3, 4, 5, 6, 7, 8], [1] * 6) is None
+
+
+async def test_answer_with_a_number_for_each_token_is_taken() -> None:
+    scorer = PartScorer(Client(GOOD), 0)
+    scorer.add(7, [1, 2], [3, 4, 5])
+    scored = await asyncio.wait_for(scorer.collect([1, 2], [3, 4, 5], [1] * 3), 10)
+    assert scored is not None and scored.log_probs.tolist() == [-0.5] * 3
