@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -302,3 +303,130 @@ async def test_the_rest_of_an_answer_is_not_drawn_with_the_random_numbers_of_its
     assert seeds[0][0] == 7
     assert len(set(seeds[0])) == 3
     assert seeds[0] == seeds[1]
+
+
+class CountingServer:
+    """Samples tokens that follow from all tokens before them, so that it does not matter where an answer is cut."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.version = 0
+        self.sampled = 0
+        self.under_way: dict[str, list[int]] = {}
+        self.cutting = 0
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> Any:
+        version, tokens, cuts = self.version, [], self.cutting
+        self.under_way[request_id] = tokens
+        while len(tokens) < sampling_params["max_tokens"] and cuts == self.cutting:
+            await asyncio.sleep(0)
+            if self.rng.random() < 0.7:
+                context = [*prompt_ids, *tokens]
+                tokens.append(10 + (sum(context) * 7 + len(context)) % 40)
+                self.sampled += 1
+        done = len(tokens) == sampling_params["max_tokens"]
+        del self.under_way[request_id]
+        for _ in range(self.rng.randint(0, 3)):
+            await asyncio.sleep(0)
+        return part(tokens, version, "completed" if done else "aborted")
+
+    async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
+        here = {name: self.under_way[name] for name in known if name in self.under_way}
+        return {
+            name: Sampled(self.version, tokens[known[name] :], [-float(token) for token in tokens[known[name] :]])
+            for name, tokens in here.items()
+        }
+
+    async def sync(self) -> None:
+        """Cut every answer and take the next version; ended by its task's cancellation."""
+        while True:
+            for _ in range(self.rng.randint(1, 30)):
+                await asyncio.sleep(0)
+            self.cutting += 1
+            while self.under_way:
+                await asyncio.sleep(0)
+            self.version += 1
+
+
+async def a_loop(client: ResumingClient, shape: list[list[int]]) -> list[int]:
+    """An agent loop of several turns; a turn has one request or several at once, of so many tokens each."""
+    transcript = list(PROMPT)
+    for turn in shape:
+        asked = [
+            client.generate("request", prompt_ids=[*transcript, n], sampling_params={"max_tokens": tokens})
+            for n, tokens in enumerate(turn)
+        ]
+        for found in await asyncio.gather(*asked):
+            transcript += found.token_ids
+        await asyncio.sleep(0)
+        transcript += TOOL
+    return transcript
+
+
+class Life:
+    """One process of a run, from what the one before it left to a kill."""
+
+    def __init__(self, rng: random.Random, shapes: list[Any], records: dict[str, Any], results: dict[str, Any]) -> None:
+        self.server, self.book = CountingServer(rng), AnswerBook()
+        self.client = client_of(self.server, response_length=64)
+        self.records, self.results = records, results
+        self.trained = 0
+        left = {str(n): shape for n, shape in enumerate(shapes) if str(n) not in results}
+        self.running = [asyncio.create_task(self._run(key, shape)) for key, shape in left.items()]
+        self.syncing = asyncio.create_task(self.server.sync())
+
+    async def _run(self, key: str, shape: list[list[int]]) -> None:
+        answers = self.book.begin(key, self.records.get(key))
+        self.results[key], recorder = await answer(self.client, answers, lambda client: a_loop(client, shape))
+        self.trained += recorder.cut_tokens
+        self.book.end(key, complete=True)
+
+    async def checkpoint(self) -> dict[str, TrajectoryRecord]:
+        # As the scheduler does it: a trajectory that its worker does not know yet keeps what it begins with.
+        told = {**self.records, **await export(self.book, self.client)}
+        return {key: record for key, record in told.items() if record is not None and key not in self.results}
+
+    async def kill(self) -> None:
+        for task in (*self.running, self.syncing):
+            task.cancel()
+        await settle()
+
+
+def sampled_by(tokens_in: list[int], results: dict[str, Any], records: dict[str, TrajectoryRecord]) -> int:
+    """Tokens of complete trajectories, and of what is kept of the others."""
+    complete = sum(tokens_in[int(key)] for key in results)
+    return complete + sum(len(tokens_of(record)) for record in records.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_no_token_is_sampled_twice_wherever_a_run_is_killed_and_however_often(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [
+        [[rng.randint(1, 9) for _ in range(rng.choice((1, 1, 2)))] for _ in range(rng.randint(1, 3))] for _ in range(4)
+    ]
+    tokens_in = [sum(sum(turn) for turn in shape) for shape in shapes]
+    records: dict[str, TrajectoryRecord] = {}
+    results: dict[str, list[int]] = {}
+    cut = trained = 0
+    for _ in range(3):
+        known = sampled_by(tokens_in, results, records)
+        life = Life(rng, shapes, records, results)
+        for _ in range(rng.randint(0, 60)):
+            await asyncio.sleep(0)
+        before = life.server.sampled
+        records = await life.checkpoint()
+        # The checkpoint has what there was and what this life had sampled when it began, and nothing twice.
+        assert known + before <= sampled_by(tokens_in, results, records) <= known + life.server.sampled
+        # The account of cut answers closes.
+        cut += life.book.account().cut + sum(record.under_way_tokens for record in records.values())
+        trained += life.trained
+        assert cut == trained + sum(record.cut_tokens for record in records.values())
+        await life.kill()
+    last = Life(rng, shapes, records, dict(results))
+    await asyncio.gather(*last.running)
+    await last.kill()
+    assert last.server.sampled == sum(tokens_in) - sampled_by(tokens_in, results, records)
+    whole = client_of(CountingServer(rng), response_length=64)
+    for n, shape in enumerate(shapes):
+        expected, _ = await answer(whole, TrajectoryAnswers(), lambda client, shape=shape: a_loop(client, shape))
+        assert last.results[str(n)] == expected
