@@ -20,11 +20,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from recipe.async_engine.run.ending import NeededProcesses, StartedProcesses, end_in_order
+from recipe.async_engine.run import driver
+from recipe.async_engine.run.ending import EndingOnSignal, NeededProcesses, StartedProcesses, end_in_order
+from recipe.async_engine.run.record import RunRecord
 
 MAIN = """
 import sys, threading, time
@@ -148,6 +154,40 @@ def test_each_step_of_ending_is_made_and_the_first_error_is_kept(capsys: pytest.
     assert end_in_order(steps) is first
     assert made == ["fails", "fails", "three"]
     assert "one failed: OSError: [Errno 28]" in capsys.readouterr().err
+
+
+class Unwritable(RunRecord):
+    def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+
+def run_of(record: RunRecord, start: Callable[[], None]) -> driver._Run:
+    timeouts = SimpleNamespace(startup=60.0, heartbeat=60.0, stop=60.0)
+    plan = SimpleNamespace(settings=SimpleNamespace(async_training=SimpleNamespace(timeouts=timeouts)), total_steps=1)
+    run = driver._Run(None, None, plan, record, EndingOnSignal(), ray_of_its_own=True)  # type: ignore[arg-type]
+    run._start = start  # type: ignore[method-assign]
+    run._follow = lambda *_: None  # type: ignore[method-assign]
+    return run
+
+
+def test_summary_that_cannot_be_written_hides_no_error_and_keeps_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        children.append(subprocess.Popen(["sleep", "600"]))
+        raise ValueError("the first error")
+
+    with pytest.raises(ValueError, match="the first error"):
+        run_of(Unwritable(tmp_path, "fully_async"), start).run("fully_async", "")
+    assert children[0].wait(20) == -signal.SIGKILL
+    assert "writing summary.json failed: OSError: [Errno 28]" in capsys.readouterr().err
+
+
+def test_run_whose_summary_cannot_be_written_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(driver.RunFailed, match="No space left on device"):
+        run_of(Unwritable(tmp_path, "fully_async"), lambda: None).run("fully_async", "")
 
 
 def test_main_that_is_stuck_is_ended_by_force_even_if_that_cannot_be_reported() -> None:
