@@ -18,13 +18,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
+import time
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from remote_fakes import Handle
 
+from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
 from recipe.async_engine.rewards.workers import PoolTotals
 from recipe.async_engine.run import restarts
@@ -130,6 +134,55 @@ async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: 
         await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
     with pytest.raises(NoRewardWorker):
         await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+
+
+async def test_worker_whose_call_is_given_up_is_asked_again_once_it_answers() -> None:
+    slow, other = Worker(None), Worker()
+    dispatch = LeastBusyWorker([Handle(slow), Handle(other)])
+    first, _ = await begin(dispatch, 2)
+    first.cancel()
+    await asyncio.wait([first])
+    # It has not been heard yet.
+    tasks = await begin(dispatch, 1)
+    assert (len(slow.waiting), len(other.waiting)) == (1, 2)
+    await asyncio.sleep(0.01)
+    assert slow.states == []
+    tasks += await begin(dispatch, 2)
+    assert len(slow.waiting) >= 2
+    for task in tasks:
+        task.cancel()
+
+
+async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "ANSWER_S", 2.0)
+
+    class Scoring:  # see above
+        async def compute_score(self, data: Any) -> dict[str, Any]:
+            return {"pid": os.getpid()}
+
+    actors = [ray.remote(max_restarts=1)(Scoring).remote() for _ in range(2)]
+    dispatch = LeastBusyWorker(actors)
+    pids = {(await asyncio.wait_for(dispatch.compute_score.remote(""), 60))["pid"] for _ in range(4)}
+    assert len(pids) == 2
+    stopped = min(pids)
+    os.kill(stopped, signal.SIGSTOP)
+    given_up, began = 0, time.monotonic()
+    for _ in range(6):
+        try:
+            scored = await asyncio.wait_for(dispatch.compute_score.remote(""), 3)
+            assert scored["pid"] != stopped
+        except TimeoutError:
+            given_up += 1
+    # One call found it out, all others went elsewhere.
+    assert given_up <= 1
+    while psutil.pid_exists(stopped) and psutil.Process(stopped).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 120
+        await asyncio.sleep(0.1)
+    now = set()
+    while len(now) < 2:
+        assert time.monotonic() - began < 240
+        now.add((await asyncio.wait_for(dispatch.compute_score.remote(""), 60))["pid"])
+    assert stopped not in now
 
 
 def test_counts_of_a_worker_that_was_started_again_go_on() -> None:

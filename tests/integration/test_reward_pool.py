@@ -42,6 +42,7 @@ from recipe.async_engine.task.tokenizer import build_tokenizer
 FUNCTION = """
 import os, subprocess, sys, time
 LOADED = time.time()
+LEAK = []
 
 def compute_score(solution_str, mark=None, weight=1.0, **rest):
     if solution_str == "loops":
@@ -53,6 +54,8 @@ def compute_score(solution_str, mark=None, weight=1.0, **rest):
     if solution_str == "fills memory":
         block = []
         while True: block.append(bytes(64 << 20))
+    if solution_str == "leaks":
+        LEAK.append(bytearray(64 << 20))
     if solution_str == "dies":
         os._exit(3)
     if solution_str == "prints":
@@ -114,8 +117,8 @@ async def test_score_is_the_functions_with_its_settings_from_another_process(poo
     ("what", "error", "message"),
     [
         ("loops", RewardTimeout, r"gave nothing within 2 s \(async_training\.timeouts\.reward\)"),
-        ("dies", RewardProcessDied, "ended with exit status 3"),
-        ("fills memory", MemoryError, "reward_memory_gib"),
+        ("dies", RewardProcessDied, "ended, exit status 3"),
+        ("fills memory", RewardProcessDied, "ended, out of memory .*reward_memory_gib"),
         ("raises", KeyError, "no such case"),
         ("times out", RuntimeError, "the judge did not answer"),
     ],
@@ -130,6 +133,19 @@ async def test_failing_call_costs_itself_alone(
     assert type(raised.value) is error
     await warm(pool)
     assert (await pool.score(solution_str=""))["score"] == 0.5
+
+
+async def test_leak_ends_its_process_at_the_limit_and_costs_the_call_that_meets_it(pool: ScoringPool) -> None:
+    """512 MiB of address space and 64 more with each call: some six calls a process."""
+    pids, died = set(), 0
+    for _ in range(30):
+        try:
+            pids.add((await pool.score(solution_str="leaks"))["pid"])
+        except RewardProcessDied:
+            died += 1
+    assert len(pids) >= 3
+    assert len(pids) - 1 <= died <= len(pids)
+    assert pool.stats.died == died
 
 
 async def test_process_that_is_ended_is_replaced_without_loading_the_function_again(pool: ScoringPool) -> None:

@@ -117,10 +117,10 @@ class ScoringPool:
         except ProcessExpired as error:
             self.stats.died += 1
             self._sweep()
-            raise RewardProcessDied(
-                f"the process of the reward function {self._what} ended with exit status {error.exitcode}; out of "
-                "memory (async_training.reward_memory_gib), or a crash in native code"
-            ) from None
+            why = "out of memory (async_training.reward_memory_gib)"
+            if error.exitcode != scorer.OUT_OF_MEMORY:
+                why = f"exit status {error.exitcode}: {why}, or a crash in native code"
+            raise RewardProcessDied(f"the process of the reward function {self._what} ended, {why}") from None
         except Exception:
             self.stats.failed += 1
             raise

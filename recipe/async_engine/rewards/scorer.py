@@ -37,6 +37,9 @@ from typing import Any
 PRELOAD = "RECIPE_REWARD_FUNCTION"
 """Environment variable: a function's [module path, name] in JSON, loaded when this module is imported."""
 
+OUT_OF_MEMORY = 112
+"""Exit status of a process whose call had a MemoryError."""
+
 _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 _score: Callable[..., Any] | None = None
 
@@ -103,9 +106,8 @@ def score(settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
         # Else it would look like the end of the call's own time.
         raise RuntimeError(f"the reward function raised TimeoutError: {error}") from error
     except MemoryError:
-        pass
-    # Raised here, where what filled the memory is gone: an error takes some to be reported.
-    raise MemoryError("the reward function ran out of memory (async_training.reward_memory_gib)")
+        # What fills the memory may stay, as a leak does: the next call gets a process without it.
+        os._exit(OUT_OF_MEMORY)
 
 
 def _fail(error: Exception, **arguments: Any) -> None:
