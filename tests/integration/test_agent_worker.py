@@ -375,6 +375,23 @@ async def test_in_validation_a_reward_that_is_no_number_is_kept_for_the_mean_to_
     assert output.reward_score != output.reward_score
 
 
+async def test_in_validation_a_reward_that_raises_costs_its_own_score(make_worker: Any) -> None:
+    script = [ValueError("no closing brace")] * 2
+    worker = make_worker(ScriptedServer(), Reward(0.5, *script, 1.0))
+    outputs = [await worker._agent_loop_postprocess(Loop.output([1, 2], [10]), True, raw_prompt=[]) for _ in range(3)]
+    scores = worker._postprocess(outputs, None, validate=True)
+    assert scores.batch["rm_scores"].sum(-1).isnan().tolist() == [False, True, False]
+    assert scores.meta_info["reward_extra_keys"] == ["acc"]
+    assert [value != value for value in scores.non_tensor_batch["acc"].tolist()] == [False, True, False]
+
+
+async def test_in_validation_a_reward_that_never_succeeds_ends_the_run(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(), Reward(*[ValueError("no closing brace")] * 2))
+    output = await worker._agent_loop_postprocess(Loop.output([1, 2], [10]), True, raw_prompt=[])
+    with pytest.raises(RewardError, match="no reward at all"):
+        worker._postprocess([output], None, validate=True)
+
+
 async def test_default_loop_is_the_configured_one_and_sampling_is_the_rollouts(make_worker: Any) -> None:
     server = ScriptedServer(part([10], 7))
     await run(make_worker(server, Reward(1.0)), loop=None)

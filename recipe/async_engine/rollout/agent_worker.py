@@ -26,6 +26,7 @@ Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.p
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable
@@ -74,6 +75,9 @@ logger = logging.getLogger(__name__)
 
 VERSION_RUNS = "version_runs"
 """Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
+
+REPORTED = "reward_extra_info"
+"""Key in a trajectory's extra fields, verl's: what the reward function gave beside the score."""
 
 REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
@@ -175,6 +179,8 @@ class TrajectoryWorker(AgentLoopWorker):
         if self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
         self._reward_timeout_s = float(async_training.timeouts.reward)
+        # What the reward function reports beside the score; None before it has succeeded.
+        self._reported: tuple[str, ...] | None = None
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         # Of the reward's result, what advantages are computed from beside the reward itself.
@@ -420,6 +426,8 @@ class TrajectoryWorker(AgentLoopWorker):
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl's, with a deadline and retries.
 
+        In validation a reward that failed counts as NaN, which the means leave out: one call does not end a run.
+
         Raises:
             RewardError: every attempt failed; the last one is its cause.
             NonFiniteReward: it is no number; in validation it counts as NaN.
@@ -428,6 +436,7 @@ class TrajectoryWorker(AgentLoopWorker):
             try:
                 await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
                 self._check_reward(outputs[-1])
+                self._reported = tuple(outputs[-1].extra_fields.get(REPORTED, ()))
                 return
             except NonFiniteReward:
                 raise
@@ -438,7 +447,25 @@ class TrajectoryWorker(AgentLoopWorker):
             except Exception as error:  # a user's reward function may raise anything; the last one is reported
                 cause = error
             logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
-        raise _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause) from cause
+        failed = _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
+        if current_recorder() is not None:
+            raise failed from cause
+        logger.error("an answer of the validation has no score: %s", failed, exc_info=cause)
+        outputs[-1].reward_score, outputs[-1].extra_fields[REPORTED] = math.nan, None
+
+    def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> Any:
+        """As verl's, where some answers have no score: they report NaN for whatever the others report.
+
+        Raises:
+            RewardError: none of these has one, and none had one before.
+        """
+        unscored = [output for output in inputs if output.extra_fields.get(REPORTED, ()) is None]
+        if unscored:
+            if self._reported is None:
+                raise RewardError("no reward at all could be computed; the log above has an error for each answer")
+            for output in unscored:
+                output.extra_fields[REPORTED] = dict.fromkeys(self._reported, math.nan)
+        return super()._postprocess(inputs, *arguments, **options)
 
     def _check_reward(self, output: AgentLoopOutput) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
@@ -447,12 +474,12 @@ class TrajectoryWorker(AgentLoopWorker):
         if current_recorder() is None:
             output.reward_score = shown_in_validation(output.reward_score)
         else:
-            check_reward(output.reward_score, output.extra_fields.get("reward_extra_info", {}), self._reward_fields)
+            check_reward(output.reward_score, output.extra_fields.get(REPORTED, {}), self._reward_fields)
 
     def _metric_of(self, output: Any) -> float | None:
         if self._filter_metric is None:
             return None
-        found = {REWARD_METRIC: output.reward_score, **output.extra_fields.get("reward_extra_info", {})}
+        found = {REWARD_METRIC: output.reward_score, **output.extra_fields.get(REPORTED, {})}
         if found.get(self._filter_metric) is None:
             raise RewardError(
                 f"algorithm.filter_groups.metric={self._filter_metric} is not among what the reward gave "
