@@ -76,6 +76,10 @@ REACHING = {
         "l = ctypes.CDLL(None); n = l.shmget(0, 1 << 20, 0o1600); print('REACHED' if n >= 0 else ''); l.shmctl(n, 0, None)"
     ),
     "has memory in a file": "f = os.memfd_create('x'); os.posix_fallocate(f, 0, 1 << 20); print('REACHED')",
+    "takes the machine's asynchronous I/O": (
+        "n = ctypes.c_ulong(0); s = {'x86_64': 206, 'aarch64': 0}[os.uname().machine]\n"
+        "print('REACHED' if ctypes.CDLL(None).syscall(s, 100, ctypes.byref(n)) == 0 else '')"
+    ),
     "writes to the shared memory folder": "open(f'/dev/shm/x{PORT}', 'w'); os.unlink(f'/dev/shm/x{PORT}'); print('REACHED')",
     "makes a folder in the temporary one": "import tempfile; os.rmdir(tempfile.mkdtemp(dir='/tmp')); print('REACHED')",
     "becomes traced": "print('REACHED' if ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0 else '')",
@@ -121,6 +125,12 @@ ENDING = {
         QUICK, " threads"),
     "forks for ever": ("import os\nwhile True:\n    os.fork()", QUICK, "Operation not permitted"),
     "opens files": ("x = [open('/dev/null') for _ in range(100)]", QUICK, "Too many open files"),
+    "has inherited a descriptor": (
+        "import os\nfor f in range(3, 1000):\n    try: os.fstat(f)\n    except OSError: continue\n    break\n"
+        "else: raise SystemExit('none inherited')",
+        QUICK,
+        "none inherited",
+    ),
     "raises its limits": (
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (100, 100))", QUICK, "ValueError"),
     "crashes": ("import ctypes; ctypes.string_at(0)", QUICK, "status 139"),

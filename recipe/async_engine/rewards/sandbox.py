@@ -68,18 +68,19 @@ ADVICE = (
 )
 
 # What no namespace and no resource limit bounds, by the kernel's numbers: further processes (each would have the
-# limits anew) and user namespaces; memory that counts for no process (System V IPC, sockets, io_uring); the namespace's
-# first process, which has no limits and ends with the caller (ptrace, process_vm_writev).
+# limits anew) and user namespaces; memory that counts for no process (System V IPC, sockets, io_uring) and the
+# machine's one stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with
+# the caller (ptrace, process_vm_writev).
 REFUSED = {
     "x86_64": {
         "audit": 0xC000003E,
         "clone": 56,
-        "others": (57, 58, 272, 29, 64, 68, 41, 425, 101, 311),
+        "others": (57, 58, 272, 29, 64, 68, 41, 425, 206, 101, 311),
     },
     "aarch64": {
         "audit": 0xC00000B7,
         "clone": 220,
-        "others": (97, 194, 190, 186, 198, 425, 117, 271),
+        "others": (97, 194, 190, 186, 198, 425, 0, 117, 271),
     },
 }
 CLONE3, CLONE_THREAD = 435, 0x10000
