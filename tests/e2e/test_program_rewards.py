@@ -29,11 +29,12 @@ from recipe.async_engine.task import TaskPaths
 STEPS = 3
 
 
-def expect_nothing(path: Path) -> None:
-    """Have a data file's test cases ask for a program that runs and writes nothing: the tiny model can do that."""
+def expect_little(path: Path) -> None:
+    """Have every other row ask for a program that writes nothing, as each number is, and the others for a word."""
     table = pyarrow.parquet.read_table(path).to_pylist()
-    for row in table:
-        row["reward_model"]["ground_truth"] = json.dumps({"inputs": ["1", "2"], "outputs": ["", ""]})
+    for number, row in enumerate(table):
+        expected = "word" if number % 2 else ""
+        row["reward_model"]["ground_truth"] = json.dumps({"inputs": ["1", "2"], "outputs": [expected, expected]})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
 
 
@@ -41,7 +42,7 @@ def expect_nothing(path: Path) -> None:
 def test_programs_are_scored_in_processes_beside_generation(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     train, val = write(tmp_path / "data", train_size=64, val_size=8, seed=0)
     for path in (train, val):
-        expect_nothing(path)
+        expect_little(path)
     overrides = [
         *small(task, tmp_path / "run", ray_dir),
         f"data.train_files={train}",
@@ -61,6 +62,6 @@ def test_programs_are_scored_in_processes_beside_generation(task: TaskPaths, tmp
     assert last["fully_async/rewards/scored"] >= 16
     assert last["fully_async/rewards/timed_out"] == last["fully_async/rewards/died"] == 0
     assert last["fully_async/rewards/seconds"] > 0
-    # A number is a program that writes nothing, most of what else the model says is none.
+    # The tiny model answers with digits: right where nothing is expected, wrong elsewhere.
     assert max(run.column("critic/score/max")) == 1.0
     assert min(run.column("critic/score/min")) == 0.0
