@@ -179,6 +179,15 @@ def surroundings(folder: Path) -> Iterator[str]:
             victim.wait()
 
 
+def state(folder: Path) -> list[tuple[object, ...]]:
+    """All of its files that another process could change; when they were read last is changed by looking."""
+    found = []
+    for path in folder.iterdir():
+        at = path.stat()
+        found.append((path.name, at.st_mode, at.st_uid, at.st_size, at.st_mtime_ns, at.st_ctime_ns, path.read_bytes()))
+    return found
+
+
 def reach(folder: Path) -> dict[str, dict[str, object]]:
     """What each of `REACHING` says in the sandbox, and without it, and what is left of its target."""
     found = {}
@@ -186,9 +195,9 @@ def reach(folder: Path) -> dict[str, dict[str, object]]:
         own = folder / str(number)
         own.mkdir()
         with surroundings(own) as names:
-            before = [(path.name, path.stat(), path.read_bytes()) for path in own.iterdir()]
+            before = state(own)
             inside = told(sandbox.run(names + program))
-            after = [(path.name, path.stat(), path.read_bytes()) for path in own.iterdir()]
+            after = state(own)
             outside = subprocess.run(
                 [sys.executable, "-c", names + program], capture_output=True, text=True, timeout=60
             )
