@@ -204,6 +204,12 @@ def drilled(main: str, overrides: list[str], folder: Path, before: Sequence[str]
         run.kill()
 
 
+def committed_steps(folder: Path) -> list[int]:
+    """The steps of a run's complete checkpoints; those of a history that it has left have other names."""
+    names = [marker.parent.name.removeprefix("global_step_") for marker in folder.glob("global_step_*/committed.json")]
+    return [int(name) for name in names if name.isdecimal()]
+
+
 def check_books(run: FinishedRun, groups: int) -> None:
     """Every group that was issued is accounted for, and no prompt was trained twice."""
     ledger = run.summary["ledger"]

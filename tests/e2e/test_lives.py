@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drilled_run import CONTINUE, KILL, STOP, DrilledRun, check_books, drilled
+from drilled_run import CONTINUE, KILL, STOP, DrilledRun, check_books, committed_steps, drilled
 from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
 
 from recipe.async_engine.task import TaskPaths
@@ -105,7 +105,7 @@ def finish(overrides: list[str], folder: Path) -> FinishedRun:
 
 
 def newest_step(folder: Path) -> int:
-    return max(int(marker.parent.name.removeprefix("global_step_")) for marker in folder.glob("*/committed.json"))
+    return max(committed_steps(folder))
 
 
 def stop_main_for_a_moment(run: DrilledRun) -> None:
