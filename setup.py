@@ -70,6 +70,7 @@ setup(
         "pebble",
         "psutil",
         "pyarrow>=19.0.0",
+        "pyseccomp; sys_platform == 'linux'",
         "safetensors",
         "wrapt",
     ],

