@@ -68,9 +68,9 @@ ADVICE = (
 )
 
 # What no namespace and no resource limit bounds: further processes (each would have the limits anew) and user
-# namespaces; memory that counts for no process (System V IPC, network sockets, memory files, io_uring) and the machine's one
-# stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with the caller
-# (ptrace, process_vm_writev). Of clone only threads are allowed.
+# namespaces; memory that counts for no process (System V IPC, network sockets, memory files, io_uring) and the
+# machine's one stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with
+# the caller (ptrace, process_vm_writev). Of clone only threads are allowed.
 REFUSED = (
     *("fork", "vfork", "unshare"),
     *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
