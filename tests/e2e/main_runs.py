@@ -59,6 +59,14 @@ class FinishedRun:
         return torch.load(self.folder / f"global_step_{step}" / "rollout_state.pt", weights_only=False)
 
 
+def trained_answers(folder: Path) -> list[dict[str, Any]]:
+    """All answers that a trainer of `recording_trainer` has recorded, in the order of the steps, each with its step."""
+    found = []
+    for file in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
+        found += [json.loads(line) | {"step": int(file.stem)} for line in file.read_text().splitlines()]
+    return found
+
+
 def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     """Overrides of ``preset=tiny_cpu`` for a run of a few steps of 4 groups of 4 answers."""
     return [
@@ -69,11 +77,11 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     ]
 
 
-def long_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Overrides for answers of 24 tokens with decode steps of 0.08 s; see `losing.LongAnswers`."""
+def long_answers(folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str = "losing.LongAnswers") -> list[str]:
+    """Overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
     monkeypatch.setenv("DECODE_STEP_S", "0.08")
     loops = folder / "agent_loops.yaml"
-    loops.write_text("- name: long\n  _target_: losing.LongAnswers\n")
+    loops.write_text(f"- name: long\n  _target_: {loop}\n")
     rollout = "actor_rollout_ref.rollout"
     return [
         f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",

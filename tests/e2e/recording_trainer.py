@@ -11,25 +11,36 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""A partial-rollout trainer that records the answers it trains, and is killed between two steps if it is told to.
+"""Trainers that record the answers they train, and are killed between two steps if they are told to.
 
 ``RECORD_FOLDER`` gets one file a step, one line an answer: uid of its group, tokens, and the version of each token.
-After the checkpoint of step ``CRASH_AFTER_STEP`` the process is killed, as by a machine that goes away.
+After the checkpoint of step ``CRASH_AFTER_STEP`` the process is killed, as by a machine that goes away. Where
+generation goes on during a checkpoint, this one is taken in mid-generation: when each unfinished answer has some
+tokens, and one of them comes after ``MIDWAY_ANSWERS`` complete ones of the same trajectory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.trainer.batch import TOKEN_VERSIONS
+from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.one_step_off.trainer import OneStepOffTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
+SOME_TOKENS = 3
+MIDWAY_S = 60.0
 
-class RecordingTrainer(PartialRolloutTrainer):
+
+class Recording:
+    """Mixed into a trainer."""
+
     def _assemble(self, groups: list[Any]) -> Any:
         batch = super()._assemble(groups)
         length = batch.batch["responses"].shape[1]
@@ -51,3 +62,50 @@ class RecordingTrainer(PartialRolloutTrainer):
         super()._save_checkpoint()
         if self.global_steps == int(os.environ.get("CRASH_AFTER_STEP", "0")):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_midway(snapshot: dict[str, Any]) -> bool:
+    """Whether each unfinished answer has some tokens, and one of them complete answers before it."""
+    groups = snapshot["groups"].values()
+    unfinished = [
+        record
+        for group in groups
+        for record, payload in zip(group["kept"], group["payloads"], strict=True)
+        if payload is None
+    ]
+    if not unfinished or any(record is None for record in unfinished):
+        return False
+    answers = [pickle.loads(record.answers) for record in unfinished if record.under_way_tokens >= SOME_TOKENS]
+    complete = [sum(kept.cut_tokens == 0 for kept in of_one) for of_one in answers]
+    return max(complete, default=-1) >= int(os.environ["MIDWAY_ANSWERS"])
+
+
+class Midway(Recording):
+    """Mixed into a trainer whose rollout goes on during a checkpoint."""
+
+    def _save_checkpoint(self) -> None:
+        if self.global_steps == int(os.environ.get("CRASH_AFTER_STEP", "0")):
+            take = self.scheduler.snapshot
+            self.scheduler.snapshot = lambda timeout_s: self._midway(take, timeout_s)
+        super()._save_checkpoint()
+
+    @staticmethod
+    def _midway(take: Any, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + MIDWAY_S
+        while not is_midway(snapshot := take(timeout_s)):
+            if time.monotonic() > deadline:
+                raise TimeoutError("no answer was in mid-generation")
+            time.sleep(0.02)
+        return snapshot
+
+
+class RecordingTrainer(Recording, PartialRolloutTrainer):
+    """See the module."""
+
+
+class MidwayFullyAsync(Midway, FullyAsyncTrainer):
+    """See the module."""
+
+
+class MidwayOneStepOff(Midway, OneStepOffTrainer):
+    """See the module."""

@@ -15,14 +15,13 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from main_runs import FinishedRun, run_main, small
+from main_runs import FinishedRun, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
@@ -57,14 +56,6 @@ def turns(task: TaskPaths, folder: Path, ray_dir: Path, steps: int) -> list[str]
         f"async_training.max_staleness={BOUND}",
         f"trainer.total_training_steps={steps}",
     ]
-
-
-def answers(folder: Path) -> list[dict[str, Any]]:
-    """All trained answers in the order of the steps, each with the step's number."""
-    found = []
-    for file in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
-        found += [json.loads(line) | {"step": int(file.stem)} for line in file.read_text().splitlines()]
-    return found
 
 
 def kept_answers(state: dict[str, Any]) -> dict[str, list[list[int]]]:
@@ -108,7 +99,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     monkeypatch.setenv("CRASH_AFTER_STEP", "0")
     second = run_main(MAIN, overrides, folder)
     assert second.returncode == 0, second.output[-8000:]
-    summary, trained = second.summary, answers(record)
+    summary, trained = second.summary, trained_answers(record)
     assert (summary["steps"], summary["versions"]) == (steps, steps)
     total = steps * GROUPS
     assert summary["ledger"] == {"issued": total, "trained": total, "filtered": 0, "failed": 0, "live": 0}
@@ -165,7 +156,7 @@ def test_a_loop_with_a_tool_gives_the_same_transcripts_interrupted_or_not(
         run = run_main(MAIN, overrides, folder)
         assert run.returncode == 0, run.output[-8000:]
         found: dict[str, list[int]] = {}
-        for answer in answers(folder / "answers"):
+        for answer in trained_answers(folder / "answers"):
             assert found.setdefault(answer["uid"], answer["tokens"]) == answer["tokens"], "greedy answers are equal"
         return run, found
 
@@ -207,7 +198,7 @@ def test_two_ranks_share_with_two_replicas_and_validation_disturbs_nothing(
     assert set(run.column("fully_async/count/live_replicas")) == {2}
     # Validation comes between two turns: it interrupts nothing, and what waits at its end is what waited before.
     assert run.column("partial_rollout/lost_tokens")[-1] == 0
-    check_answers(answers(record), tail_task)
+    check_answers(trained_answers(record), tail_task)
     # Weights of whole answers, and no gradient of tokens that are more than one version old.
     assert all(step["rollout_corr/rollout_is_mean"] > 0 for step in run.metrics)
     assert sum(run.column("fully_async/off_policy/masked_tokens")) > 0
