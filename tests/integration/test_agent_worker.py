@@ -14,6 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
+from verl import DataProto
 from verl.experimental.agent_loop import agent_loop as stock
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
@@ -22,6 +23,8 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopWorker,
     _agent_loop_registry,
 )
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.reward import extract_reward
 
 from recipe.async_engine.rollout import agent_worker
 from recipe.async_engine.rollout.agent_worker import (
@@ -33,6 +36,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryWorker,
     WorkerRestarted,
 )
+from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
@@ -127,7 +131,7 @@ class StubbornLoop(Loop):
 
 
 class Reward:
-    """A reward worker; ``script`` has scores, exceptions, or futures to wait for."""
+    """A reward worker; ``script`` has scores, whole reports, exceptions, or futures to wait for."""
 
     def __init__(self, *script: Any, **fields: Any) -> None:
         self.script = list(script)
@@ -141,6 +145,8 @@ class Reward:
             step = await step
         if isinstance(step, BaseException):
             raise step
+        if isinstance(step, dict):
+            return {"reward_score": 1.0, "reward_extra_info": step}
         return {"reward_score": step, "reward_extra_info": {"acc": step is not None and step > 0.5, **self.fields}}
 
 
@@ -195,12 +201,17 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
                     "partial_rollout": True,
                     "partial_tokens_interval": None,
                     "max_group_retries": retries,
+                    "max_replica_restarts": 0,
                     "timeouts": {"generation": SOON, "reward": reward_s, "trajectory": trajectory_s},
                 },
-                "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
+                "actor_rollout_ref": {
+                    "rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8},
+                    "model": {},
+                },
                 "data": {},
                 "algorithm": {
                     "filter_groups": {"enable": metric is not None, "metric": metric},
+                    "adv_estimator": "grpo" if gdpo_reward_keys is None else "gdpo",
                     "gdpo_reward_keys": gdpo_reward_keys,
                 },
             }
@@ -354,6 +365,8 @@ async def test_fields_that_advantages_or_the_filter_are_computed_from_must_be_nu
     for settings in ({"metric": "style"}, {"gdpo_reward_keys": ["acc", "style"]}, {"metric": "note"}):
         with pytest.raises(NonFiniteReward, match=r"gave (style|note)="):
             await run(worker(**settings))
+    with pytest.raises(NonFiniteReward, match=r"gave form=None"):
+        await run(worker(gdpo_reward_keys=["acc", "form"]))
 
 
 async def test_in_validation_a_reward_that_is_no_number_is_kept_for_the_mean_to_leave_out(make_worker: Any) -> None:
@@ -363,21 +376,98 @@ async def test_in_validation_a_reward_that_is_no_number_is_kept_for_the_mean_to_
     assert output.reward_score != output.reward_score
 
 
-async def test_in_validation_a_reward_that_raises_costs_its_own_score(make_worker: Any) -> None:
-    script = [ValueError("no closing brace")] * 2
-    worker = make_worker(ScriptedServer(), Reward(0.5, *script, 1.0))
-    outputs = [await worker._agent_loop_postprocess(Loop.output([1, 2], [10]), True, raw_prompt=[]) for _ in range(3)]
-    scores = worker._postprocess(outputs, None, validate=True)
-    assert scores.batch["rm_scores"].sum(-1).isnan().tolist() == [False, True, False]
-    assert scores.meta_info["reward_extra_keys"] == ["acc"]
-    assert [value != value for value in scores.non_tensor_batch["acc"].tolist()] == [False, True, False]
+class Answering:
+    """Stands in for a worker that was given a part of a validation."""
+
+    def __init__(self, worker: TrajectoryWorker, answers: int) -> None:
+        self.worker, self.answers = worker, answers
+
+    async def generate_sequences(self, part: DataProto) -> DataProto:
+        loop = self.worker._agent_loop_postprocess
+        outputs = [await loop(Loop.output([1, 2], [10]), True, raw_prompt=[]) for _ in range(self.answers)]
+        return self.worker._postprocess(outputs, None, validate=True)
 
 
-async def test_in_validation_a_reward_that_never_succeeds_ends_the_run(make_worker: Any) -> None:
-    worker = make_worker(ScriptedServer(), Reward(*[ValueError("no closing brace")] * 2))
-    output = await worker._agent_loop_postprocess(Loop.output([1, 2], [10]), True, raw_prompt=[])
+@pytest.fixture
+def validate(make_worker: Any) -> Any:
+    """A validation of a batch: what each of two workers' rewards do, one for each answer."""
+    manager = TrajectoryManager(make_worker(ScriptedServer(), None).config, llm_client=None)
+
+    async def batch(first: list[Any], second: list[Any]) -> DataProto:
+        manager.agent_loop_workers = [
+            Handle(Answering(make_worker(ScriptedServer(), Reward(*script), retries=0), len(script)))
+            for script in (first, second)
+        ]
+        return await manager.generate_sequences(DataProto.from_dict({"prompts": torch.ones(2, 1)}))
+
+    batch.manager = manager
+    return batch
+
+
+def reported(batch: DataProto) -> dict[str, list[Any]]:
+    """As verl's trainers take it from a batch."""
+    return {name: values.tolist() for name, values in extract_reward(batch)[1].items()}
+
+
+FAILED = ValueError("no closing brace")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "columns"),
+    [
+        ([1.0, FAILED, 0.0], [1.0], {"acc": [True, None, False, True]}),
+        ([FAILED, FAILED], [0.0, 1.0], {"acc": [None, None, False, True]}),
+        (
+            [{"acc": 1.0}, FAILED, {}],
+            [{"pred": "4"}],
+            {"acc": [1.0, None, None, None], "pred": [None, None, None, "4"]},
+        ),
+        ([{"acc": 1.0}, {"acc": 2, "note": "x"}], [{"note": None}], {"acc": [1.0, 2, None], "note": [None, "x", None]}),
+        # Nor do their values have to be alike.
+        ([{"steps": [1, 2]}, {"steps": [3]}], [{"steps": [4]}], {"steps": [[1, 2], [3], [4]]}),
+        ([{"steps": [1, 2]}], [{"steps": [3, 4]}], {"steps": [[1, 2], [3, 4]]}),
+        ([{}], [FAILED], {}),
+    ],
+)
+async def test_rewards_of_a_validation_may_fail_and_report_what_others_do_not(
+    validate: Any, first: list[Any], second: list[Any], columns: dict[str, list[Any]]
+) -> None:
+    answers = await validate(first, second)
+    scripts = [*first, *second]
+    assert reported(answers) == columns
+    assert answers.batch["rm_scores"].sum(-1).isnan().tolist() == [step is FAILED for step in scripts]
+    metrics = process_validation_metrics(["math"] * len(scripts), list(map(str, range(len(scripts)))), columns)
+    assert all(value == value for values in metrics["math"].values() for value in values.values())
+
+
+async def test_all_batches_of_a_validation_have_the_same_columns_and_the_next_one_has_the_new_ones(
+    validate: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with validate.manager.validation(SOON):
+        assert list(reported(await validate([{"acc": 1.0}], [{"acc": 0.0}]))) == ["acc"]
+        assert reported(await validate([{"pred": "4"}], [FAILED])) == {"acc": [None, None]}
+    assert "rewards report pred, as those of this validation's first batch did not" in caplog.text
+    with validate.manager.validation(SOON):
+        assert reported(await validate([FAILED], [FAILED])) == {"acc": [None, None], "pred": [None, None]}
+
+
+async def test_in_validation_a_reward_that_never_succeeds_ends_the_run(validate: Any) -> None:
     with pytest.raises(RewardError, match="no reward at all"):
-        worker._postprocess([output], None, validate=True)
+        await validate([FAILED], [FAILED])
+
+
+async def test_rewards_of_a_training_batch_may_report_what_others_do_not(make_worker: Any, validate: Any) -> None:
+    script = [{"acc": 0.5}, {"acc": 1, "pred": "4"}, {}, {"acc": 0.0, "min_global_steps": "kept from the reward"}]
+    worker = make_worker(ScriptedServer(*[part([10, 11], 7)] * len(script)), Reward(*script))
+    batch = validate.manager.join([(await run(worker, key=f"0-0-{n}"))[-1] for n in range(len(script))])
+    assert reported(batch) == {"acc": [0.5, 1, None, 0.0], "pred": [None, "4", None, None]}
+    assert batch.non_tensor_batch["min_global_steps"].tolist() == [7] * len(script)
+
+
+async def test_numbers_that_all_rewards_report_are_a_column_of_numbers(make_worker: Any, validate: Any) -> None:
+    worker = make_worker(ScriptedServer(*[part([10, 11], 7)] * 2), Reward({"style": 0.5}, {"style": 1}))
+    batch = validate.manager.join([(await run(worker, key=f"0-0-{n}"))[-1] for n in range(2)])
+    assert batch.non_tensor_batch["style"].dtype == float
 
 
 async def test_default_loop_is_the_configured_one_and_sampling_is_the_rollouts(make_worker: Any) -> None:

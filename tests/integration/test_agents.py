@@ -12,6 +12,7 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -20,6 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from remote_fakes import Handle
 from verl import DataProto
 
+from recipe.async_engine.rollout.agent_worker import REPORTED
 from recipe.async_engine.rollout.agents import TrajectoryManager, ValidationTimeout
 from recipe.async_engine.rollout.workers import NoWorkers
 from recipe.async_engine.run import restarts
@@ -52,7 +54,8 @@ class Worker:
         spent = {"generate_sequences": 0.1, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": 0}
         answers = torch.full((len(part), 1), self.number)
         tensors = {"prompts": part.batch["prompts"], "answers": answers}
-        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": [spent] * len(part)})
+        reports = {REPORTED: np.array([{}] * len(part))}
+        return DataProto.from_dict(tensors, reports, meta_info={"metrics": [spent] * len(part)})
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,8 +25,10 @@ from functools import partial
 from typing import Any
 
 import hydra
+import numpy as np
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
+from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
@@ -167,12 +169,11 @@ class TrajectoryWorker(AgentLoopWorker):
         if self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
         self._reward_timeout_s = float(async_training.timeouts.reward)
-        # What the reward function reports beside the score; None before it has succeeded.
-        self._reported: tuple[str, ...] | None = None
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         # Of the reward's result, what advantages are computed from beside the reward itself.
-        self._reward_fields = tuple(self.config.algorithm.get("gdpo_reward_keys") or ())
+        algorithm = self.config.algorithm
+        self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(async_training.timeouts.trajectory)
         self._running: dict[str, _Running] = {}
         self._answers = AnswerBook()
@@ -424,7 +425,6 @@ class TrajectoryWorker(AgentLoopWorker):
             try:
                 await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
                 self._check_reward(outputs[-1])
-                self._reported = tuple(outputs[-1].extra_fields.get(REPORTED, ()))
                 return
             except NonFiniteReward:
                 raise
@@ -441,19 +441,16 @@ class TrajectoryWorker(AgentLoopWorker):
         logger.error("an answer of the validation has no score: %s", failed, exc_info=cause)
         outputs[-1].reward_score, outputs[-1].extra_fields[REPORTED] = math.nan, None
 
-    def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> Any:
-        """As verl's, where some answers have no score: they report NaN for whatever the others report.
+    def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> DataProto:
+        """As verl's, with what the rewards reported in one column, for :func:`spread_reports` to be told of all rows.
 
-        Raises:
-            RewardError: none of these has one, and none had one before.
+        verl takes the names of the first row, and fails where another one lacks them or is of a worker that has others.
+        No state of a worker is used.
         """
-        unscored = [output for output in inputs if output.extra_fields.get(REPORTED, ()) is None]
-        if unscored:
-            if self._reported is None:
-                raise RewardError("no reward at all could be computed; the log above has an error for each answer")
-            for output in unscored:
-                output.extra_fields[REPORTED] = dict.fromkeys(self._reported, math.nan)
-        return super()._postprocess(inputs, *arguments, **options)
+        reports = [output.extra_fields.pop(REPORTED, {}) for output in inputs]
+        batch = AgentLoopWorker._postprocess(self, inputs, *arguments, **options)
+        batch.non_tensor_batch[REPORTED] = np.fromiter(reports, dtype=object)
+        return batch
 
     def _check_reward(self, output: AgentLoopOutput) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
@@ -491,6 +488,25 @@ class TrajectoryWorker(AgentLoopWorker):
             restored_tokens=recorder.answers.restored_tokens,
             filter_metric=self._metric_of(output),
         )
+
+
+def reported_names(batch: DataProto) -> dict[str, None]:
+    """What any reward of the batch reported, in the order of the rows."""
+    return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
+
+
+def spread_reports(batch: DataProto, names: Iterable[str]) -> None:
+    """Give each of these names its column, as verl's trainers expect it.
+
+    A row whose reward did not report it has None, which verl's validation leaves out of its means.
+    """
+    columns = [name for name in names if name not in batch.non_tensor_batch]
+    for name in columns:
+        values = [None if report is None else report.get(name) for report in batch.non_tensor_batch[REPORTED]]
+        are_numbers = all(isinstance(value, bool | int | float | np.number) for value in values)
+        batch.non_tensor_batch[name] = np.array(values) if are_numbers else np.fromiter(values, dtype=object)
+    if "rm_scores" in batch.batch:
+        batch.meta_info["reward_extra_keys"] = columns
 
 
 def filter_metric(config: Any) -> str | None:

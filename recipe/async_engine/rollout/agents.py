@@ -20,11 +20,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.agent_worker import TrajectoryWorker
+from recipe.async_engine.rollout.agent_worker import REPORTED, TrajectoryWorker, reported_names, spread_reports
+from recipe.async_engine.rollout.soundness import RewardError
 from recipe.async_engine.rollout.workers import NoWorkers
 from recipe.async_engine.run.restarts import Restartable, is_up_again
 
@@ -96,6 +97,9 @@ class TrajectoryManager(AgentLoopManager):
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
         self._telling = threading.Lock()
         self._deadline: float | None = None
+        # What rewards of validations have reported, None before the first one that succeeded.
+        self._reported: dict[str, None] | None = None
+        self._columns: tuple[str, ...] | None = None
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
         """Call a method of every worker; a dead one is called by :meth:`prepare`, should it be started again."""
@@ -116,7 +120,7 @@ class TrajectoryManager(AgentLoopManager):
     @contextmanager
     def validation(self, timeout_s: float) -> Iterator[None]:
         """A ``generate_sequences`` in it has ``timeout_s`` seconds from now."""
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline, self._columns = time.monotonic() + timeout_s, None
         try:
             yield
         finally:
@@ -129,6 +133,7 @@ class TrajectoryManager(AgentLoopManager):
         Raises:
             ValidationTimeout: the time of :meth:`validation` is over.
             NoWorkers: all have died, and none is started again.
+            RewardError: no answer of it has a score, and none had one before.
         """
         workers = self.agent_loop_workers
         of_any = copy.copy(self)
@@ -136,7 +141,7 @@ class TrajectoryManager(AgentLoopManager):
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s) as limit:
-                return await AgentLoopManager.generate_sequences(of_any, prompts)
+                answers = await AgentLoopManager.generate_sequences(of_any, prompts)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -144,7 +149,27 @@ class TrajectoryManager(AgentLoopManager):
                 "validation was not done within async_training.timeouts.validation; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
+        spread_reports(answers, self._columns_of(answers))
+        return answers
+
+    def _columns_of(self, answers: DataProto) -> tuple[str, ...]:
+        """The same in all parts of a validation: verl has them in lists, and none may begin later than the others."""
+        if self._reported is None:
+            if all(report is None for report in answers.non_tensor_batch[REPORTED]):
+                raise RewardError("no reward at all could be computed; the log above has an error for each answer")
+            self._reported = {}
+        self._reported |= reported_names(answers)
+        if self._columns is None:
+            self._columns = tuple(self._reported)
+        if late := self._reported.keys() - set(self._columns):
+            logger.warning(
+                "rewards report %s, as those of this validation's first batch did not: shown from the next one on",
+                ", ".join(sorted(late)),
+            )
+        return self._columns
 
     def join(self, outputs: list[Any]) -> DataProto:
-        """Join fetched trajectories into one batch as verl's worker does; that method needs no worker's state."""
-        return AgentLoopWorker._postprocess(self, outputs)
+        """Join fetched trajectories into one batch as a worker does."""
+        batch = TrajectoryWorker._postprocess(self, outputs)
+        spread_reports(batch, reported_names(batch))
+        return batch

@@ -82,8 +82,8 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
 
 
 def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:
-    """Raise `NonFiniteReward` unless the reward, and those of its result's fields that are trained, are numbers."""
-    for name, value in (("reward", reward), *((name, fields[name]) for name in trained if name in fields)):
+    """Raise `NonFiniteReward` unless the reward, and the fields of its result that are trained, are numbers."""
+    for name, value in (("reward", reward), *((name, fields.get(name)) for name in trained)):
         if not is_number(value):
             raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is no finite number")
 
