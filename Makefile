@@ -70,7 +70,7 @@ lint: setup
 	$(BIN)/mypy -p recipe.async_engine.core
 
 docs: setup
-	$(BIN)/python -m recipe.async_engine.config_docs docs/configuration.md
+	$(BIN)/python tools/config_docs.py docs/configuration.md
 
 lock: $(BIN)/python
 	rm -rf $(LOCK_VENV)

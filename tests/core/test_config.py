@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.config_docs import main as write_documentation
-from recipe.async_engine.config_docs import render_document
 from recipe.async_engine.core.config import SECTIONS, AsyncTraining, derive, read_settings
 from recipe.async_engine.core.knobs import read_section
 from recipe.async_engine.core.problems import ConfigError, Problem
 from recipe.async_engine.core.validation import FileFact, Resources, notices, validate
+from tools.config_docs import main as write_documentation
+from tools.config_docs import render_document
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

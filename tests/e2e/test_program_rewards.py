@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 from main_runs import FULLY_ASYNC, run_main, small
 
+from examples.program_task import write
 from recipe.async_engine.rewards import programs
-from recipe.async_engine.rewards.example_task import write
 from recipe.async_engine.task import TaskPaths
 
 STEPS = 3

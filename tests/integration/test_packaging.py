@@ -112,11 +112,11 @@ def test_this_environment_has_the_locked_stack() -> None:
         assert Distribution.from_name(name).version.partition("+")[0] == locked[name]
 
 
-def test_the_ci_entry_runs_the_test_command() -> None:
+def test_the_ci_entry_lints_and_runs_the_test_command() -> None:
     script = CHECKOUT / ".ci" / "run"
     assert script.stat().st_mode & stat.S_IXUSR
     commands = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
-    assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "exec make test"]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "make lint", "exec make test"]
 
 
 def test_the_make_targets_of_the_readme_exist() -> None:

@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
+from examples.program_task import TEMPLATES, make_problems, write
 from recipe.async_engine.rewards import programs, sandbox
-from recipe.async_engine.rewards.example_task import TEMPLATES, make_problems, write
 from recipe.async_engine.rewards.programs import TestCaseError, compute_score, program_of
 from recipe.async_engine.rewards.sandbox import SandboxUnavailable
 

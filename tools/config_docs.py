@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md from the config types: `python -m recipe.async_engine.config_docs PATH`.
+"""Writes docs/configuration.md from the config types: `python tools/config_docs.py PATH`.
 
 Contract: the document is a pure function of `recipe.async_engine.core.config`, so a setting cannot exist without its
 documentation; a test compares the committed file with `render_document()`.

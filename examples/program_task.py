@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.async_engine.rewards.example_task --out DIR``: small programming problems for `programs`.
+"""``python examples/program_task.py --out DIR``: small programming problems for the reward `rewards/programs.py`.
 
 Each problem is a sentence and a program over numbers that are drawn from a seed; its test cases are made by running the
 reference solution. Equal arguments give equal files. A model that writes Python can learn from it: the tiny model of
@@ -96,7 +96,7 @@ def write(folder: Path, train_size: int, val_size: int, seed: int) -> tuple[Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipe.async_engine.rewards.example_task", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python examples/program_task.py", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train-size", type=int, default=1024)
