@@ -207,6 +207,11 @@ def probe(gate_type: type[StalenessGate], seed: int) -> None:
     batch = [version] * settings.batch_groups
     fresh = gate_type(settings, starts=[version] * places(settings, version, taken, version), **at)
     assert fresh.can_take(batch) == (taken != settings.batches_per_version)
+    if taken != settings.batches_per_version:
+        before = fresh.live, fresh.starts(), fresh.batches_left
+        fresh.take(batch)
+        fresh.give_back(batch)
+        assert (fresh.live, fresh.starts(), fresh.batches_left) == before
     assert not fresh.can_take(batch[1:])
     assert not fresh.can_take([*batch, version])
     assert not gate_type(settings, **at).can_take(batch)
@@ -242,7 +247,7 @@ def test_every_decision_of_the_gate_is_mutated() -> None:
     methods = {name.split(":")[0] for name in MADE_GATE_MUTANTS}
     assert methods >= {
         "_places", "admission_limit", "admits", "batches_left", "can_take", "check", "excess_after_take", "move",
-        "publish", "add", "remove", "take",
+        "publish", "add", "remove", "take", "give_back",
     }  # fmt: skip
     assert len(MADE_GATE_MUTANTS) >= 40
 
