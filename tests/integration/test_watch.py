@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import ActorID
+from ray.exceptions import ActorUnavailableError
 
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.run import watch as watch_module
 from recipe.async_engine.run.stacks import thread_stack, waits
-from recipe.async_engine.run.watch import STALL_FILE, STATUS, RunWatch, StageTimeout, Stalled
+from recipe.async_engine.run.watch import STALL_FILE, STATUS, PartLost, RunWatch, StageTimeout, Stalled
 
 LIMIT_S, SOON_S = 0.1, 10.0
 
@@ -153,6 +156,18 @@ def test_report_that_fails_does_not_keep_the_run_going(watched: Watched) -> None
     watched.follow(describe)
     wait_for(lambda: watched.failed)
     assert "the report failed with ValueError: no such part" in str(watched.failed[0])
+
+
+def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched: Watched) -> None:
+    held, other = (ActorID(bytes([number] * 16)) for number in (1, 2))
+    watched.watch.hold({"training worker 1 (actor)": SimpleNamespace(_actor_id=held)})
+    error = ActorUnavailableError("connection reset by peer", held.binary())
+    lost = watched.watch.blamed(error)
+    assert isinstance(lost, PartLost) and lost.__cause__ is error
+    assert str(lost).startswith("training worker 1 (actor) is out of reach")
+    assert "connection reset by peer" in str(lost)
+    for another in (ActorUnavailableError("connection reset by peer", other.binary()), ValueError()):
+        assert watched.watch.blamed(another) is another
 
 
 def test_stack_of_a_waiting_thread_names_its_frames() -> None:

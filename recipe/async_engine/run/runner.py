@@ -85,7 +85,8 @@ class TaskRunner:
             yield Began(trainer.global_steps, trainer.account())
             for metrics in steps:
                 yield trainer.account(), metrics
-        except Exception as failure:  # reported as the run's end, whatever it is
+        except Exception as raised:  # reported as the run's end, whatever it is
+            failure = watch.blamed(raised)
             error = {
                 "name": type(failure).__name__,
                 "message": str(failure),

@@ -57,7 +57,7 @@ class StageTimeout(CannotGoOn):
 
 
 class PartLost(CannotGoOn):
-    """An actor died that the run cannot do without; the message names it."""
+    """An actor is gone that the run cannot do without; the message names it."""
 
 
 class RunWatch:
@@ -123,6 +123,19 @@ class RunWatch:
         self._ask_at = dict.fromkeys(actors, 0.0)
         self._held = dict(actors)
 
+    def blamed(self, error: Exception) -> Exception:
+        """What a trainer's error comes from: the held actor whose call failed with it, if it is one's, else itself.
+
+        Ray does not say which actor it was where a connection broke and it does not know yet that the node is gone.
+        """
+        if isinstance(error, RayActorError):
+            for name, actor in self._held.items():
+                if actor._actor_id.hex() == error.actor_id:
+                    lost = _lost_part(name, error)
+                    lost.__cause__ = error
+                    return lost
+        return error
+
     def last_words(self) -> dict[str, str] | None:
         """Why the watch ends the run: an error's name and message, None if it does not."""
         if self._error is None:
@@ -169,7 +182,7 @@ class RunWatch:
             except ActorUnavailableError:
                 continue
             except RayActorError as error:
-                return PartLost(f"{name} died, and the run cannot go on without it: {error}")
+                return _lost_part(name, error)
             except RayError:
                 continue
         return None
@@ -204,6 +217,11 @@ class RunWatch:
             durable.write(self._file, f"{error}\n")
         except OSError as failure:
             logger.error("the report could not be written: %s", failure)
+
+
+def _lost_part(name: str, error: RayActorError) -> PartLost:
+    state = "is out of reach" if isinstance(error, ActorUnavailableError) else "died"
+    return PartLost(f"{name} {state}, and the run cannot go on without it: {error}")
 
 
 def _nothing(actor: Any) -> None:
