@@ -23,7 +23,6 @@ from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.debug import marked_timer
-from verl.utils.tracking import Tracking
 from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
@@ -54,6 +53,7 @@ from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.saving import RunState
 from recipe.async_engine.trainer.startup import Startup
+from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.weights.publisher import WeightPublisher
 
@@ -177,7 +177,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             RecipeError: what cannot go on, naming it.
         """
         self._watch = watch
-        self.logger = Tracking(
+        self.logger = Trackers(
             project_name=self.config.trainer.project_name,
             experiment_name=self.config.trainer.experiment_name,
             default_backend=self.config.trainer.logger,
