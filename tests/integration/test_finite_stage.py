@@ -135,3 +135,12 @@ def test_validation_scores_that_are_none_are_counted_and_their_prompts_left_out_
     assert metrics["val-aux/non_finite_scores"] == 1
     assert validated([1.0] * 4)["val-aux/non_finite_scores"] == 0
     assert "val-core/task/reward/mean@2" not in validated([NAN] * 4)
+
+
+def test_validation_takes_means_of_numbers_whatever_else_a_reward_reports() -> None:
+    fields = {"steps": [[1, 2], [3], {"n": 1}, None], "note": [1.0, "x", None, "y"], "style": [1, None, True, 0.5]}
+    metrics = validated([1.0] * 4, pred=["4", "5", "4", "4"], **fields)
+    assert metrics["val-aux/task/style/mean@1"] == 1.0
+    assert metrics["val-aux/task/style/mean@2"] == 0.75
+    assert metrics["val-core/task/reward/maj@2/mean"] == 1.0
+    assert not [name for name in metrics if "steps" in name or "note" in name]

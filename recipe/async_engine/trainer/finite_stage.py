@@ -111,5 +111,13 @@ class FiniteStage:
             reward_extra_infos_dict = {
                 name: [values[row] for row in kept] for name, values in reward_extra_infos_dict.items()
             }
-        metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, sample_turns)
+        shown = {name: _averaged(values) for name, values in reward_extra_infos_dict.items()}
+        metrics = super()._val_metrics_update(data_sources, sample_uids, shown, sample_turns)
         return {**metrics, "val-aux/non_finite_scores": sum(none)}
+
+
+def _averaged(values: list[Any]) -> list[Any]:
+    """What verl can take means of: it passes over a prompt's strings if they are first, and over None."""
+    if any(isinstance(value, str) for value in values):
+        return [None if value is None else str(value) for value in values]
+    return [value if isinstance(value, float) or is_number(value) else None for value in values]
