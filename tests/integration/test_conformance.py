@@ -65,6 +65,7 @@ def outcomes(folder: Path, tests: list[str], plugins: str) -> dict[str, str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_verls_own_tests_end_in_the_same_way_with_and_without_the_plugin(tmp_path: Path) -> None:
     tests = copy_tests(tmp_path)
     assert len(tests) >= FILES

@@ -108,10 +108,10 @@ def test_events_come_in_order_up_to_the_end(runs: Callable[..., Run]) -> None:
 
 
 def test_trainer_that_is_silent_but_answers_is_waited_for(runs: Callable[..., Run]) -> None:
-    run = runs(1, "waits", 2.0)
+    run = runs(1, "waits", 8.0)
     heard = run.hear()
     assert next(heard) == 0
-    threading.Timer(5.0, ray.kill, [run.actor]).start()
+    threading.Timer(20.0, ray.kill, [run.actor]).start()
     with pytest.raises(RayActorError):  # not TrainerSilent, which would have come before
         next(heard)
 
