@@ -58,12 +58,15 @@ class ControlProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ask no more. Asked after Ray has been left, `ray.nodes` would start another one."""
+        """Ask no more."""
         self._over.set()
         self._thread.join(BEAT_S)
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
+            # Asked after Ray has been left, `ray.nodes` would start another one.
+            if not ray.is_initialized():
+                continue
             try:
                 self._ask()
             except Exception:  # no answer, whatever the reason
