@@ -100,11 +100,16 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
     slower than training and some answers always run when a step is done.
     """
     steps = 8
+    monkeypatch.setenv("DECODE_STEP_S", "0.03")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         "data.max_response_length=96",
         "async_training.concurrent_samples_per_replica=1",
         *dying_receiver(monkeypatch, tmp_path / "died", version=5),
+        # The one that died stays lost, and each token takes a time of its own: on any machine some answers run when a
+        # step is done.
+        "async_training.max_replica_restarts=0",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
         "async_training.staleness_threshold=3",
         "async_training.timeouts.weight_sync=20",
         "algorithm.rollout_correction.rollout_is=token",
