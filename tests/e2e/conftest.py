@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the helpers of these tests importable (modules are imported by path), and shares the built-in tasks."""
+"""The built-in tasks and the folders that end-to-end tests share."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 from surroundings import ray_folder
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
