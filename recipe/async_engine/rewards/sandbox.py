@@ -4,9 +4,9 @@
 Contract. `run` returns within ``wall_s`` and a moment of the program's start, whatever the program does, and leaves
 nothing behind: no process, no file. The program has user, process, network, mount and IPC namespaces of its own. It
 sees Python's standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it
-may write to its working directory, a tmpfs of that size; else it can write nowhere. Source, settings and input arrive
-by a pipe. Everything ends with the first process of its process namespace, which ends with the caller. Where all of
-this cannot be had `run` refuses (`SandboxUnavailable`).
+may write to its working directory, a tmpfs of that size; else it can write nowhere. What it reads and prints are files
+in memory, which the kernel keeps from growing past a limit. Everything ends with the first process of its process
+namespace, which ends with the caller. Where all of this cannot be had `run` refuses (`SandboxUnavailable`).
 
 Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. Not a defence against
 a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
@@ -21,7 +21,6 @@ import inspect
 import json
 import os
 import select
-import selectors
 import shutil
 import signal
 import subprocess
@@ -107,7 +106,8 @@ class Limits:
         cpu = max(1, int(self.cpu_s))
         equal = {
             "AS": self.memory_bytes,
-            "FSIZE": self.file_bytes,
+            # What it prints goes to files too.
+            "FSIZE": max(self.file_bytes, self.output_bytes + 1),
             # Beside the program's first thread and its namespace's first process.
             "NPROC": self.threads + 2,
             "NOFILE": self.open_files,
@@ -148,9 +148,44 @@ def run(
     """
     limits = limits or Limits()
     job = json.dumps({"source": source, "call": call, "limits": limits.of_process()}).encode()
-    given = len(job).to_bytes(8, "big") + job + stdin.encode(errors="replace")
-    with _started(limits.file_bytes) as (process, ready):
-        return _attend(process, ready, given, limits)
+    with contextlib.ExitStack() as files:
+        memory = [_memory(files, content) for content in (stdin.encode(errors="replace"), b"", b"", job, _filter())]
+        given, written, said, job_file, filter_ = memory
+        info, info_end = _pipe(files)
+        ready, ready_end = _pipe(files)
+        mapped_end, mapped = _pipe(files)
+        isolated = [_bubblewrap(), *_seen(), *_writable(limits.file_bytes), *_controlled(info_end, filter_, mapped_end)]
+        try:
+            process = subprocess.Popen(
+                [*isolated, "--", *_python(), str(ready_end.fileno()), str(job_file.fileno())],
+                stdin=given,
+                stdout=written,
+                stderr=said,
+                env=ENVIRONMENT,
+                pass_fds=[end.fileno() for end in (info_end, ready_end, mapped_end, job_file, filter_)],
+            )
+        except OSError as error:
+            raise SandboxUnavailable(f"bubblewrap cannot be started ({error}). {ADVICE}") from error
+        for end in (info_end, ready_end, mapped_end):
+            end.close()
+        ended = files.enter_context(FileIO(os.pidfd_open(process.pid)))
+        with _ending(process, info, mapped):
+            has_begun = _is_readable(ready, START_S) and ready.read(1) == b"+"
+            began = time.monotonic()
+            in_time = has_begun and _is_readable(ended, limits.wall_s)
+        outputs = [file.seek(0, os.SEEK_END) for file in (written, said)]
+        stdout, stderr = (_content(file, limits.output_bytes) for file in (written, said))
+    if not has_begun:
+        why = stderr.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
+        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
+    status = process.returncode
+    if sum(outputs) > limits.output_bytes:
+        ending, status = Ending.OUTPUT, 128 + signal.SIGKILL
+    elif not in_time:
+        ending, status = Ending.WALL, 128 + signal.SIGKILL
+    else:
+        ending = Ending.CPU if status == 128 + signal.SIGXCPU else Ending.EXIT
+    return Outcome(ending, status, stdout, stderr, time.monotonic() - began)
 
 
 def fault() -> str | None:
@@ -161,50 +196,17 @@ def fault() -> str | None:
         return str(error)
 
 
-@contextlib.contextmanager
-def _started(file_bytes: int) -> Iterator[tuple[subprocess.Popen[bytes], FileIO]]:
-    """bubblewrap, and a pipe that tells when the program begins; in the end, everything in the sandbox is ended."""
-    with contextlib.ExitStack() as files:
-        info, info_end = _pipe(files)
-        ready, ready_end = _pipe(files)
-        mapped_end, mapped = _pipe(files)
-        filter_end, filter_ = _pipe(files)
-        filter_.write(_filter())
-        filter_.close()
-        inherited = (info_end, ready_end, mapped_end, filter_end)
-        options = ["--info-fd", str(info_end.fileno()), "--seccomp", str(filter_end.fileno())]
-        if os.getuid() == 0:
-            options += ["--userns-block-fd", str(mapped_end.fileno())]
-            options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        else:
-            options += ["--disable-userns"]
-        try:
-            process = subprocess.Popen(
-                [_bubblewrap(), *_seen(), *_writable(file_bytes), *options, "--", *_python(ready_end.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=ENVIRONMENT,
-                pass_fds=[end.fileno() for end in inherited],
-            )
-        except OSError as error:
-            raise SandboxUnavailable(f"bubblewrap cannot be started ({error}). {ADVICE}") from error
-        files.callback(_close, process)
-        for end in inherited:
-            end.close()
-        first = _first_process(info)
-        handle = None
-        try:
-            if first is not None:
-                handle = os.pidfd_open(first)
-                if os.getuid() == 0:
-                    _map_users(first)
-                    mapped.write(b"+")
-            yield process, ready
-        except ProcessLookupError:
-            raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
-        finally:
-            _end(process, handle)
+def _memory(files: contextlib.ExitStack, content: bytes) -> FileIO:
+    """A file in memory, to be read or written from its beginning."""
+    file = files.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _content(file: FileIO, most: int) -> bytes:
+    file.seek(0)
+    return file.read(most)
 
 
 def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
@@ -212,12 +214,43 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
     return files.enter_context(FileIO(read, "r")), files.enter_context(FileIO(write, "w"))
 
 
+def _is_readable(file: FileIO, timeout_s: float) -> bool:
+    """Whether there is something to read within this time: bytes or the end of a pipe, the end of a process."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
+    """Let bubblewrap begin; in the end, everything in the sandbox is ended."""
+    first = None
+    try:
+        if (pid := _first_process(info)) is not None:
+            first = os.pidfd_open(pid)
+            if os.getuid() == 0:
+                _map_users(pid)
+                mapped.write(b"+")
+        yield
+    except ProcessLookupError:
+        raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
+    finally:
+        if first is not None:
+            # All others of the namespace end with its first process; bubblewrap itself when they are gone.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            os.close(first)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(START_S)
+        process.kill()
+        process.wait()
+
+
 def _first_process(info: FileIO) -> int | None:
     """The first process of the sandbox's process namespace; None if bubblewrap could make none."""
     text, deadline = b"", time.monotonic() + START_S
     while not text.rstrip().endswith(b"}"):
-        readable, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = info.read(CHUNK) if readable else b""
+        chunk = info.read(CHUNK) if _is_readable(info, max(0.0, deadline - time.monotonic())) else b""
         if not chunk:
             return None
         text += chunk
@@ -234,81 +267,6 @@ def _map_users(first: int) -> None:
     except OSError as error:
         why = f"root may not give programs the user {sandboxed.NOBODY} ({error}): score as another user than root"
         raise SandboxUnavailable(f"{why}. {ADVICE}") from error
-
-
-def _attend(process: subprocess.Popen[bytes], ready: FileIO, given: bytes, limits: Limits) -> Outcome:
-    """Feed a program and take in what it writes, until it ends or passes a limit."""
-    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-    assert stdin is not None and stdout is not None and stderr is not None
-    written = {stdout: bytearray(), stderr: bytearray()}
-    started, deadline, cut = None, time.monotonic() + START_S, None
-    os.set_blocking(stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(stdin, selectors.EVENT_WRITE)
-        for stream in (ready, stdout, stderr):
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map() and cut is None:
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.fileobj is stdin:
-                    given = _feed(key.fd, given)
-                    if not given:
-                        selector.unregister(stdin)
-                        stdin.close()
-                    continue
-                chunk = os.read(key.fd, CHUNK)
-                if key.fileobj is not ready:
-                    written[key.fileobj] += chunk  # type: ignore[index]
-                elif chunk:
-                    started = time.monotonic()
-                    deadline = started + limits.wall_s
-                if not chunk:
-                    selector.unregister(key.fileobj)
-            if sum(map(len, written.values())) > limits.output_bytes:
-                cut = Ending.OUTPUT
-            elif time.monotonic() >= deadline:
-                cut = Ending.WALL
-    if cut is None:
-        # Its pipes are closed; it may go on for all that.
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            cut = Ending.WALL
-    said = bytes(written[stderr])
-    if started is None:
-        why = said.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
-        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
-    status = 128 + signal.SIGKILL if cut else process.returncode
-    ending = cut or (Ending.CPU if status == 128 + signal.SIGXCPU else Ending.EXIT)
-    return Outcome(ending, status, bytes(written[stdout]), said, time.monotonic() - started)
-
-
-def _feed(descriptor: int, given: bytes) -> bytes:
-    """Write what the pipe takes; what is left, or nothing if nobody reads it any more."""
-    with contextlib.suppress(BlockingIOError):
-        try:
-            return given[os.write(descriptor, given[:CHUNK]) :]
-        except BrokenPipeError:
-            return b""
-    return given
-
-
-def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
-    """Kill the first process of the namespace, all others with it; bubblewrap itself ends when they are gone."""
-    if first is not None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(first, signal.SIGKILL)
-        os.close(first)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(START_S)
-    process.kill()
-    process.wait()
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 @functools.cache
@@ -354,8 +312,16 @@ def _writable(file_bytes: int) -> list[str]:
     return [*size, "/work", "--chdir", "/work", "--remount-ro", "/"]
 
 
-def _python(ready: int) -> list[str]:
-    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", inspect.getsource(sandboxed), str(ready)]
+def _controlled(info: FileIO, filter_: FileIO, mapped: FileIO) -> list[str]:
+    options = ["--info-fd", str(info.fileno()), "--seccomp", str(filter_.fileno())]
+    if os.getuid() == 0:
+        block = ["--userns-block-fd", str(mapped.fileno())]
+        return [*options, *block, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [*options, "--disable-userns"]
+
+
+def _python() -> list[str]:
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", inspect.getsource(sandboxed)]
 
 
 @functools.cache
