@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from main_process import run_module, short_run, with_helpers
+from main_process import forked, run_module, short_run, with_helpers
 from surroundings import user_environment
 
 from recipe.async_engine.task import TaskPaths
@@ -86,15 +86,23 @@ def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) ->
     return [f"{checkpoint_engine}.backend=faulty_gloo", f"{checkpoint_engine}.custom_backend_module=faulty_engine"]
 
 
-def run_main(main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S) -> FinishedRun:
+def run_main(
+    main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S, shared: bool = True
+) -> FinishedRun:
     """Run ``main`` to its end; helpers in this folder can be named in ``overrides``.
 
-    ``main`` is a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
+    Args:
+        main: a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
+        shared: whether its workers are forks of the process that the tests share; if not, of the run's own, as for a
+            user, who also wants them gone when they are stopped.
     """
     # The main chooses its platform by itself, as it would in a user's shell.
     module, environment = as_module(main, user_environment())
+    environment = with_helpers(environment)
+    if shared:
+        overrides, environment = forked([*overrides, "async_training.prefork_workers=false"], environment)
     folder.mkdir(parents=True, exist_ok=True)
-    finished = run_module(module, overrides, folder, with_helpers(environment), timeout_s)
+    finished = run_module(module, overrides, folder, environment, timeout_s)
     (folder / "output.txt").write_text(finished.stdout)
     sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
     return FinishedRun(finished.returncode, finished.stdout, folder)

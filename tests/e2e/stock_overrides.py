@@ -12,11 +12,10 @@ import os
 import subprocess
 from pathlib import Path
 
-from main_process import run_module, with_helpers
+from main_process import forked, run_module, with_helpers
 
 from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
-from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task.settings import TaskPaths
 
 WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
@@ -111,10 +110,8 @@ def forked_main(
     main: str, overrides: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
-    environment = with_helpers(environment)
-    with Prefork(environment) as forks:
-        forked = f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}"
-        return run_module(main, [*overrides, forked], folder, environment, timeout_s)
+    overrides, environment = forked(overrides, with_helpers(environment))
+    return run_module(main, overrides, folder, environment, timeout_s)
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"

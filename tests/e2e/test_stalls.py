@@ -53,7 +53,7 @@ def test_part_that_never_answers_is_named_and_ends_the_run(
         *(f"async_training.timeouts.{name}={seconds}" for name, seconds in timeouts.items()),
         "trainer.total_training_steps=1000",
     ]
-    run = run_main("fully_async:stopping_trainer.StoppingTrainer", overrides, tmp_path)
+    run = run_main("fully_async:stopping_trainer.StoppingTrainer", overrides, tmp_path, shared=False)
     assert run.returncode == 1
     assert named in run.output
     error = run.summary["error"]
