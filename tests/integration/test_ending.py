@@ -229,6 +229,9 @@ def test_error_is_blamed_on_a_needed_process_that_does_not_run_any_more(number: 
         assert str(needed.blamed(error)) == f"Ray's raylet (process {server.pid}) {state}"
         # A signal ends the run whatever else has ended by it.
         assert isinstance(needed.blamed(KeyboardInterrupt()), KeyboardInterrupt)
+        # Leaving Ray would wait for one that is stopped.
+        needed.end_stopped()
+        assert server.wait(10) == -signal.SIGKILL
     finally:
         server.kill()
         server.wait()

@@ -238,6 +238,7 @@ class _Run:
         """End everything, then report; returns the first error."""
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
+            "ending stopped processes": self._needed.end_stopped,
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
             "writing summary.json": lambda: self._record.close(self._peak),

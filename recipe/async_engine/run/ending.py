@@ -34,6 +34,7 @@ NEEDED = {
     "recipe.async_engine.prefork.server ": "the process that workers are forked from",
 }
 """By what their command lines have in them."""
+STOPPED = "is stopped"
 
 
 class EndAtOnce(KeyboardInterrupt):
@@ -172,6 +173,12 @@ class NeededProcesses:
         said = [f"{self._names[process]} (process {process.pid}) {state}" for process, state in states.items() if state]
         return ProcessLost(", ".join(said)) if said else None
 
+    def end_stopped(self) -> None:
+        """Kill those that are stopped: whoever leaves Ray would wait for their answer."""
+        for process in self._names:
+            if _state(process) == STOPPED:
+                process.kill()
+
     def blamed(self, error: BaseException) -> BaseException:
         """What an error comes from: one of these if any is lost, else itself."""
         lost = self.lost() if isinstance(error, Exception) else None
@@ -205,7 +212,7 @@ def _state(process: psutil.Process) -> str | None:
     """What keeps it from working, if anything."""
     if not _runs(process):
         return "has ended"
-    return "is stopped" if process.status() == psutil.STATUS_STOPPED else None
+    return STOPPED if process.status() == psutil.STATUS_STOPPED else None
 
 
 def _runs(process: psutil.Process) -> bool:

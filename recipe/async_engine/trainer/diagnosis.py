@@ -41,6 +41,10 @@ def _asked(trainer: Any) -> dict[str, Any]:
     """Object references of what each part of the run says of itself."""
     if trainer.publisher is None:
         return {}
+
+    def alive(actor: Any) -> list[str]:
+        return ["it answers"]
+
     asked = {}
     for number, worker in enumerate(trainer.async_rollout_manager.agent_loop_workers):
         asked[f"agent-loop worker {number}"] = worker.describe.remote()
@@ -49,10 +53,11 @@ def _asked(trainer: Any) -> dict[str, Any]:
         for server in replica.servers:
             asked[f"{kind} {replica.replica_rank}"] = server.describe.remote()
         for rank, worker in enumerate(replica.workers):
-            alive = worker.__ray_call__.remote(lambda worker: ["it answers"])
-            asked[f"weight receiver {rank} of {kind} {replica.replica_rank}"] = alive
+            asked[f"weight receiver {rank} of {kind} {replica.replica_rank}"] = worker.__ray_call__.remote(alive)
     for number, worker in enumerate(trainer.reward_loop_manager.reward_loop_workers):
         asked[f"reward worker {number}"] = worker.describe.remote()
+    for name, actor in trainer.irreplaceable_actors().items():
+        asked[name] = actor.__ray_call__.remote(alive)
     return asked
 
 
