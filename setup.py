@@ -55,6 +55,7 @@ setup(
         "filelock",
         "hydra-core",
         "numpy>=2.0.0",
+        "packaging",
         "pebble",
         "psutil",
         "pyarrow>=19.0.0",

@@ -99,13 +99,13 @@ def test_auto_detection_never_takes_the_cpu_platform(monkeypatch: pytest.MonkeyP
 
 
 def test_other_releases_are_refused_by_name() -> None:
-    require_version("verl", "0.9.1", ("0.9.1",), "This")
-    require_version("vllm", "0.28.3+cpu", ("0.28.",), "This")
+    require_version("verl", "0.9.1", "==0.9.1", "This")
+    require_version("vllm", "0.28.3+cpu", "==0.28.*", "This")
     for found in ("0.9.10", "0.9.2", "0.9"):
         with pytest.raises(UnsupportedVersionError, match=f"verl {found} is installed"):
-            require_version("verl", found, ("0.9.1",), "This")
+            require_version("verl", found, "==0.9.1", "This")
     with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.28\.\*"):
-        require_version("vllm", "0.29.0", ("0.28.",), "This")
+        require_version("vllm", "0.29.0", "==0.28.*", "This")
 
 
 def test_installed_verl_is_a_supported_release() -> None:

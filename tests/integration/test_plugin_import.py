@@ -98,7 +98,7 @@ def test_failing_feature_ends_the_process_and_says_why() -> None:
     # A verl release that the CPU platform was not written for, seen through the real import path.
     code = (
         "import recipe.async_engine.platform.versions as versions\n"
-        "versions.VERL_SUPPORTED = ('0.0.1',)\n"
+        "versions.VERL_SUPPORTED = '==0.0.1'\n"
         "import verl\n"
         "print('verl went on')\n"
     )

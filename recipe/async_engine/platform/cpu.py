@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import verl
@@ -37,17 +34,8 @@ class PlatformCPU(PlatformBase):
     (``ray_kwargs.ray_init.num_gpus``).
     """
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return device_module
+    device_name = vendor_name = "cpu"
+    device_module = device_module
 
     def is_available(self) -> bool:
         return True
@@ -63,26 +51,11 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        del device_index
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        del device_index
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        del settings
-
-    def empty_cache(self) -> None:
-        return None
+    set_device = synchronize = empty_cache = set_allocator_settings = device_module.nothing
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    profiler_start = profiler_stop = cudart = device_module.nothing
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        del device_index
         return None, None
 
     def communication_backend_name(self) -> str:
@@ -91,16 +64,8 @@ class PlatformCPU(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        del msg
-        yield
-
-    def profiler_start(self) -> None:
-        return None
-
-    def profiler_stop(self) -> None:
-        return None
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def ray_resource_name(self) -> str:
         return "GPU"
@@ -122,9 +87,6 @@ class PlatformCPU(PlatformBase):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         return {name: os.environ.get(name, value) for name, value in defaults.items()}
-
-    def cudart(self) -> Any:
-        return None
 
 
 def install() -> None:

@@ -15,40 +15,18 @@ import torch
 from torch.cpu import *  # noqa: F403
 
 
-def empty_cache() -> None:
-    """There is no caching allocator."""
+def nothing(*_: Any, **__: Any) -> None:
+    """For what a host lacks: a caching allocator, its statistics, and handles of devices."""
 
 
-def ipc_collect() -> None:
-    """There are no device handles to collect."""
-
-
-def reset_peak_memory_stats(*_: Any) -> None:
-    """There are no allocator statistics."""
-
-
-def reset_accumulated_memory_stats(*_: Any) -> None:
-    """There are no allocator statistics."""
-
-
-def set_per_process_memory_fraction(*_: Any, **__: Any) -> None:
-    """The operating system decides."""
-
-
-def memory_allocated(*_: Any) -> int:
+def _zero(*_: Any) -> int:
     return 0
 
 
-def memory_reserved(*_: Any) -> int:
-    return 0
-
-
-def max_memory_allocated(*_: Any) -> int:
-    return 0
-
-
-def max_memory_reserved(*_: Any) -> int:
-    return 0
+empty_cache = ipc_collect = set_per_process_memory_fraction = nothing
+reset_peak_memory_stats = reset_accumulated_memory_stats = nothing
+memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = _zero
+manual_seed = manual_seed_all = torch.manual_seed
 
 
 def mem_get_info(*_: Any) -> tuple[int, int]:
@@ -67,11 +45,3 @@ def get_rng_state(*_: Any) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, *_: Any) -> None:
     torch.set_rng_state(state)
-
-
-def manual_seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    torch.manual_seed(seed)

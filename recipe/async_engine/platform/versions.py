@@ -7,41 +7,33 @@ meets code it was not written for fails in ways that are hard to trace.
 
 from __future__ import annotations
 
+from packaging.specifiers import SpecifierSet
+
 from recipe.async_engine.core.errors import RecipeError
 
-VERL_SUPPORTED = ("0.9.1",)
-VLLM_SUPPORTED = ("0.28.",)
-RAY_SUPPORTED = ("2.60.",)
+VERL_SUPPORTED = "==0.9.1"
+VLLM_SUPPORTED = "==0.28.*"
+RAY_SUPPORTED = "==2.60.*"
 
 
 class UnsupportedVersionError(RecipeError):
     """A workaround meets a release of verl or vLLM that it was not written for."""
 
 
-def is_supported(found: str, supported: tuple[str, ...]) -> bool:
-    """Whether a release is one of ``supported``: exact versions, or prefixes that end with a dot ("0.28.")."""
-    public = found.partition("+")[0]
-    return any(
-        public == version or (version.endswith(".") and (public + ".").startswith(version)) for version in supported
-    )
+def is_supported(found: str, supported: str) -> bool:
+    """Whether the release ``found`` meets the specifier ``supported``."""
+    return SpecifierSet(supported).contains(found, prereleases=True)
 
 
-def require_version(package: str, found: str, supported: tuple[str, ...], needed_for: str) -> None:
-    """Refuse a release that is none of ``supported``.
-
-    Args:
-        package: name for the message.
-        found: the installed version.
-        supported: as :func:`is_supported` takes it.
-        needed_for: what cannot be done with another release.
+def require_version(package: str, found: str, supported: str, needed_for: str) -> None:
+    """Refuse a release of ``package`` that does not meet ``supported``; without it ``needed_for`` cannot be done.
 
     Raises:
         UnsupportedVersionError: naming the version found and those allowed.
     """
-    if is_supported(found, supported):
-        return
-    allowed = ", ".join(f"{version}*" if version.endswith(".") else version for version in supported)
-    raise UnsupportedVersionError(
-        f"{needed_for} is written for {package} {allowed}, but {package} {found} is installed. Install a supported "
-        f"release of {package}, or run on an accelerator with VERL_PLATFORM unset."
-    )
+    if not is_supported(found, supported):
+        allowed = supported.removeprefix("==")
+        raise UnsupportedVersionError(
+            f"{needed_for} is written for {package} {allowed}, but {package} {found} is installed. Install a supported "
+            f"release of {package}, or run on an accelerator with VERL_PLATFORM unset."
+        )

@@ -315,7 +315,7 @@ def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
         logger.warning(
             "async_training.prefork_workers has no effect with ray %s (written for %s): workers start from scratch",
             ray.__version__,
-            ", ".join(RAY_SUPPORTED),
+            RAY_SUPPORTED,
         )
         return False
     return True
