@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_on_cpu
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -149,15 +150,14 @@ def largest_difference(adapter: ModelEngineServerAdapter, scenario: Scenario, se
     if output is None:
         return None
     reference, largest = make_model(scenario, seed), 0.0
-    for tokens, scores in zip(own, from_batch(output, len(own)), strict=True):
+    for tokens, scores in zip(own, from_batch(output), strict=True):
         with torch.no_grad():
             expected = torch.log_softmax(reference(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
         log_probs = expected.gather(-1, tokens[1:, None])[:, 0]
         entropy = -(expected.exp() * expected).sum(-1)
-        assert scores.log_probs.shape == scores.entropy.shape == tokens.shape
-        assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-        for computed, right in ((scores.log_probs[1:], log_probs), (scores.entropy[1:], entropy)):
-            largest = max(largest, (computed - right).abs().max().item())
+        assert scores.shape == (2, len(tokens)) and scores.dtype == np.float32
+        for computed, right in zip(scores[:, 1:], (log_probs, entropy), strict=True):
+            largest = max(largest, float(np.abs(computed - right.numpy()).max()))
     return largest
 
 

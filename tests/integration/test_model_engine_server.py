@@ -16,7 +16,6 @@ from ray.exceptions import ActorDiedError
 
 from recipe.async_engine.model_engine.server import Ranks, deal
 from recipe.async_engine.model_engine.service import EngineLost
-from recipe.async_engine.model_engine.worker import Place
 
 FP32 = 1e-5
 SCENARIO_S = 400
@@ -96,7 +95,7 @@ async def test_server_learns_of_a_dead_rank_though_another_one_fails_for_it_firs
     workers: list[Any] = [
         SimpleNamespace(promote=SimpleNamespace(remote=lambda e=error: promote(e))) for error in errors
     ]
-    ranks = Ranks(workers, [Place(rank, len(workers), True) for rank in range(len(workers))], timeout_s=1)
+    ranks = Ranks(workers, timeout_s=1)
     with pytest.raises(raised, match=words):
         await ranks.promote()
 

@@ -59,6 +59,7 @@ class Harness:
         self.engine = Engine()
         settings = ScoringSettings(anchor, max_batch_tokens=100, max_delay_s=0.02, drain_s=drain_s)
         self.service = ScoringService(settings, self.engine)
+        self.service.run()
 
     async def load(self, version: int) -> None:
         await self.service.begin_load(version, SOON)
@@ -124,14 +125,14 @@ async def test_segment_that_misses_the_deadline_is_scored_late() -> None:
     harness = Harness(Anchor.GENERATION, drain_s=0.05)
     await harness.load(0)
     await harness.answer(harness.ask("settles", 0))
-    harness.service.pause()
+    harness.service.pause_serving()
     older = harness.ask("older", 0)
     await asyncio.sleep(0)
     await harness.load(1)
     newer = harness.ask("newer", 1)
-    while harness.service.version != 1:
+    while harness.service._queue.live != 1:
         await asyncio.sleep(0.01)
-    harness.service.resume()
+    harness.service.resume_serving()
     answer = await harness.answer(older)
     assert (answer.scores, answer.version, answer.late) == ("older by 1", 1, True)
     assert not (await harness.answer(newer)).late
@@ -142,9 +143,9 @@ async def test_segment_that_misses_the_deadline_is_scored_late() -> None:
 async def test_next_load_waits_until_the_weights_before_it_have_moved_in(generation: Harness) -> None:
     for version in range(3):
         await generation.load(version)
-    assert generation.service.version == 1
+    assert generation.service._queue.live == 1
     await generation.answer(generation.ask("pushes", 2))
-    assert generation.service.version == 2
+    assert generation.service._queue.live == 2
 
 
 async def test_load_that_finds_no_place_in_time_is_taken_back(generation: Harness) -> None:
@@ -188,7 +189,7 @@ async def test_lost_engine_closes_the_service_for_those_it_was_computing_too(gen
     for task in asked:
         with pytest.raises(ServiceClosed, match="a rank died"):
             await generation.answer(task)
-    assert isinstance(await generation.service.ended(), EngineLost)
+    assert isinstance(generation.service._closed, EngineLost)
 
 
 async def test_failed_promotion_closes_the_service_with_its_cause(generation: Harness) -> None:
@@ -215,7 +216,7 @@ async def test_error_of_the_loop_itself_closes_the_service_by_name(
     monkeypatch.setattr(generation.service._queue, "next", fail)
     with pytest.raises(ServiceClosed, match="no such request"):
         await generation.answer(generation.ask("waits", 0))
-    assert isinstance(await asyncio.wait_for(generation.service.ended(), SOON), KeyError)
+    assert isinstance(generation.service._closed, KeyError)
 
 
 @pytest.mark.parametrize("moved_in", [False, True])
@@ -266,14 +267,14 @@ async def test_engine_that_gives_too_few_scores_costs_its_batch_only(generation:
 
 async def test_caller_that_goes_away_takes_its_request_along(generation: Harness) -> None:
     await generation.load(0)
-    generation.service.pause()
+    generation.service.pause_serving()
     task = generation.ask("unwanted", 0)
     await asyncio.sleep(0)
-    assert generation.service.waiting == 1
+    assert len(generation.service._queue) == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert generation.service.waiting == 0
-    generation.service.resume()
+    assert len(generation.service._queue) == 0
+    generation.service.resume_serving()
     assert (await generation.answer(generation.ask("wanted", 0))).scores == "wanted by 0"
     assert generation.engine.batches == [(0, ["wanted"])]
 
@@ -303,7 +304,7 @@ async def test_latest_waits_for_the_version_that_it_needs(latest: Harness) -> No
 
 async def test_close_ends_whoever_waits(generation: Harness) -> None:
     await generation.load(0)
-    generation.service.pause()
+    generation.service.pause_serving()
     task = generation.ask("waits", 0)
     await asyncio.sleep(0)
     await generation.service.close()

@@ -23,7 +23,6 @@ from recipe.async_engine.weights.worker import (
     DeadlineServerAdapter,
     DeadlineSocket,
     DeadlineWeightSender,
-    Interrupt,
     WeightLoadError,
 )
 
@@ -219,37 +218,24 @@ async def test_tensor_that_does_not_fit_is_named_and_the_engine_takes_the_next_l
     assert_complete(server)
 
 
-def test_interrupt_wakes_a_waiting_thread_at_once(address: str) -> None:
-    interrupt = Interrupt()
-    socket = DeadlineSocket(zmq.Context.instance().socket(zmq.REQ), SOON, interrupt)
+def test_error_of_the_engine_ends_a_wait_at_once(address: str) -> None:
+    socket = zmq.Context.instance().socket(zmq.REQ)
     socket.bind(address)
-    timer = threading.Timer(0.05, interrupt.set, [ValueError("engine gone")])
+    errors: list[Exception] = []
+    waiting = DeadlineSocket(socket, SOON, lambda: errors[0] if errors else None)
+    timer = threading.Timer(0.05, errors.append, [ValueError("engine gone")])
     timer.start()
     began = time.monotonic()
     with pytest.raises(WeightLoadError, match="ended the load: engine gone"):
-        socket.recv()
+        waiting.recv()
     assert time.monotonic() - began < SOON / 2
     timer.join()
-    socket.close()
-    interrupt.close()
-
-
-def test_interrupt_keeps_its_first_reason_and_may_be_set_when_closed() -> None:
-    interrupt = Interrupt()
-    first = ValueError("first")
-    interrupt.set(first)
-    interrupt.set(ValueError("second"))
-    assert interrupt.reason is first
-    interrupt.close()
-    interrupt.set(ValueError("third"))
-    assert interrupt.reason is first
+    waiting.close()
 
 
 def test_sender_alone_gives_up_on_a_peer_that_never_connects(address: str) -> None:
-    interrupt = Interrupt()
-    sender = DeadlineWeightSender(address, bucket_size_mb=1, use_shm=True, timeout_s=0.1, interrupt=interrupt)
+    sender = DeadlineWeightSender(address, bucket_size_mb=1, use_shm=True, timeout_s=0.1, failure=lambda: None)
     with pytest.raises(WeightLoadError, match=r"took no weights for 0\.1 s"):
         asyncio.run(sender.async_send_weights(stream()))
     assert sender.socket is None
     assert sender.shm is None
-    interrupt.close()

@@ -85,30 +85,14 @@ class ModelEngineReplica(RolloutReplica):
         self._server_address = f"model_engine_{self.replica_rank}"
 
     async def pause_serving(self) -> None:
-        """See :meth:`ModelEngineServer.pause_serving`."""
+        """Have the server compute nothing until `resume_serving`; requests and weights are taken in."""
         await self._server_handle.pause_serving.remote()
 
     async def resume_serving(self) -> None:
-        """See :meth:`ModelEngineServer.pause_serving`."""
         await self._server_handle.resume_serving.remote()
 
-    async def wake_up(self) -> None:
-        """The weights stay where they compute, as for the next six."""
+    async def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing is generated, and the weights stay where they compute: during a sync the live version answers."""
 
-    async def sleep(self) -> None:
-        """See `wake_up`."""
-
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Nothing is generated, so nothing is aborted: during a sync the live version goes on answering."""
-
-    async def resume_generation(self) -> None:
-        """See `abort_all_requests`."""
-
-    async def clear_kv_cache(self) -> None:
-        """See `wake_up`."""
-
-    async def release_kv_cache(self) -> None:
-        """See `wake_up`."""
-
-    async def resume_kv_cache(self) -> None:
-        """See `wake_up`."""
+    abort_all_requests = resume_generation = _nothing
+    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing

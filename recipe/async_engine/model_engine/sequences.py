@@ -30,14 +30,6 @@ class Segment:
     first: int
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Of one sequence of length ``L``: float32 (L,) each, on the host."""
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
-
-
 def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
     """Sequences of token ids, int64 (L,) each, without padding; logits are divided by ``temperature``."""
     rows = len(sequences)
@@ -61,10 +53,10 @@ def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDic
     )
 
 
-def from_batch(output: TensorDict, rows: int) -> list[Scores]:
-    """What an engine computed of a batch of ``rows`` sequences, in their order."""
+def from_batch(output: TensorDict) -> list[np.ndarray]:
+    """Log-probs and entropies of each sequence of a batch that an engine computed, in their order: float32 (2, L)."""
     columns = (output["log_probs"].unbind(), output["entropy"].unbind())
-    return [Scores(*(_shifted(column[row]) for column in columns)) for row in range(rows)]
+    return [torch.stack([_shifted(column) for column in row]).numpy() for row in zip(*columns, strict=True)]
 
 
 def _shifted(of_next_token: torch.Tensor) -> torch.Tensor:

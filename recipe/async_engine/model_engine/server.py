@@ -45,25 +45,30 @@ def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
 class Ranks:
     """`recipe.async_engine.model_engine.service.ScoringEngine` over the workers of one server."""
 
-    def __init__(self, workers: Sequence[ray.actor.ActorHandle], places: Sequence[Place], timeout_s: float) -> None:
-        self._workers = list(zip(workers, places, strict=True))
-        self._shares = places[0].shares
+    def __init__(self, workers: Sequence[ray.actor.ActorHandle], timeout_s: float) -> None:
+        self._workers = workers
         self._timeout_s = timeout_s
+        self._places: list[Place] = []
+
+    async def find_places(self) -> None:
+        """Ask the workers once where they stand, before anything is scored."""
+        self._places = await self._all([worker.place.remote() for worker in self._workers])
 
     async def score(self, sequences: Sequence[Segment]) -> list[np.ndarray]:
         """Log-probs and entropies of the tokens wanted, float32 (2, tokens) each."""
-        dealt = deal([len(sequence.token_ids) for sequence in sequences], self._shares)
+        dealt = deal([len(sequence.token_ids) for sequence in sequences], self._places[0].shares)
         rows = [ray.put([sequences[row].token_ids for row in share]) for share in dealt]
-        outputs = await self._all([worker.score.remote(rows[place.share]) for worker, place in self._workers])
+        outputs = await self._all(
+            [worker.score.remote(rows[place.share]) for worker, place in zip(self._workers, self._places, strict=True)]
+        )
         scores: dict[int, np.ndarray] = {}
-        for (_, place), output in zip(self._workers, outputs, strict=True):
+        for place, output in zip(self._places, outputs, strict=True):
             if place.has_output:
                 scores |= dict(zip(dealt[place.share], output, strict=True))
         return [scores[row][:, sequence.first :] for row, sequence in enumerate(sequences)]
 
     async def promote(self) -> None:
-        """See `ScoringEngine.promote`."""
-        await self._all([worker.promote.remote() for worker, _ in self._workers])
+        await self._all([worker.promote.remote() for worker in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
         # Every rank's outcome: when one dies, others may fail for it first, in what they computed together.
@@ -80,8 +85,8 @@ class Ranks:
         return outcomes
 
 
-class ModelEngineServer:
-    """See the module's contract."""
+class ModelEngineServer(ScoringService):
+    """The service as an actor. What it is asked besides scores comes from the leading rank and the publisher."""
 
     def __init__(
         self,
@@ -91,65 +96,34 @@ class ModelEngineServer:
         live: int | None = None,
     ) -> None:
         """``live``: the version of the weights that the workers have from the start; None: they wait for some."""
-        self._settings = settings
-        self._live = live
-        self._workers = list(workers)
-        self._timeout_s = timeout_s
+        self._ranks = Ranks(workers, timeout_s)
+        super().__init__(settings, self._ranks, live=live)
         self._answered_tokens = 0
 
     async def start(self) -> None:
         """Begin to serve."""
-        places = await asyncio.wait_for(
-            asyncio.gather(*[worker.place.remote() for worker in self._workers]), self._timeout_s
-        )
-        ranks = Ranks(self._workers, places, self._timeout_s)
-        self._service = ScoringService(self._settings, ranks, live=self._live)
-        self._watch = asyncio.create_task(self._end_with_service())
+        await self._ranks.find_places()
+        self.run()
 
     async def score(self, segment: Segment, tokens: int, version: int, start: int) -> Answer:
-        """See :meth:`ScoringService.score`; scores are float32 (2, tokens wanted): log-probs and entropies."""
-        answer = await self._service.score(segment, tokens, version, start)
+        """As the service's; scores are float32 (2, tokens wanted): log-probs and entropies."""
+        answer = await super().score(segment, tokens, version, start)
         self._answered_tokens += answer.scores.shape[1]
         return answer
 
-    async def pause_serving(self) -> None:
-        """Compute nothing until `resume_serving`; requests and weights are taken in."""
-        self._service.pause()
-
-    async def resume_serving(self) -> None:
-        """See `pause_serving`."""
-        self._service.resume()
-
-    async def begin_load(self, version: int, timeout_s: float) -> None:
-        """See :meth:`ScoringService.begin_load`."""
-        await self._service.begin_load(version, timeout_s)
-
-    async def staged(self) -> None:
-        """See :meth:`ScoringService.staged`."""
-        self._service.staged()
-
-    async def load_failed(self, reason: str) -> None:
-        """See :meth:`ScoringService.load_failed`."""
-        self._service.load_failed(reason)
-
-    async def refuse(self, version: int, reason: str) -> None:
-        """See :meth:`ScoringService.refuse`."""
-        self._service.refuse(version, reason)
-
-    async def describe(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Lines: its account, and where the coroutines wait."""
-        return [str(await self.account()), *(f"tasks: {line}" for line in waits())]
+        return [str(self.account()), *(f"tasks: {line}" for line in waits())]
 
-    async def account(self) -> dict[str, Any]:
+    def account(self) -> dict[str, Any]:
         """Counts of the server's life so far, its live version and how many requests wait."""
         return {
-            **asdict(self._service.counts),
+            **asdict(self.counts),
             "answered_tokens": self._answered_tokens,
-            "version": self._service.version,
-            "waiting": self._service.waiting,
+            "version": self._queue.live,
+            "waiting": len(self._queue),
         }
 
-    async def _end_with_service(self) -> None:
-        error = await self._service.ended()
+    def _close(self, error: BaseException) -> None:
         logger.error("the log-prob server ends: %s", error)
         os._exit(1)

@@ -100,7 +100,6 @@ class ScoringService:
         clock: Callable[[], float] = time.monotonic,
         live: int | None = None,
     ) -> None:
-        """``live``: see `ScoringQueue`."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
@@ -112,18 +111,10 @@ class ScoringService:
         self._numbers = 0
         self._refused: int | None = None
         self._closed: BaseException | None = None
-        self._ended = asyncio.Event()
+
+    def run(self) -> None:
+        """Begin to serve; on the event loop that all calls come from."""
         self._loop = asyncio.create_task(self._run(), name="scoring service")
-
-    @property
-    def version(self) -> int | None:
-        """The live version."""
-        return self._queue.live
-
-    @property
-    def waiting(self) -> int:
-        """Requests that have not begun to be computed."""
-        return len(self._queue)
 
     # Requests
 
@@ -155,12 +146,11 @@ class ScoringService:
             self._queue.withdraw(request.id)
             self._answers.pop(request.id, None)
 
-    def pause(self) -> None:
-        """Compute nothing until `resume`; requests are taken in, and versions still move on."""
+    def pause_serving(self) -> None:
+        """Compute nothing until `resume_serving`; requests are taken in, and versions still move on."""
         self._queue.paused = True
 
-    def resume(self) -> None:
-        """See `pause`."""
+    def resume_serving(self) -> None:
         self._queue.paused = False
         self._wake.set()
 
@@ -206,12 +196,6 @@ class ScoringService:
 
     # Life
 
-    async def ended(self) -> BaseException:
-        """Wait for the end of the service; returns its reason."""
-        await self._ended.wait()
-        assert self._closed is not None
-        return self._closed
-
     async def close(self, error: BaseException | None = None) -> None:
         """End the service; whoever waits gets the reason."""
         self._close(error or ServiceClosed("the server was stopped"))
@@ -220,7 +204,6 @@ class ScoringService:
 
     def _close(self, error: BaseException) -> None:
         self._closed = self._closed or error
-        self._ended.set()
         for request_id in list(self._answers):
             self._end(request_id, self._closed_error())
         self._place_free.set()

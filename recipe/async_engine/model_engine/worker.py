@@ -160,10 +160,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
     def _score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         sequences = [torch.from_numpy(row.astype(np.int64)) for row in rows]
         output = self.server_adapter.score(to_batch(sequences, self._settings.temperature))
-        if output is None:
-            return None
-        scored = from_batch(output, len(rows))
-        return [torch.stack([scores.log_probs, scores.entropy]).numpy() for scores in scored]
+        return None if output is None else from_batch(output)
 
     async def _wait(self, event: asyncio.Event, otherwise: str) -> None:
         try:

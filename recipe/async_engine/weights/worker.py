@@ -9,11 +9,10 @@ loop. Stock verl has neither: ``BucketedWeightSender`` waits on a socket for eve
 
 import asyncio
 import contextlib
-import os
-import threading
+import time
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -27,6 +26,11 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.weights.checksum import StreamChecksum
 
+LOOK_MS = 100
+"""How long a call on the socket waits before it looks for an error of the engine again."""
+
+T = TypeVar("T")
+Failure = Callable[[], Exception | None]
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
 
 
@@ -34,46 +38,18 @@ class WeightLoadError(RecipeError):
     """The engine beside this worker did not take the weights."""
 
 
-class Interrupt:
-    """Wakes a thread that waits on a socket; set once, from any thread."""
-
-    def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
-        self.reason: BaseException | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def set(self, reason: BaseException) -> None:
-        with self._lock:
-            if self.reason is None and not self._closed:
-                self.reason = reason
-                os.write(self._write_fd, b"x")
-
-    def fileno(self) -> int:
-        return self._read_fd
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            os.close(self._read_fd)
-            os.close(self._write_fd)
-
-
 class DeadlineSocket:
-    """A zmq REQ socket whose calls end after ``timeout_s`` seconds or when ``interrupt`` is set.
+    """A zmq REQ socket whose calls end after ``timeout_s`` seconds, or once ``failure`` gives an error of the engine.
 
     Both calls raise WeightLoadError: the engine reported an error, or did not answer in time.
     """
 
-    def __init__(self, socket: zmq.Socket, timeout_s: float, interrupt: Interrupt) -> None:
+    def __init__(self, socket: zmq.Socket, timeout_s: float, failure: Failure) -> None:
         self._socket = socket
         self._timeout_s = timeout_s
-        self._interrupt = interrupt
+        self._failure = failure
         self.may_send = True
         socket.setsockopt(zmq.LINGER, 0)
-
-    def bind(self, address: str) -> None:
-        self._socket.bind(address)
 
     def send_pyobj(self, obj: Any) -> None:
         # Writable once the engine has connected.
@@ -87,15 +63,12 @@ class DeadlineSocket:
         return self._socket.recv(zmq.NOBLOCK)
 
     def _wait(self, event: int) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, event)
-        poller.register(self._interrupt.fileno(), zmq.POLLIN)
-        events = dict(poller.poll(int(self._timeout_s * 1000)))
-        if self._socket in events:
-            return
-        if self._interrupt.reason is not None:
-            raise WeightLoadError(f"the rollout engine ended the load: {self._interrupt.reason}")
-        raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
+        deadline = time.monotonic() + self._timeout_s
+        while not self._socket.poll(LOOK_MS, event):
+            if (error := self._failure()) is not None:
+                raise WeightLoadError(f"the rollout engine ended the load: {error}")
+            if time.monotonic() > deadline:
+                raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()
@@ -108,14 +81,14 @@ class DeadlineWeightSender(BucketedWeightSender):
     for the next bucket for ever and could take no further load. The version is not committed in that case.
     """
 
-    def __init__(self, *args: Any, timeout_s: float, interrupt: Interrupt, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, timeout_s: float, failure: Failure, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        self._interrupt = interrupt
+        self._failure = failure
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket = DeadlineSocket(self.socket, self._timeout_s, self._interrupt)
+        self.socket = DeadlineSocket(self.socket, self._timeout_s, self._failure)
 
     async def async_send_weights(self, weights: NamedTensors) -> None:
         await super().async_send_weights(self._closing_on_error(weights))
@@ -182,25 +155,23 @@ class DeadlineServerAdapter(ServerAdapter):
             kwargs={**kwargs, "use_shm": self.use_shm},
         )
         checksum = StreamChecksum()
-        interrupt = Interrupt()
-        watcher = asyncio.create_task(self._watch(load, interrupt))
+        outcome = asyncio.create_task(_error_of(load))
         sender = DeadlineWeightSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
             timeout_s=self._timeout_s,
-            interrupt=interrupt,
+            failure=lambda: outcome.result() if outcome.done() else None,
         )
         try:
             await asyncio.to_thread(
                 _run_on, get_platform().current_device(), sender.async_send_weights(checksum.watching(weights))
             )
-            await self._in_time(watcher, "finish the load")
+            error = await self._in_time(outcome, "finish the load")
         finally:
-            watcher.cancel()
-            interrupt.close()
-        if interrupt.reason is not None:
-            raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {interrupt.reason}")
+            outcome.cancel()
+        if error is not None:
+            raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {error}")
         self.checksum = checksum.value()
         if self._has_server:
             await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
@@ -208,21 +179,21 @@ class DeadlineServerAdapter(ServerAdapter):
                 await self._in_time(self.server_handle.loaded.remote(self.checksum), "take a checksum")
                 await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
 
-    async def _in_time(self, answer: Awaitable[Any], what: str) -> None:
+    async def _in_time(self, answer: Awaitable[T], what: str) -> T:
         try:
-            await asyncio.wait_for(answer, self._timeout_s)
+            return await asyncio.wait_for(answer, self._timeout_s)
         except TimeoutError:
             raise WeightLoadError(f"the rollout server did not {what} within {self._timeout_s:g} s") from None
 
-    @staticmethod
-    async def _watch(load: Any, interrupt: Interrupt) -> None:
-        """Await the engine's answer; an error wakes the sending thread at once instead of at its deadline."""
-        if load is None:
-            return
-        try:
+
+async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
+    """What the engine's load ended with; None without an error, or where another rank has asked for the load."""
+    try:
+        if load is not None:
             await load
-        except Exception as error:  # whatever the engine raised is the reason of this load's failure
-            interrupt.set(error)
+    except Exception as error:  # whatever the engine raised is the reason of this load's failure
+        return error
+    return None
 
 
 def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
