@@ -70,11 +70,9 @@ class Totals:
 
 @dataclass(frozen=True)
 class Header:
-    """A parsed header; `body_bytes` says how much follows."""
+    """What a frame's header says of what follows."""
 
     kind: int
-    version: int
-    sequence: int
     payload_bytes: int
     text_bytes: int
 
@@ -190,7 +188,7 @@ class BucketReader:
             )
         if sequence != self._sequence:
             raise WeightStreamError(f"frame {sequence} arrived out of turn ({self.position})")
-        header = Header(kind, version, sequence, payload_bytes, text_bytes)
+        header = Header(kind, payload_bytes, text_bytes)
         if payload_bytes < 0 or text_bytes < 0 or header.body_bytes > self._capacity:
             raise WeightStreamError(
                 f"a frame of {header.body_bytes} bytes does not fit this receiver's bucket of {self._capacity} bytes "

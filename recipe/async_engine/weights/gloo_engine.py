@@ -34,26 +34,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.buckets import (
-    DATA,
-    END,
-    TEXT_BYTES,
-    BucketReader,
-    BucketWriter,
-    Frame,
-    Totals,
-    WeightStreamError,
-)
-from recipe.async_engine.weights.gloo_group import Deadline, Endpoint, GlooGroup, Rendezvous, node_address
+from recipe.async_engine.weights.buckets import DATA, END, TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
+from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.async_engine.weights.transport import (
     GlooTransport,
     SharedMemoryTransport,
@@ -105,13 +97,11 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._timeout_s = float(timeout_s)
         self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
         self._executor = _new_executor()
-        self._rendezvous: Rendezvous | None = None
+        self._store: dist.TCPStore | None = None
         self._transport: Transport | None = None
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
-        self._outside_epoch: str | None = None
         self._assembly: torch.Tensor | None = None
-        self.last_sync: dict[str, float] = {}
 
     # Membership
 
@@ -125,13 +115,12 @@ class GlooCheckpointEngine(CheckpointEngine):
             "segments": None,
         }
         if self._is_master:
-            if self._rendezvous is None:
-                self._rendezvous = Rendezvous.serve(node_address(), self._connect_timeout_s)
+            if self._store is None:
+                self._store = open_store(node_address(), self._connect_timeout_s)
             if self._segments is None and self._domain is not None:
                 self._segments = SharedSegments.create(self._bucket_bytes)
-            endpoint = self._rendezvous.endpoint
-            report["endpoint"] = [endpoint.host, endpoint.port]
-            report["segments"] = None if self._segments is None else self._segments.paths
+            report["endpoint"] = [self._store.host, self._store.port]
+            report["segments"] = None if self._segments is None else self._segments.path
         return report
 
     @classmethod
@@ -164,25 +153,22 @@ class GlooCheckpointEngine(CheckpointEngine):
         return arguments([0, *outside]), arguments(list(range(1, world_size)))
 
     def init_process_group(
-        self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: list[str] | None
+        self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, or keep it if this is it.
+        """Join group ``epoch``, or keep it if this is it. Trainer ranks but the sender stay outside.
 
         Raises:
             WeightStreamError: not all members came within ``connect_timeout_s``.
         """
-        if rank == OUTSIDE:
-            self._outside_epoch = epoch
-            return
-        if self.topology_epoch() == epoch:
+        if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
         self.reset()
         if not self._is_master:
-            self._rendezvous = Rendezvous.connect(Endpoint(*endpoint), self._connect_timeout_s)
-            shared = None if segments is None else SharedSegments(segments, self._bucket_bytes)
-        assert self._rendezvous is not None, "init_process_group before prepare on the master"
-        group = GlooGroup(epoch, self._rendezvous, rank, world_size, node_address(), self._connect_timeout_s)
+            self._store = connect_store(*endpoint, self._connect_timeout_s)
+            shared = None if segments is None else SharedSegments(segments)
+        assert self._store is not None, "init_process_group before prepare on the master"
+        group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
         if segments is None or shared is None:
             self._transport = GlooTransport(group, self._bucket_bytes)
             return
@@ -191,11 +177,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def topology_epoch(self) -> str | None:
         """The name of the group this member is connected in; None if it must be built (again)."""
-        return self._outside_epoch if self._transport is None else self._transport.group.group_id
-
-    def is_ready(self) -> bool:
-        """Whether this member could take part in a sync without `init_process_group`."""
-        return self.topology_epoch() is not None
+        return None if self._transport is None else self._transport.group.group_id
 
     def finalize(self) -> None:
         """Group and buffers are kept for the next sync."""
@@ -203,7 +185,6 @@ class GlooCheckpointEngine(CheckpointEngine):
     def reset(self) -> None:
         """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
         transport, self._transport = self._transport, None
-        self._outside_epoch = None
         self._segments = None
         if transport is None:
             return
@@ -229,12 +210,12 @@ class GlooCheckpointEngine(CheckpointEngine):
         """
         transport = self._transport
         if transport is None:
-            if self._outside_epoch is None:
+            if self._is_master:
                 raise WeightStreamError("no group to send in: call prepare and init_process_group first")
-            await self._on_thread(_on_current_device(lambda: _exhaust(weights)))
+            await self._on_thread(lambda: _exhaust(weights))
             return {}
-        with _dropping_group(self):
-            return await self._on_thread(_on_current_device(lambda: self._send(transport, weights, global_steps)))
+        with self._dropping_group():
+            return await self._on_thread(lambda: self._send(transport, weights, global_steps))
 
     def _send(
         self, transport: Transport, weights: Iterable[tuple[str, torch.Tensor]], version: int | None
@@ -250,7 +231,9 @@ class GlooCheckpointEngine(CheckpointEngine):
                 try:
                     frame = next(frames, None)
                 except Exception as error:
-                    _tell_receivers(transport, writer.abort(f"{type(error).__name__}: {error}"), deadline, label)
+                    with suppress(WeightStreamError):  # what cannot be told is raised here all the same
+                        transport.send(writer.abort(f"{type(error).__name__}: {error}"), deadline, label)
+                        transport.group.finish(label)
                     raise
                 if frame is None:
                     break
@@ -261,7 +244,13 @@ class GlooCheckpointEngine(CheckpointEngine):
             # Each weight may be gathered by a collective of all trainer ranks, and the others are still at it.
             _exhaust(iterator)
             raise
-        return self._record(writer.totals, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return {
+            "weight_sync/bytes": writer.totals.nbytes,
+            "weight_sync/tensors": writer.totals.tensors,
+            "weight_sync/seconds": seconds,
+            "weight_sync/gb_per_s": writer.totals.nbytes / 1e9 / max(seconds, 1e-9),
+        }
 
     # Receiving
 
@@ -274,83 +263,56 @@ class GlooCheckpointEngine(CheckpointEngine):
         transport = self._transport
         if transport is None:
             raise WeightStreamError("no group to receive in: call prepare and init_process_group first")
-        started = time.monotonic()
         deadline = Deadline(self._timeout_s)
         reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
-        with _dropping_group(self), ExitStack() as cleanup:
+        with self._dropping_group():
             turn = 0
             arrival = self._on_thread(lambda: transport.receive(0, reader, deadline))
-            cleanup.callback(lambda: arrival.cancel())
-            while True:
-                header, body = await arrival
-                if header.kind == DATA:
-                    turn += 1
-                    # While the consumer works on this frame, the next one arrives.
-                    arrival = self._on_thread(lambda turn=turn: transport.receive(turn, reader, deadline))
-                for named_tensor in reader.tensors(header, body):
-                    yield named_tensor
-                if header.kind == END:
-                    break
+            try:
+                while True:
+                    header, body = await arrival
+                    if header.kind == DATA:
+                        turn += 1
+                        # While the consumer works on this frame, the next one arrives.
+                        arrival = self._on_thread(lambda turn=turn: transport.receive(turn, reader, deadline))
+                    for named_tensor in reader.tensors(header, body):
+                        yield named_tensor
+                    if header.kind == END:
+                        break
+            finally:
+                arrival.cancel()
             await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
         self._assembly = reader.assembly
-        self._record(reader.totals, time.monotonic() - started)
 
     # Shared
 
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._executor, call)
+        # The current accelerator is each thread's own.
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def _record(self, totals: Totals, seconds: float) -> dict[str, float]:
-        self.last_sync = {
-            "weight_sync/bytes": totals.nbytes,
-            "weight_sync/tensors": totals.tensors,
-            "weight_sync/seconds": seconds,
-            "weight_sync/gb_per_s": totals.nbytes / 1e9 / max(seconds, 1e-9),
-        }
-        return dict(self.last_sync)
+        def run() -> T:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            return call()
 
+        return asyncio.get_running_loop().run_in_executor(self._executor, run)
 
-class _dropping_group:
-    """Leaves the engine's group on any failure, cancellation and early end included: such a group is out of step."""
-
-    def __init__(self, engine: GlooCheckpointEngine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if kind is not None:
-            logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", kind.__name__, error)
-            self._engine.reset()
+    @contextmanager
+    def _dropping_group(self) -> Iterator[None]:
+        """Leave the group on any failure, cancellation and early end included: it is out of step then."""
+        try:
+            yield
+        except BaseException as error:
+            name = type(error).__name__
+            logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", name, error)
+            self.reset()
+            raise
 
 
 def _new_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
 
 
-def _on_current_device(call: Callable[[], T]) -> Callable[[], T]:
-    """Make ``call`` use, on another thread, the accelerator that is current on this one: it is a thread's own."""
-    if not torch.accelerator.is_available():
-        return call
-    device = torch.accelerator.current_device_index()
-
-    def run() -> T:
-        torch.accelerator.set_device_index(device)
-        return call()
-
-    return run
-
-
 def _exhaust(weights: Iterable[Any]) -> None:
     for _ in weights:
         continue
-
-
-def _tell_receivers(transport: Transport, frame: Frame, deadline: Deadline, label: str) -> None:
-    """Send the frame that says why no more comes. The cause is raised in any case, so a failure here is only logged."""
-    try:
-        transport.send(frame, deadline, label)
-        transport.group.finish(label)
-    except WeightStreamError as error:
-        logger.warning("the receivers could not be told: %s", error)

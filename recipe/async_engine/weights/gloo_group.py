@@ -13,7 +13,6 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -48,14 +47,6 @@ class Deadline:
         return timedelta(seconds=max(left, 0.001))
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the rendezvous store listens."""
-
-    host: str
-    port: int
-
-
 def node_address() -> str:
     """This node's address in the cluster; loopback where Ray is not running."""
     import ray
@@ -63,52 +54,31 @@ def node_address() -> str:
     return ray.util.get_node_ip_address().strip("[]") if ray.is_initialized() else LOOPBACK
 
 
-class Rendezvous:
-    """The store of the sender, or a receiver's connection to it."""
+def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """The sender's store, which listens on ``host`` only."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
-    def __init__(self, store: dist.TCPStore, endpoint: Endpoint) -> None:
-        self.store = store
-        self.endpoint = endpoint
 
-    @classmethod
-    def serve(cls, host: str, timeout_s: float) -> Rendezvous:
-        """Open a store that listens on ``host`` only."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        return cls(store, Endpoint(host, port))
+def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A receiver's connection to the sender's store.
 
-    @classmethod
-    def connect(cls, endpoint: Endpoint, timeout_s: float) -> Rendezvous:
-        """Connect to the sender's store.
-
-        Raises:
-            WeightStreamError: nothing answers there.
-        """
-        try:
-            store = dist.TCPStore(
-                endpoint.host,
-                endpoint.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except RuntimeError as error:
-            raise WeightStreamError(
-                f"no answer from the sender of weights at {endpoint.host}:{endpoint.port} within "
-                f"connect_timeout_s={timeout_s:g}: {error}"
-            ) from error
-        return cls(store, endpoint)
+    Raises:
+        WeightStreamError: nothing answers there.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WeightStreamError(
+            f"no answer from the sender of weights at {host}:{port} within connect_timeout_s={timeout_s:g}: {error}"
+        ) from error
 
 
 class GlooGroup:
@@ -116,7 +86,7 @@ class GlooGroup:
 
     Args:
         group_id: unique among the groups that ever met in this store.
-        rendezvous: where the members meet.
+        store: where the members meet, the sender's.
         rank, world_size: this member's place.
         address: the local address to listen on.
         timeout_s: how long to wait for the other members.
@@ -126,7 +96,7 @@ class GlooGroup:
     """
 
     def __init__(
-        self, group_id: str, rendezvous: Rendezvous, rank: int, world_size: int, address: str, timeout_s: float
+        self, group_id: str, store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float
     ) -> None:
         self.group_id = group_id
         self.rank = rank
@@ -139,13 +109,19 @@ class GlooGroup:
         self._posted: deque[dist.Work] = deque()
         self._expected: defaultdict[int, deque[tuple[torch.Tensor, dist.Work]]] = defaultdict(deque)
         try:
-            store = dist.PrefixStore(f"weights/{group_id}", rendezvous.store)
-            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world_size, options)
+            own = dist.PrefixStore(f"weights/{group_id}", store)
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(own, rank, world_size, options)
         except RuntimeError as error:
             raise WeightStreamError(
                 f"rank {rank} of {world_size} could not connect to the other members of the weight-sync group within "
                 f"connect_timeout_s={timeout_s:g}: {error}"
             ) from error
+
+    def _connected(self, what: str) -> dist.ProcessGroupGloo:
+        # The answer is not bound to a name either, see `finish`.
+        if self._group is None:
+            raise WeightStreamError(f"{what} was broken off")
+        return self._group
 
     def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
         """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`.
@@ -153,13 +129,11 @@ class GlooGroup:
         Raises:
             WeightStreamError: the deadline has passed, or the group was closed.
         """
-        if self._group is None:
-            raise WeightStreamError(f"{what} was broken off")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = deadline.remaining(what)
-        self._outstanding.append(self._group.broadcast([tensor], options))
+        self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
     def synchronize(self, deadline: Deadline, what: str) -> None:
         """Return when every member has called this as often as this one.
@@ -167,11 +141,9 @@ class GlooGroup:
         Raises:
             WeightStreamError: a member is gone or the deadline has passed.
         """
-        if self._group is None:
-            raise WeightStreamError(f"{what} was broken off")
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
-        self._outstanding.append(self._group.allreduce([torch.zeros(1, dtype=torch.int64)], options))
+        self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
         self.finish(what)
 
     def finish(self, what: str, leaving: int = 0) -> None:
@@ -193,10 +165,8 @@ class GlooGroup:
         Raises:
             WeightStreamError: that member is gone, or the group was closed.
         """
-        if self._group is None:
-            raise WeightStreamError(f"{what} was broken off")
         try:
-            self._posted.append(self._group.send([fields], to, POSTED))
+            self._posted.append(self._connected(what).send([fields], to, POSTED))
         except RuntimeError as error:
             raise WeightStreamError(f"{what} failed, since a member is gone: {error}") from None
 
@@ -224,15 +194,13 @@ class GlooGroup:
         Raises:
             WeightStreamError: that member is gone or the deadline has passed.
         """
-        if self._group is None:
-            raise WeightStreamError(f"{what} was broken off")
         remaining = deadline.remaining(what)
         expected = self._expected[of]
         try:
             # gloo sends nothing before its receiver has asked for it: ask early.
             while len(expected) < EXPECTED:
                 tensor = torch.zeros(POSTED_FIELDS, dtype=torch.int64)
-                expected.append((tensor, self._group.recv([tensor], of, POSTED)))
+                expected.append((tensor, self._connected(what).recv([tensor], of, POSTED)))
             # Not bound to a name, see `finish`.
             expected[0][1].wait(remaining)
         except RuntimeError as error:

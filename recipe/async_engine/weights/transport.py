@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
-from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -38,28 +35,12 @@ SHARED_SEGMENTS = 4
 Buckets = tuple[torch.Tensor, ...]
 
 
-class Transport(Protocol):
-    """What the engine needs of a transport."""
-
-    group: GlooGroup
-    buckets: Buckets
-
-    def send(self, frame: Frame, deadline: Deadline, what: str) -> None: ...
-
-    def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]: ...
-
-    def confirm(self, deadline: Deadline, what: str) -> None: ...
-
-
 class GlooTransport:
     """Header and body of each frame are broadcast. Works between hosts."""
 
     def __init__(self, group: GlooGroup, bucket_bytes: int) -> None:
         self.group = group
-        self.buckets: Buckets = (
-            torch.empty(bucket_bytes, dtype=torch.uint8),
-            torch.empty(bucket_bytes, dtype=torch.uint8),
-        )
+        self.buckets: Buckets = torch.empty(2 * bucket_bytes, dtype=torch.uint8).chunk(2)
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
         self.group.start_broadcast(frame.header, deadline, what)
@@ -133,36 +114,39 @@ class SharedMemoryTransport:
         self.group.arrived(leaving=0)
 
 
+Transport = GlooTransport | SharedMemoryTransport
+
+
 def _receiving(group: GlooGroup, reader: BucketReader) -> str:
     return f"receiving weights on rank {group.rank} ({reader.position})"
 
 
 class SharedSegments:
-    """Anonymous segments of memory: made by the sender, opened by the receivers through its /proc entry.
+    """A piece of anonymous memory, in buckets: made by the sender, opened by the receivers through its /proc entry.
 
-    They have no name in any file system, so none is left behind however the processes end, and the size of /dev/shm
-    does not matter.
+    It has no name in any file system, so none is left behind however the processes end, and the size of /dev/shm does
+    not matter. It lives as long as this object or a receiver's mapping.
     """
 
-    def __init__(self, paths: Sequence[str], bucket_bytes: int) -> None:
-        self.paths = list(paths)
+    def __init__(self, path: str) -> None:
+        self.path = path
         try:
-            self.buckets: Buckets = tuple(_map(path, bucket_bytes) for path in paths)
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
         except OSError as error:
             raise WeightStreamError(
-                f"the sender's shared memory {paths} cannot be opened ({error}). Set checkpoint_engine.engine_kwargs."
+                f"the sender's shared memory {path} cannot be opened ({error}). Set checkpoint_engine.engine_kwargs."
                 "recipe_gloo.shared_memory=false to send through gloo instead."
             ) from error
-        self._close: weakref.finalize | None = None
+        self.buckets: Buckets = torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS)
 
     @classmethod
     def create(cls, bucket_bytes: int) -> SharedSegments:
-        """Make the segments; they live as long as this object or a receiver's mapping."""
-        descriptors = [os.memfd_create("recipe-weights", os.MFD_CLOEXEC) for _ in range(SHARED_SEGMENTS)]
-        for descriptor in descriptors:
-            os.ftruncate(descriptor, bucket_bytes)
-        segments = cls([f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors], bucket_bytes)
-        segments._close = weakref.finalize(segments, _close, descriptors)
+        file = os.fdopen(os.memfd_create("recipe-weights"), "r+b")
+        file.truncate(SHARED_SEGMENTS * bucket_bytes)
+        segments = cls(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        # Closed with this object; the path is good until then.
+        segments._file = file
         return segments
 
 
@@ -174,16 +158,3 @@ def shared_memory_domain() -> str | None:
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
     except OSError:
         return None
-
-
-def _map(path: str, nbytes: int) -> torch.Tensor:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
