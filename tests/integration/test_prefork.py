@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import marshal
 import multiprocessing.spawn
 import os
 import signal
@@ -145,10 +146,10 @@ def test_launchers_that_send_nothing_or_nonsense_delay_nobody(prefork: Prefork) 
         for connection in bad:
             connection.connect(address)
         # Of these four: one says nothing, one leaves in mid-sentence, one lies about lengths, one is no request at all.
-        bad[1].sendall(b"\0\0")
+        bad[1].sendall(b"\0" + marshal.dumps((1, 2))[:-1])
         bad[1].close()
-        bad[2].sendall(b"\0" + struct.pack("!I", 8) + struct.pack("!II", 1, 2**31))
-        bad[3].sendall(b"\0" + struct.pack("!I", 4) + struct.pack("!I", 0))
+        bad[2].sendall(b"\0s" + struct.pack("<i", 2**31 - 1))
+        bad[3].sendall(b"\0" + marshal.dumps(0))
         began = time.monotonic()
         assert run(prefork, "-c", SHOW_MARK).stdout == "True\n"
         assert time.monotonic() - began < REQUEST_S / 2

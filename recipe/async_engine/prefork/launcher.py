@@ -9,13 +9,12 @@ the forked process has ended, with its status. The two live and die together: th
 gone, and signals that ask the launcher to end are passed on. Without a server it becomes the plain interpreter.
 """
 
+import marshal
 import os
 import signal
 import socket
-import struct
 import sys
 
-LENGTH = struct.Struct("!I")
 ANSWER_S = 300
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -34,43 +33,6 @@ def open_files(without: int) -> list[int]:
     return sorted(found)
 
 
-def encode(files: list[int], arguments: list[str]) -> bytes:
-    """Lists of byte strings: descriptor numbers, working directory, arguments, environment; joined by counts."""
-    environment = [key + b"=" + value for key, value in os.environb.items()]
-    parts = [
-        [str(number).encode() for number in files],
-        [os.fsencode(os.getcwd())],
-        [os.fsencode(argument) for argument in arguments],
-        environment,
-    ]
-    body = b"".join(LENGTH.pack(len(part)) + b"".join(LENGTH.pack(len(item)) + item for item in part) for part in parts)
-    return LENGTH.pack(len(body)) + body
-
-
-def receive(connection: socket.socket) -> int | None:
-    """The next number that the server sends; None if it has died."""
-    answer = b""
-    while len(answer) < LENGTH.size:
-        try:
-            more = connection.recv(LENGTH.size - len(answer))
-        except ConnectionError:
-            return None
-        if not more:
-            return None
-        answer += more
-    return LENGTH.unpack(answer)[0]
-
-
-def request(connection: socket.socket, files: list[int], arguments: list[str]) -> int | None:
-    """Ask for a fork; returns its process id, or None if the server has died."""
-    try:
-        socket.send_fds(connection, [b"\0"], files)
-        connection.sendall(encode(files, arguments))
-    except ConnectionError:
-        return None
-    return receive(connection)
-
-
 def main(path: str, arguments: list[str]) -> int:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(ANSWER_S)
@@ -79,8 +41,12 @@ def main(path: str, arguments: list[str]) -> int:
     except OSError:
         os.execv(sys.executable, [sys.executable, *arguments])
     files = open_files(without=connection.fileno())
-    pid = request(connection, files, arguments)
-    if pid is None:
+    answers = connection.makefile("rb")
+    try:
+        socket.send_fds(connection, [b"\0"], files)
+        connection.sendall(marshal.dumps((files, os.getcwdb(), arguments, dict(os.environb))))
+        pid = marshal.load(answers)
+    except (ConnectionError, EOFError):
         log = os.path.join(os.path.dirname(path), "log")
         with open(log) as lines:
             sys.stderr.write(f"recipe: the process that workers are forked from has died. It said:\n{lines.read()}\n")
@@ -91,8 +57,10 @@ def main(path: str, arguments: list[str]) -> int:
         if descriptor > 2:
             os.close(descriptor)
     connection.settimeout(None)
-    status = receive(connection)
-    return 1 if status is None else status
+    try:
+        return marshal.load(answers)
+    except (ConnectionError, EOFError):
+        return 1
 
 
 if __name__ == "__main__":

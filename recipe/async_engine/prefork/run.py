@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from recipe.async_engine.prefork import launcher
@@ -38,7 +37,6 @@ def ray_environment() -> dict[str, str]:
 
 MODULES = (
     "recipe.async_engine.trainer.base",
-    "recipe.async_engine.task.dataset",
     "verl.workers.engine_workers",
     "verl.single_controller.ray.base",
     "verl.experimental.reward_loop",
@@ -109,9 +107,7 @@ class Prefork:
     def __enter__(self) -> Prefork:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import marshal
 import os
 import random
 import runpy
@@ -30,53 +31,21 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from recipe.async_engine.prefork.launcher import LENGTH
-
 FILES_AT_MOST = 250
 SPARE_DESCRIPTOR = 1000
 REQUEST_S = 30
 FLAGS_WITH_VALUE = ("-X", "-W")
 
 
-def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        more = connection.recv(size - len(body))
-        if not more:
-            raise ConnectionError("the launcher left before its request was complete")
-        body += more
-    return bytes(body)
-
-
-def decode(body: bytes) -> list[list[bytes]]:
-    """Undo ``launcher.encode``, less its leading length."""
-    parts, position = [], 0
-    while position < len(body):
-        (count,) = LENGTH.unpack_from(body, position)
-        position += LENGTH.size
-        part = []
-        for _ in range(count):
-            (size,) = LENGTH.unpack_from(body, position)
-            position += LENGTH.size
-            part.append(body[position : position + size])
-            position += size
-        parts.append(part)
-    return parts
-
-
-class Request:
-    """What a launcher asks for; its files are open here under other numbers."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(REQUEST_S)
-        _, self.files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
-        (size,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
-        numbers, folder, arguments, environment = decode(receive_exactly(connection, size))
-        self.numbers = [int(number) for number in numbers]
-        self.folder = folder[0]
-        self.arguments = [os.fsdecode(argument) for argument in arguments]
-        self.environment = dict(entry.split(b"=", 1) for entry in environment)
-        connection.setblocking(True)
+def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
+    """What a launcher asks for: its files as they are open here, their numbers there, its working directory, the
+    arguments and the environment."""
+    connection.settimeout(REQUEST_S)
+    _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
+    with connection.makefile("rb") as stream:
+        request = marshal.load(stream)
+    connection.setblocking(True)
+    return (files, *request)
 
 
 class Server:
@@ -120,7 +89,7 @@ class Server:
             self._become(connection)
         self._launchers[pid] = connection
         with suppress(OSError):  # the launcher is gone, and its fork will see that
-            connection.sendall(LENGTH.pack(pid))
+            connection.sendall(marshal.dumps(pid))
 
     def _reap(self) -> None:
         while self._launchers:
@@ -129,7 +98,7 @@ class Server:
                 return
             connection = self._launchers.pop(pid)
             with suppress(OSError):
-                connection.sendall(LENGTH.pack(_exit_status(status)))
+                connection.sendall(marshal.dumps(_exit_status(status)))
             connection.close()
 
     def _become(self, connection: socket.socket) -> None:
@@ -141,15 +110,15 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._forget_the_server()
-            request = Request(connection)
-            lifeline = _place_files(request.files, request.numbers, keep=connection.detach())
+            files, numbers, folder, arguments, environment = receive(connection)
+            lifeline = _place_files(files, numbers, keep=connection.detach())
             threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
             os.environb.clear()
-            os.environb.update(request.environment)
-            os.chdir(request.folder)
+            os.environb.update(environment)
+            os.chdir(folder)
             _reseed()
             _reread_environment()
-            run_as_interpreter(request.arguments)
+            run_as_interpreter(arguments)
             status = 0
         except SystemExit as exit_:
             status = _status_of(exit_)
@@ -286,15 +255,13 @@ def _drawn_in_a_fork() -> bytes:
     from ray import ObjectRef
 
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:
         os.write(writing, ObjectRef.from_random().binary())
         os._exit(0)
     os.close(writing)
+    os.wait()
     with os.fdopen(reading, "rb") as drawn:
-        name = drawn.read()
-    os.waitpid(pid, 0)
-    return name
+        return drawn.read()
 
 
 def main(listener: socket.socket, modules: list[str]) -> None:
