@@ -7,30 +7,24 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from recipe.async_engine.task.builder import TaskDirectoryError, ensure_task
-from recipe.async_engine.task.settings import FAMILIES, LENGTHS, TaskSettings
+from recipe.async_engine.task.settings import TaskSettings
 
 logger = logging.getLogger("recipe.async_engine.task")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 if the settings or the directory cannot be used."""
-    default = TaskSettings()
     parser = argparse.ArgumentParser(prog="python -m recipe.async_engine.task", description=__doc__)
     parser.add_argument("--out", required=True, help="the task's own directory")
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--family", choices=FAMILIES, default=default.family)
-    parser.add_argument("--lengths", choices=LENGTHS, default=default.lengths)
-    parser.add_argument("--train-size", type=int, default=default.train_size)
-    parser.add_argument("--val-size", type=int, default=default.val_size)
-    chosen = parser.parse_args(arguments)
+    for field in fields(TaskSettings):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    chosen = vars(parser.parse_args(arguments))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        paths = ensure_task(
-            chosen.out,
-            TaskSettings(chosen.seed, chosen.family, chosen.lengths, chosen.train_size, chosen.val_size),
-        )
+        paths = ensure_task(chosen.pop("out"), TaskSettings(**chosen))
     except (ValueError, TaskDirectoryError) as error:
         logger.error("%s", error)
         return 2

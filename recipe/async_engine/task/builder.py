@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.task import reward
-from recipe.async_engine.task.dataset import write_parquet
-from recipe.async_engine.task.problems import make_splits
+from recipe.async_engine.task.problems import Problem, make_splits
 from recipe.async_engine.task.settings import FORMAT_VERSION, TaskPaths, TaskSettings
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "task.json"
 MODEL, TRAIN, VAL = "model", "train.parquet", "val.parquet"
+DATA_SOURCE = "recipe/digits"
 LOCK_TIMEOUT_SECONDS = 600.0
 
 
@@ -96,12 +96,30 @@ def _write(directory: Path, settings: TaskSettings) -> None:
     from recipe.async_engine.task.warm_start import make_warm_model
 
     train, val = make_splits(settings)
-    write_parquet(train, "train", directory / TRAIN)
-    write_parquet(val, "val", directory / VAL)
+    _write_parquet(train, "train", directory / TRAIN)
+    _write_parquet(val, "val", directory / VAL)
     tokenizer = build_tokenizer()
     model = make_warm_model(settings, tokenizer, frozenset(problem.key for problem in val))
     model.save_pretrained(directory / MODEL)
     tokenizer.save_pretrained(directory / MODEL)
+
+
+def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
+    """In the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "ability": "instruction_following",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"index": index, "split": split, "operation": problem.operation},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def _refuse_foreign(out: Path) -> None:
