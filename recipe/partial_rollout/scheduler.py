@@ -26,7 +26,7 @@ from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.soundness import RewardError
-from recipe.partial_rollout.pool import TurnCall, TurnPool
+from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
 
 
 @dataclass
@@ -47,12 +47,11 @@ class TurnScheduler(RolloutScheduler):
         self,
         ledger: SampleLedger,
         source: PromptSource,
-        pool: TurnPool,
+        pool: WorkerPool,
         settings: SchedulerSettings,
         timeline: Timeline,
     ) -> None:
         super().__init__(ledger, source, pool, settings, timeline)
-        self._turns = pool
         self.manager = PromptManager(ledger, settings.group_size, settings.slots)
         self.interruptions = 0
         self.turn_occupancy = 0.0
@@ -89,7 +88,7 @@ class TurnScheduler(RolloutScheduler):
 
         Its result is the account of the turns before: what this one cuts may be on its way still.
         """
-        holding = self._turns.end_turn(self.manager.turns, timeout_s)
+        holding = self._pool.end_turn(self.manager.turns, timeout_s)
         return asyncio.run_coroutine_threadsafe(holding, self._loop)
 
     def _go_on(self, run: TurnRun) -> None:
@@ -127,7 +126,7 @@ class TurnScheduler(RolloutScheduler):
                     going_on.append(run.calls[n])
                 else:
                     self._begin(run, n)
-            self._turns.resume(going_on, self.manager.turns)
+            self._pool.resume(going_on, self.manager.turns)
             await self._wake.wait()
             self._wake.clear()
 
@@ -150,8 +149,8 @@ class TurnScheduler(RolloutScheduler):
 
     def _begin(self, run: TurnRun, n: int) -> None:
         try:
-            call = self._turns.call_in(
-                self.manager.turns, run.row, run.group, n, run.attempts[n], run.avoid.get(n), run.records.get(n)
+            call = self._pool.call(
+                run.row, run.group, n, run.attempts[n], run.avoid.get(n), run.records.get(n), self.manager.turns
             )
         except RecipeError as error:
             self._trajectory_failed(run, n, error, None)
@@ -159,7 +158,7 @@ class TurnScheduler(RolloutScheduler):
         run.calls[n] = call
         self._spawn(self._run_call(run, n, call))
 
-    async def _run_call(self, run: TurnRun, n: int, call: TurnCall) -> None:
+    async def _run_call(self, run: TurnRun, n: int, call: TrajectoryCall) -> None:
         """One attempt at a trajectory; its slot is free as soon as its last token is sampled."""
         try:
             await self._follow(call, run, n, Slot(lambda change: self._sampled(run, n)))
@@ -181,7 +180,7 @@ class TurnScheduler(RolloutScheduler):
             self._change(lambda: self.manager.begin_again(Trajectory(run.group.id, n)))
             return
         run.failed = True
-        self._spawn(self._turns.cancel(set(run.keys)))
+        self._spawn(self._pool.cancel(set(run.keys)))
         if run.dropped:
             self._change(lambda: self._end(run, lambda: self.ledger.filter(run.group.id, OVERDUE_REASON)))
         else:

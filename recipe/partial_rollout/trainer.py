@@ -12,14 +12,13 @@ Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/par
 from verl import DataProto
 
 from recipe.async_engine.rollout.group_run import GroupRun
+from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_agents
 from recipe.partial_rollout.actor_worker import HybridActorWorker
 from recipe.partial_rollout.fleet import TurnFleet
-from recipe.partial_rollout.pool import TurnPool
 from recipe.partial_rollout.publisher import TurnPublisher
 from recipe.partial_rollout.scheduler import TurnScheduler
-from recipe.partial_rollout.worker import TurnClient, TurnManager
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
@@ -34,7 +33,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         started = side_by_side(
             {
                 "the training workers": self._start_training,
-                "the agent loops": lambda: start_agents(self.config, TurnManager, TurnClient),
+                "the agent loops": lambda: start_agents(self.config),
             },
             self.timeouts.startup,
         )
@@ -52,7 +51,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
 
     def _new_scheduler(self) -> TurnScheduler:
         agents = self.async_rollout_manager
-        pool = TurnPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
+        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
         return TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
 
     def _next_groups(self) -> list[GroupRun] | None:

@@ -43,6 +43,7 @@ from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteRew
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
+BETWEEN_TURNS = {"batch_wait": SOON, "weight_sync": SOON, "checkpoint": SOON, "validation": SOON}
 LOOPS = "recipe_test_agent_loops"
 TOOL_TOKEN = 99
 
@@ -202,7 +203,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
                     "partial_tokens_interval": None,
                     "max_group_retries": retries,
                     "max_replica_restarts": 0,
-                    "timeouts": {"generation": SOON, "reward": reward_s, "trajectory": trajectory_s},
+                    "timeouts": {"generation": SOON, "reward": reward_s, "trajectory": trajectory_s, **BETWEEN_TURNS},
                 },
                 "actor_rollout_ref": {
                     "rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8},
@@ -575,7 +576,7 @@ async def test_time_that_a_trajectory_waits_for_its_turn_does_not_count(
 ) -> None:
     began = time.monotonic()
     worker = make_worker(ScriptedServer(part([10], 7)), Reward(), trajectory_s=0.1)
-    monkeypatch.setattr(worker, "_held_s", lambda key: min(0.5, time.monotonic() - began))
+    monkeypatch.setattr(worker._turns, "held_s", lambda key: min(0.5, time.monotonic() - began))
     with pytest.raises(AgentLoopError, match=r"timeouts\.trajectory"):
         await run(worker, "HangingLoop")
     assert time.monotonic() - began >= 0.6

@@ -17,8 +17,7 @@ from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored, WorkerRestarted
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.workers import TrajectoryFailed
-from recipe.partial_rollout.pool import TurnCall, TurnPool
+from recipe.async_engine.rollout.workers import TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0
 
@@ -55,15 +54,15 @@ def actor_class() -> type:
     return Worker
 
 
-def call_in(pool: TurnPool, turn: int, behaviour: str = "", n: int = 0) -> TurnCall:
+def call_in(pool: WorkerPool, turn: int, behaviour: str = "", n: int = 0) -> TrajectoryCall:
     row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
-    return pool.call_in(turn, row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, None, None)
+    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, None, turn=turn)
 
 
 async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one(
     cluster: None,
 ) -> None:
-    pool = TurnPool([ray.remote(max_restarts=1)(actor_class()).remote()])
+    pool = WorkerPool([ray.remote(max_restarts=1)(actor_class()).remote()])
     assert await pool.end_turn(1, SOON) == TokenAccount(cut=10, lost=1, held=4)
     with pytest.raises(TrajectoryFailed, match="died"):
         async for _ in call_in(pool, 2, "dies").events():
@@ -82,12 +81,11 @@ async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one
     assert isinstance(scored, TrajectoryScored)
     assert ray.get(payload, timeout=SOON) == (None, 3, [2])
     assert await pool.end_turn(3, SOON) == TokenAccount(cut=30, lost=6, held=4)
-    assert pool.admitted == {}
 
 
 async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: None) -> None:
     actor = ray.remote(max_restarts=1)(actor_class()).remote()
-    pool = TurnPool([actor])
+    pool = WorkerPool([actor])
     await pool.end_turn(1, SOON)
     before = await pool.end_turn(2, SOON)
     assert before == TokenAccount(cut=20, lost=1, held=4)

@@ -35,8 +35,9 @@ class TurnPoolFake(ScriptedPool):
         self.admitted: dict[str, list[int]] = {}
         self.ended: list[int] = []
 
-    def call_in(self, turn: int, *arguments: Any) -> ScriptedCall:
-        call = self.call(*arguments)
+    def call(self, *arguments: Any) -> ScriptedCall:
+        *arguments, turn = arguments
+        call = super().call(*arguments)
         self.admitted[call.key] = [turn]
         return call
 

@@ -10,25 +10,25 @@ import pytest
 from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
+from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TrajectoryAnswers
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
-from recipe.partial_rollout.turns import HeldTooLong, Ticket, TurnGate, use_ticket
-from recipe.partial_rollout.worker import TurnClient
+from recipe.async_engine.rollout.turns import HeldTooLong, Ticket, TurnGate
 
 PROMPT = [1, 2, 3]
 TOOL = [50, 51]
 SOON = 5.0
 
 
-def client_of(*servers: ScriptedServer, held_s: float = SOON) -> TurnClient:
-    timeouts = {"generation": SOON, "batch_wait": held_s, "weight_sync": 0, "checkpoint": 0, "validation": 0}
+def client_of(*servers: ScriptedServer) -> ResumingClient:
+    timeouts = {"generation": SOON}
     config = OmegaConf.create(
         {
             "async_training": {"partial_rollout": True, "timeouts": timeouts, "partial_tokens_interval": None},
             "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 16}},
         }
     )
-    return TurnClient(config, load_balancer_handle=Handle(balancer_of(*servers)))
+    return ResumingClient(config, load_balancer_handle=Handle(balancer_of(*servers)))
 
 
 async def settle() -> None:
@@ -37,11 +37,10 @@ async def settle() -> None:
 
 
 async def answer(
-    client: TurnClient, ticket: Ticket | None, work: Any = None, answers: TrajectoryAnswers | None = None
+    client: ResumingClient, ticket: Ticket | None, work: Any = None, answers: TrajectoryAnswers | None = None
 ) -> tuple[Any, TrajectoryRecorder]:
     """One trajectory: ``work`` of the client, by default one request."""
-    use_ticket(ticket)
-    recorder = start_recording(None, answers)
+    recorder = start_recording(None, answers, ticket)
     if ticket is not None:
         ticket.answers = recorder.answers
     if work is not None:
@@ -49,7 +48,7 @@ async def answer(
     return await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8}), recorder
 
 
-async def two_turns(client: TurnClient, tool: Any = None) -> list[int]:
+async def two_turns(client: ResumingClient, tool: Any = None) -> list[int]:
     """An agent loop with a tool between two requests; it knows nothing of turns."""
     first = await client.generate("request", prompt_ids=list(PROMPT), sampling_params={"max_tokens": 8})
     observed = TOOL if tool is None else await tool()
@@ -61,7 +60,7 @@ async def two_turns(client: TurnClient, tool: Any = None) -> list[int]:
 
 async def test_an_interrupted_answer_waits_for_its_next_turn_and_keeps_its_tokens() -> None:
     server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
-    gate = TurnGate()
+    gate = TurnGate(SOON)
     ticket = gate.begin("0-0-0", turn=1)
     running = asyncio.create_task(answer(client_of(server), ticket))
     await settle()
@@ -81,7 +80,7 @@ async def test_an_interrupted_answer_waits_for_its_next_turn_and_keeps_its_token
 
 async def test_a_refused_request_waits_and_is_no_interruption() -> None:
     server = ScriptedServer(part([], 0, "aborted"), part([10], 1))
-    gate = TurnGate()
+    gate = TurnGate(SOON)
     running = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
     await settle()
     assert len(server.calls) == 1
@@ -92,7 +91,7 @@ async def test_a_refused_request_waits_and_is_no_interruption() -> None:
 
 async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
     server = ScriptedServer(part([10, 11], 0), part([12], 1))
-    gate, called = TurnGate(), asyncio.Event()
+    gate, called = TurnGate(SOON), asyncio.Event()
 
     async def tool() -> list[int]:
         await called.wait()
@@ -110,7 +109,7 @@ async def test_a_trajectory_in_a_tool_call_waits_at_its_next_request() -> None:
 
 
 async def test_time_that_a_trajectory_waits_for_its_turn_is_known_also_while_it_waits() -> None:
-    gate = TurnGate()
+    gate = TurnGate(SOON)
     ticket = gate.begin("0-0-0", turn=1)
     assert gate.held_s("0-0-0") == 0
     gate.close(1)
@@ -127,7 +126,7 @@ async def test_time_that_a_trajectory_waits_for_its_turn_is_known_also_while_it_
 
 async def test_validation_passes_while_trajectories_wait() -> None:
     server = ScriptedServer(part([10], 0))
-    gate = TurnGate()
+    gate = TurnGate(SOON)
     gate.close(1)
     held = asyncio.create_task(answer(client_of(server), gate.begin("0-0-0", turn=1)))
     assert (await answer(client_of(server), None))[0].token_ids == [10]
@@ -135,10 +134,10 @@ async def test_validation_passes_while_trajectories_wait() -> None:
 
 
 async def test_waiting_ends_with_an_error_that_names_its_settings() -> None:
-    gate = TurnGate()
+    gate = TurnGate(timeout_s=0.05)
     gate.close(1)
     with pytest.raises(HeldTooLong, match=r"async_training\.timeouts"):
-        await answer(client_of(ScriptedServer(), held_s=0.05), gate.begin("0-0-0", turn=1))
+        await answer(client_of(ScriptedServer()), gate.begin("0-0-0", turn=1))
 
 
 async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_servers_give_back() -> None:
@@ -152,7 +151,7 @@ async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_server
         async def sampled_since(self, known: dict[str, int]) -> dict[str, Any]:
             return {}
 
-    gate, book = TurnGate(), AnswerBook()
+    gate, book = TurnGate(SOON), AnswerBook()
     client = client_of(Slow(part([10, 11], 0, "aborted")))
     ticket = gate.begin("0-0-0", turn=1)
     work = asyncio.create_task(answer(client, ticket, answers=book.begin("0-0-0")))
@@ -168,7 +167,7 @@ async def test_a_checkpoint_between_two_turns_waits_for_the_requests_that_server
 
 
 async def test_a_record_answers_a_trajectory_whose_turn_has_not_come() -> None:
-    book, gate = AnswerBook(), TurnGate()
+    book, gate = AnswerBook(), TurnGate(SOON)
     ticket = gate.begin("0-0-0", turn=1)
     work = asyncio.create_task(
         answer(client_of(ScriptedServer(part([10], 0, "aborted"))), ticket, answers=book.begin("0-0-0"))

@@ -43,7 +43,7 @@ def actor_class() -> type:
             self.prepared = False
 
         async def run_trajectory(
-            self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int, record: Any
+            self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int, *rest: Any
         ) -> AsyncGenerator[Any, None]:
             behaviour = sample["behaviour"]
             yield events.TrajectoryGenerated()

@@ -58,6 +58,7 @@ from recipe.async_engine.rollout.soundness import (
     check_reward,
     shown_in_validation,
 )
+from recipe.async_engine.rollout.turns import Ticket, TurnGate
 from recipe.async_engine.run.restarts import was_restarted
 from recipe.async_engine.run.stacks import waits
 
@@ -177,6 +178,8 @@ class TrajectoryWorker(AgentLoopWorker):
         self._trajectory_timeout_s = float(async_training.timeouts.trajectory)
         self._running: dict[str, _Running] = {}
         self._answers = AnswerBook()
+        limits = async_training.timeouts
+        self._turns = TurnGate(float(limits.batch_wait + limits.weight_sync + limits.checkpoint + limits.validation))
         self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
         self._scoring: ScoringClient | None = None
         self._score_parts = False
@@ -231,6 +234,7 @@ class TrajectoryWorker(AgentLoopWorker):
         rollout_n: int,
         version: int,
         record: TrajectoryRecord | None = None,
+        turn: int | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Run one trajectory; see the module's contract for what is yielded.
 
@@ -241,6 +245,7 @@ class TrajectoryWorker(AgentLoopWorker):
             rollout_n: which of the group's trajectories this is.
             version: policy version at issue, for traces.
             record: what :meth:`export` gave for this trajectory in an earlier process.
+            turn: the generation turn that it is admitted to, to later ones by :meth:`resume`; None in a stream.
 
         Raises:
             WorkerRestarted: :meth:`be_prepared` is to come.
@@ -249,7 +254,10 @@ class TrajectoryWorker(AgentLoopWorker):
             raise WorkerRestarted("the agent-loop worker was started again")
         generated = asyncio.Event()
         answers = self._answers.begin(key, record)
-        work = self._trajectory(generated, answers, dict(sample), sample_index, rollout_n, version)
+        ticket = None if turn is None else self._turns.begin(key, turn)
+        if ticket is not None:
+            ticket.sampled, ticket.answers = generated, answers
+        work = self._trajectory(generated, answers, ticket, dict(sample), sample_index, rollout_n, version)
         task = asyncio.create_task(work, name=f"trajectory {key}")
         running = self._running[key] = _Running(task, generated, told=asyncio.Event())
         complete = False
@@ -267,6 +275,7 @@ class TrajectoryWorker(AgentLoopWorker):
         finally:
             task.cancel()
             self._running.pop(key, None)
+            self._turns.end(key)
             self._answers.end(key, complete)
 
     async def _sampled(self, running: _Running, key: str) -> None:
@@ -277,7 +286,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """
         deadline = time.monotonic() + self._trajectory_timeout_s
         while not (running.task.done() or running.generated.is_set() or running.told.is_set()):
-            left_s = deadline + self._held_s(key) - time.monotonic()
+            left_s = deadline + self._turns.held_s(key) - time.monotonic()
             if left_s <= 0:
                 await running.cancel(key)
                 raise AgentLoopError(
@@ -285,10 +294,6 @@ class TrajectoryWorker(AgentLoopWorker):
                     "async_training.timeouts.trajectory"
                 )
             await running.changed(running.generated, running.told, timeout_s=left_s)
-
-    def _held_s(self, key: str) -> float:
-        """Seconds in which the trajectory had to wait for its turn, which count for no deadline."""
-        return 0.0
 
     @staticmethod
     async def _result(running: _Running, key: str) -> tuple[Any, TrajectoryRecorder]:
@@ -322,17 +327,27 @@ class TrajectoryWorker(AgentLoopWorker):
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
 
+    async def end_turn(self, turn: int) -> TokenAccount:
+        """Hold every trajectory at its next request from now on; returns the account of this moment."""
+        self._answers.interrupted_in_tools(self._turns.close(turn))
+        return self._answers.account()
+
+    async def resume(self, keys: list[str], turn: int) -> None:
+        """Let these trajectories go on in ``turn``."""
+        self._turns.admit(keys, turn)
+
     async def _trajectory(
         self,
         generated: asyncio.Event,
         answers: TrajectoryAnswers,
+        ticket: Ticket | None,
         sample: dict[str, Any],
         sample_index: int,
         rollout_n: int,
         version: int,
     ) -> tuple[Any, TrajectoryRecorder]:
         scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
-        recorder = start_recording(scorer, answers)
+        recorder = start_recording(scorer, answers, ticket)
         _generated.set(generated)
         sample.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
         try:

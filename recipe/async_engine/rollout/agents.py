@@ -87,12 +87,10 @@ async def _generate_on(worker: Any, part: DataProto) -> DataProto:
 class TrajectoryManager(AgentLoopManager):
     """See the module's contract; verl's validation goes through its ``generate_sequences``."""
 
-    worker_class: type[TrajectoryWorker] = TrajectoryWorker
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         restarts = int(self.config.async_training.max_replica_restarts)
-        self.agent_loop_workers_class = Restartable(self.worker_class, restarts, max_concurrency=CALLS_AT_ONCE)
+        self.agent_loop_workers_class = Restartable(TrajectoryWorker, restarts, max_concurrency=CALLS_AT_ONCE)
         self._told: dict[str, tuple[Any, ...]] = {}
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
         self._telling = threading.Lock()

@@ -244,15 +244,13 @@ class ResumingClient(LLMServerClient):
             raise GivenUp("the trajectory has ended: its agent loop may ask for nothing more")
         answer = recorder.answers.again(asked)
         if answer is None:
-            await self._admission()
+            if recorder.ticket is not None:
+                await recorder.ticket.enter()
             answer = await self._ask_server(request_id, patience, **kwargs)
             # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
             if answer is not None:
                 recorder.answers.keep(asked, answer)
         return answer
-
-    async def _admission(self) -> None:
-        """Wait until the trajectory may ask a server; at any time here."""
 
     async def _ask_server(self, request_id: str, patience: Patience, **kwargs: Any) -> TokenOutput | None:
         """One request to one server; None if there is no token of that server, because it died or left routing."""
@@ -271,7 +269,10 @@ class ResumingClient(LLMServerClient):
                 return await self._after_death(flight, error)
         if part.stop_reason not in ABORTED:
             return part
-        self._interrupted()
+        recorder = current_recorder()
+        if recorder is not None and recorder.ticket is not None:
+            # The servers stop before this worker is told, so that a busy worker does not keep them.
+            recorder.ticket.leave()
         return part if part.token_ids else None
 
     async def _after_death(self, flight: Flight, error: Exception) -> TokenOutput | None:
@@ -354,9 +355,6 @@ class ResumingClient(LLMServerClient):
                 flight.told = True
                 if self._keeps_parts:
                     flight.add(news, after=known[str(flight.engine_request_id)])
-
-    def _interrupted(self) -> None:
-        """A server gave a request back before it was complete; the answer goes on at once."""
 
     @staticmethod
     def _version(part: TokenOutput) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.part_scores import PartScorer
+from recipe.async_engine.rollout.turns import Ticket
 
 
 @dataclass
@@ -26,6 +27,7 @@ class TrajectoryRecorder:
         answers: as servers gave them, and those of an earlier process that are to be given again.
         scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
+        ticket: admits its requests to generation turns; None where generation is a stream.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -36,6 +38,7 @@ class TrajectoryRecorder:
     answers: TrajectoryAnswers = field(default_factory=TrajectoryAnswers)
     scorer: PartScorer | None = None
     text_only: bool = True
+    ticket: Ticket | None = None
 
     def without_text_only(self) -> None:
         """A request has something else than tokens: log-prob servers cannot score this trajectory."""
@@ -59,8 +62,10 @@ def current_recorder() -> TrajectoryRecorder | None:
     return _current.get()
 
 
-def start_recording(scorer: PartScorer | None = None, answers: TrajectoryAnswers | None = None) -> TrajectoryRecorder:
+def start_recording(
+    scorer: PartScorer | None = None, answers: TrajectoryAnswers | None = None, ticket: Ticket | None = None
+) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder."""
-    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers())
+    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket)
     _current.set(recorder)
     return recorder

@@ -13,7 +13,7 @@ asked, and what it held is lost. Shown by tests/integration/test_workers.py and 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ class NoWorkers(RecipeError):
         super().__init__(message)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TrajectoryCall:
-    """One attempt at one trajectory on one worker."""
+    """One attempt at one trajectory on one worker; ``turn``: the newest generation turn that it is admitted to."""
 
     key: str
     worker_id: str
@@ -64,11 +64,12 @@ class TrajectoryCall:
     group: Group
     rollout_n: int
     record: TrajectoryRecord | None = None
+    turn: int | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """What the worker's ``run_trajectory`` is called with."""
-        group = self.group
-        return self.key, sample_of(self.row, group), group.prompt.index, self.rollout_n, group.start, self.record
+        group, sample = self.group, sample_of(self.row, self.group)
+        return self.key, sample, group.prompt.index, self.rollout_n, group.start, self.record, self.turn
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
         """(event, None) for each event, then (None, payload's object reference).
@@ -149,6 +150,7 @@ class WorkerPool:
         self._of_the_dead = TokenAccount()
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
+        self._ended_turn = 0
         self._prepare_actor = prepare
         self._startup_s = startup_s
         self._answer_s = answer_s
@@ -173,10 +175,11 @@ class WorkerPool:
         attempt: int,
         avoid: str | None,
         record: TrajectoryRecord | None = None,
+        turn: int | None = None,
     ) -> TrajectoryCall:
         """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
 
-        ``record``: what a checkpoint has of it.
+        ``record``: what a checkpoint has of it. ``turn``: the generation turn that it is admitted to, None in a stream.
 
         Raises:
             NoWorkers: none is alive or being started again.
@@ -187,7 +190,7 @@ class WorkerPool:
         worker_id = min(candidates or self._actors or self._returning, key=self._running.__getitem__, default=None)
         if worker_id is None:
             raise NoWorkers
-        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record)
+        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
 
     async def actor_of(self, call: TrajectoryCall) -> ray.actor.ActorHandle:
         """The worker of a call, once it is up.
@@ -206,15 +209,37 @@ class WorkerPool:
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
-        by_worker: dict[str, list[str]] = {}
-        for key in keys:
-            if key in self._worker_of_key:
-                by_worker.setdefault(self._worker_of_key[key], []).append(key)
-        for worker_id, worker_keys in by_worker.items():
+        for worker_id, worker_keys in self._by_worker(keys).items():
             if worker_id in self._actors:
                 self._actors[worker_id].cancel.remote(worker_keys)
             else:
                 self._cancelled.update(worker_keys)
+
+    def resume(self, calls: Sequence[TrajectoryCall], turn: int) -> None:
+        """Let these calls go on in ``turn``, in this order."""
+        for call in calls:
+            # For one that waits for its worker to be started again.
+            call.turn = turn
+        for worker_id, keys in self._by_worker(call.key for call in calls).items():
+            if worker_id in self._actors:
+                self._actors[worker_id].resume.remote(keys, turn)
+
+    async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
+        """Hold every trajectory at its next request; returns the workers' account together.
+
+        A worker that does not answer in time is left to the deadlines of its trajectories.
+        """
+        self._ended_turn = turn
+        for worker_id, account in (await self._ask("end_turn", timeout_s, turn)).items():
+            self._note(worker_id, account)
+        return self._account()
+
+    def _by_worker(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        by_worker: dict[str, list[str]] = {}
+        for key in keys:
+            if key in self._worker_of_key:
+                by_worker.setdefault(self._worker_of_key[key], []).append(key)
+        return by_worker
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
         """Object reference of the scores of a finished trajectory; see :meth:`TrajectoryWorker.rescore`.
@@ -359,3 +384,7 @@ class WorkerPool:
         """Tell a worker that was started again what it has to know before it has work."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
+        told = 0
+        while told < self._ended_turn:
+            told = self._ended_turn
+            await actor.end_turn.remote(told)

@@ -38,17 +38,13 @@ def start_rollout(config: Any) -> RolloutSide:
     return side
 
 
-def start_agents(
-    config: Any,
-    manager: type[TrajectoryManager] = TrajectoryManager,
-    client: type[ResumingClient] = ResumingClient,
-) -> RolloutSide:
+def start_agents(config: Any) -> RolloutSide:
     """Create the rollout side up to the replicas' servers, which are to be launched."""
     rewards = ScoringManager(config=config)
     replicas = ReplicaManager(config)
-    agents = manager.create(
+    agents = TrajectoryManager.create(
         config=config,
-        llm_client=replicas.get_client(client),
+        llm_client=replicas.get_client(ResumingClient),
         reward_loop_worker_handles=rewards.reward_loop_worker_handles,
     )
     return RolloutSide(replicas, agents, rewards)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectories of an agent-loop worker may generate.
+"""Which trajectories of an agent-loop worker may generate, where generation happens in turns.
 
 Contract. A :class:`Ticket` admits a trajectory to one generation turn. Its requests wait (on an event, without
 polling) while its turn is closed, whatever the agent loop does meanwhile, so a loop in a tool call waits at its next
-request.
+request and notices nothing of an interruption. Where generation is a stream no trajectory has a ticket, nor has
+validation, which passes while training's trajectories wait.
 
 No Ray, no engine: one event loop calls it. Shown by tests/integration/test_turns.py.
 """
@@ -11,7 +12,6 @@ No Ray, no engine: one event loop calls it. Shown by tests/integration/test_turn
 import asyncio
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from recipe.async_engine.core.errors import RecipeError
@@ -51,24 +51,24 @@ class Ticket:
         """Seconds in which it waited for a turn."""
         return self.held + (time.monotonic() - self.held_since if self.waiting else 0.0)
 
-    async def enter(self, timeout_s: float) -> None:
+    async def enter(self) -> None:
         """Wait until the trajectory is admitted to an open turn.
 
         Raises:
-            HeldTooLong: after ``timeout_s`` seconds.
+            HeldTooLong: after the gate's ``timeout_s``.
         """
         if not self.waiting:
             self.held_since = time.monotonic()
         self.waiting += 1
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self.gate.timeout_s):
                 while self.turn <= max(self.left, self.gate.closed):
                     self.admitted.clear()
                     await self.admitted.wait()
         except TimeoutError:
             raise HeldTooLong(
-                f"an interrupted trajectory waited {timeout_s:g} s for its next generation turn; training, a weight "
-                "sync, a checkpoint and a validation together should take less (async_training.timeouts)"
+                f"an interrupted trajectory waited {self.gate.timeout_s:g} s for its next generation turn; training, a "
+                "weight sync, a checkpoint and a validation together should take less (async_training.timeouts)"
             ) from None
         finally:
             self.waiting -= 1
@@ -84,10 +84,12 @@ class TurnGate:
     """The tickets of one worker's unfinished trajectories.
 
     Attributes:
+        timeout_s: how long a trajectory may wait for its next turn.
         closed: the newest turn that is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.closed = 0
         self._tickets: dict[str, Ticket] = {}
 
@@ -97,12 +99,12 @@ class TurnGate:
         return ticket
 
     def held_s(self, key: str) -> float:
-        """Seconds in which a trajectory waited for its turns."""
-        return self._tickets[key].held_s
+        """Seconds in which a trajectory waited for its turns, which count for no deadline."""
+        return self._tickets[key].held_s if key in self._tickets else 0.0
 
     def end(self, key: str) -> None:
-        """The trajectory is over."""
-        del self._tickets[key]
+        """The trajectory is over, whether it had a ticket or not."""
+        self._tickets.pop(key, None)
 
     def close(self, turn: int) -> int:
         """The turn is over: from now on requests wait.
@@ -122,16 +124,3 @@ class TurnGate:
             if ticket is not None:
                 ticket.turn = turn
                 ticket.admitted.set()
-
-
-_ticket: ContextVar[Ticket | None] = ContextVar("recipe_turn_ticket", default=None)
-
-
-def current_ticket() -> Ticket | None:
-    """The ticket of the trajectory that this task belongs to; None in validation."""
-    return _ticket.get()
-
-
-def use_ticket(ticket: Ticket | None) -> None:
-    """Make ``ticket`` the one of this task and of those it starts."""
-    _ticket.set(ticket)
