@@ -12,13 +12,11 @@ Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/par
 from verl import DataProto
 
 from recipe.async_engine.rollout.group_run import GroupRun
-from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_agents
 from recipe.partial_rollout.actor_worker import HybridActorWorker
 from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
-from recipe.partial_rollout.scheduler import TurnScheduler
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
@@ -26,6 +24,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
 
     actor_worker = HybridActorWorker
     actor_role = "actor_rollout"
+    in_turns = True
     publisher_class = TurnPublisher
 
     def init_workers(self) -> None:
@@ -48,11 +47,6 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     def _new_fleet(self, rollout: RolloutSide) -> TurnFleet:
         budget = self.plan.settings.async_training.max_replica_restarts
         return TurnFleet(self.publisher, lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
-
-    def _new_scheduler(self) -> TurnScheduler:
-        agents = self.async_rollout_manager
-        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
-        return TurnScheduler(self.ledger, self.prompts, pool, self._scheduler_settings(), self.timeline)
 
     def _next_groups(self) -> list[GroupRun] | None:
         """One generation turn."""

@@ -106,12 +106,23 @@ class ScriptedPool:
         await self.cancel(keys)
 
     def call(
-        self, row: dict[str, Any], group: Group, n: int, attempt: int, avoid: str | None, record: Any = None
+        self,
+        row: dict[str, Any],
+        group: Group,
+        n: int,
+        attempt: int,
+        avoid: str | None,
+        record: Any = None,
+        turn: int | None = None,
     ) -> ScriptedCall:
+        assert turn is None, "a stream has no turns"
         self.loop = asyncio.get_running_loop()
         call = ScriptedCall(self, group, n, attempt, avoid)
         self.records[call.key] = record
         return call
+
+    def resume(self, calls: list[ScriptedCall], turn: int) -> None:
+        assert not calls, "a stream interrupts nothing"
 
     async def export(self, timeout_s: float) -> Exported:
         return Exported(self.kept, self.over, self.account)

@@ -17,7 +17,6 @@ from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_sche
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, GroupState, OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.rollout import scheduler as scheduler_module
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
@@ -328,7 +327,7 @@ def test_prompt_that_was_taken_and_not_issued_is_in_the_snapshot(start: Any) -> 
     resumed = new_scheduler(SampleLedger.restore(snapshot["ledger"], ledger.settings), restored, ScriptedPool())
     assert resumed._prompts.left == 19
     pool.of(0).reward()
-    scheduler.resume_issuing()
+    scheduler.open_turn()
     assert [pool.of(group).group.prompt.index for group in (1,)] == [1], "the run itself goes on with it too"
 
 
@@ -363,8 +362,8 @@ def drained_run(groups: int, seed: int, size: int = 1, **settings: Any) -> Rollo
                 scheduler.pause_until_drained(SOON)
                 if ledger.batches_left == 0:
                     scheduler.version_published()
-                assert scheduler._generating == 0, batch
-                scheduler.resume_issuing()
+                assert scheduler.manager.running == 0, batch
+                scheduler.open_turn()
             pool.calls.clear()
     finally:
         scheduler.stop(SOON)
@@ -388,8 +387,8 @@ def test_attempt_that_gave_its_slot_back_begins_again_after_the_weight_sync(star
     pool.of(0).fail(TrajectoryFailed("its worker died while it was scored"))
     settled(scheduler)
     assert len(pool.calls) == 2
-    assert scheduler._generating == 0
-    scheduler.resume_issuing()
+    assert scheduler.manager.running == 0
+    scheduler.open_turn()
     pool.of(0, attempt=1).finish()
     assert train(scheduler) == [0]
 
@@ -427,7 +426,7 @@ def test_drain_that_fills_the_batch_waits_for_the_rewards_that_may_filter_its_gr
     scheduler.batch_trained()
     drain = threading.Thread(target=lambda: (scheduler.pause_until_drained(SOON, fill=True), drained.set()))
     drain.start()
-    wait_until(scheduler, lambda: scheduler._generating == 0 and ledger.counts().running == 1)
+    wait_until(scheduler, lambda: scheduler.manager.running == 0 and ledger.counts().running == 1)
     assert not drained.wait(0.05)
     for n in (0, 1):
         pool.of(5, n).metric = 1.0
@@ -462,10 +461,7 @@ def test_filter_ends_no_run_that_synchronous_training_would_finish(start: Any, s
     assert ledger.counts().filtered >= 100
 
 
-def test_trajectory_that_does_not_end_when_its_sibling_failed_is_given_up(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_module, "CANCELLED_S", 0.05)
+def test_trajectory_that_does_not_end_when_its_sibling_failed_is_given_up(start: Any) -> None:
     pool = ScriptedPool()
     pool.cancels_reach = False
     scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(4), pool, group_size=2, slots=2))
@@ -509,7 +505,7 @@ def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: A
     drained = threading.Event()
     drain = threading.Thread(target=lambda: (scheduler.pause_until_drained(SOON), drained.set()))
     drain.start()
-    wait_until(scheduler, lambda: not scheduler._issuing)
+    wait_until(scheduler, lambda: not scheduler.manager.is_open)
     first.finish()
     settled(scheduler)
     assert not drained.is_set()
@@ -518,7 +514,7 @@ def test_drain_waits_for_generation_issues_nothing_and_goes_on_after_it(start: A
     drain.join(SOON)
     settled(scheduler)
     assert len(pool.calls) == 2
-    scheduler.resume_issuing()
+    scheduler.open_turn()
     assert len(pool.began(4)) == 4
 
 
@@ -689,8 +685,8 @@ def test_stop_ends_trajectories_in_flight_at_once(start: Any) -> None:
     began = time.monotonic()
     scheduler.stop(SOON)
     assert time.monotonic() - began < SOON / 2
-    assert not scheduler._thread.is_alive()
-    assert asyncio.all_tasks(scheduler._loop) == set()
+    assert not scheduler._thread.is_alive
+    assert asyncio.all_tasks(scheduler._thread.loop) == set()
     assert all(call.cancelled for call in calls)
 
 
@@ -699,7 +695,7 @@ def test_metrics_tell_what_runs_and_what_interruptions_cost(start: Any) -> None:
     scheduler = start(new_scheduler(new_ledger(b=2), make_source(4), pool, slots=4))
     pool.of(0).finish()
     pool.of(1).generate()
-    wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1 and scheduler._generating == 2)
+    wait_until(scheduler, lambda: scheduler.ledger.counts().ready == 1 and scheduler.manager.running == 2)
     pool.began(4)
     metrics = scheduler.metrics()
     assert metrics["fully_async/rollouter/generating_trajectories"] == 2

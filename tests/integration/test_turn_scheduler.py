@@ -18,8 +18,8 @@ from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import TrajectoryFailed
-from recipe.partial_rollout.scheduler import TurnScheduler
 
 
 def record(tokens: int) -> TrajectoryRecord:
@@ -64,17 +64,19 @@ def new_turns(
     size: int = 2,
     retries: int = 1,
     source: PromptSource | None = None,
-) -> TurnScheduler:
+) -> RolloutScheduler:
     ticks = iter(range(10**9))
-    settings = SchedulerSettings(size, slots, retries, 2, OnOverdue.WAIT)
-    return TurnScheduler(ledger, source or make_source(16), pool, settings, Timeline(lambda: float(next(ticks)), slots))
+    settings = SchedulerSettings(size, slots, retries, 2, OnOverdue.WAIT, turns=True)
+    return RolloutScheduler(
+        ledger, source or make_source(16), pool, settings, Timeline(lambda: float(next(ticks)), slots)
+    )
 
 
 @pytest.fixture
 def start() -> Iterator[Any]:
-    running: list[TurnScheduler] = []
+    running: list[RolloutScheduler] = []
 
-    def begin(scheduler: TurnScheduler) -> TurnScheduler:
+    def begin(scheduler: RolloutScheduler) -> RolloutScheduler:
         running.append(scheduler)
         scheduler.start()
         return scheduler
@@ -84,7 +86,7 @@ def start() -> Iterator[Any]:
         scheduler.stop(SOON)
 
 
-def end(scheduler: TurnScheduler) -> list[int]:
+def end(scheduler: RolloutScheduler) -> list[int]:
     """Take the batch, close the turn, train and publish; the group ids."""
     batch = scheduler.take_batch(SOON)
     assert batch is not None

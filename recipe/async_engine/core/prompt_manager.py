@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectory generates next, where generation and training take turns on the same accelerators.
+"""Which trajectory generates next: in turns, between which training has the accelerators, or in a stream.
 
 Contract. The prompt manager stands on the sample ledger: the ledger knows the groups, this knows the trajectories of
 those that are not complete yet. A trajectory is PENDING, RUNNING, INTERRUPTED or SAMPLED, and
@@ -10,6 +10,10 @@ those that are not complete yet. A trajectory is PENDING, RUNNING, INTERRUPTED o
 - a new prompt is issued only if the ledger admits it (its staleness gate, its bound on live groups), so the number of
   groups in flight is bounded, and a slot is filled trajectory by trajectory;
 - closing a turn interrupts what runs and loses nothing.
+
+A stream is a turn that no batch closes. It interrupts nothing, and it can be drained before a weight sync without a
+group left half begun: a group begins when slots are free for all of its trajectories, the oldest first, and a failed
+attempt that has a slot keeps it for the next one.
 
     PENDING -> RUNNING <-> INTERRUPTED        a failed attempt leads back to PENDING
     RUNNING or INTERRUPTED -> SAMPLED         (a last token may be reported after its turn was closed)
@@ -69,32 +73,31 @@ class PromptCounts:
     interrupted_trajectories: int
 
 
-# What a free slot is given first; the states that wait for one.
-_RANK = {TrajectoryState.INTERRUPTED: 0, TrajectoryState.PENDING: 1}
-
-
 class PromptManager:
     """See the module's contract.
 
     ledger: shared with whoever takes batches. group_size: trajectories of a group. slots: trajectories that may run at
-    once.
+    once. stream: whether generation is one.
     """
 
-    def __init__(self, ledger: SampleLedger, group_size: int, slots: int) -> None:
+    def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
         if group_size < 1 or slots < 1:
             raise TurnError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
         self.ledger = ledger
         self.group_size = group_size
         self.slots = slots
+        self.stream = stream
         self.turns = 0
         self.is_open = False
         self.running = 0
         self._states: dict[int, list[TrajectoryState]] = {}
+        # What a free slot is given first; the states that wait for one.
+        self._ranks = {TrajectoryState.INTERRUPTED: 0, TrajectoryState.PENDING: 0 if stream else 1}
         # (rank, start, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
         self._waiting: list[tuple[int, int, int, int]] = []
 
     def open_turn(self) -> int:
-        """Begin a generation turn; returns its number, counted from 1."""
+        """Begin a generation turn, or let a stream go on; returns its number, counted from 1."""
         if self.is_open:
             raise TurnError(f"generation turn {self.turns} is open already")
         self.is_open = True
@@ -116,22 +119,28 @@ class PromptManager:
             self._set(trajectory, TrajectoryState.INTERRUPTED)
         return interrupted
 
+    def drain(self) -> None:
+        """Give no slots until the stream is opened again; what has one goes on."""
+        self.is_open = False
+
     def next(self) -> Trajectory | None:
-        """Give a free slot to the next trajectory, which runs from now on; None if none may run or none waits."""
-        if not self.is_open or self.running >= self.slots:
+        """Give a free slot to the next trajectory, which runs from now on; None if none may run or none waits.
+
+        In a stream, ask until there is none: the group that began has its slots then.
+        """
+        if not self.is_open or not self.anything_waits():
             return None
-        while self._waiting:
-            rank, _, group_id, index = heapq.heappop(self._waiting)
-            states = self._states.get(group_id)
-            if states is not None and _RANK.get(states[index]) == rank:
-                trajectory = Trajectory(group_id, index)
-                self._set(trajectory, TrajectoryState.RUNNING)
-                return trajectory
-        return None
+        _, _, group_id, index = self._waiting[0]
+        if not self._fits(sum(state in self._ranks for state in self._states[group_id])):
+            return None
+        heapq.heappop(self._waiting)
+        trajectory = Trajectory(group_id, index)
+        self._set(trajectory, TrajectoryState.RUNNING)
+        return trajectory
 
     def wants_prompt(self) -> bool:
-        """Whether a slot is free for a new prompt; ask when `next` gives nothing."""
-        return self.is_open and self.running < self.slots and not self._anything_waits() and self.ledger.can_issue()
+        """Whether slots are free for a new prompt; ask when `next` gives nothing."""
+        return self.is_open and self._fits(self.group_size) and not self.anything_waits() and self.ledger.can_issue()
 
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt; its trajectories wait for slots."""
@@ -162,10 +171,16 @@ class PromptManager:
         self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED)
         self._set(trajectory, TrajectoryState.SAMPLED)
 
-    def begin_again(self, trajectory: Trajectory) -> None:
-        """The attempt failed and its tokens are lost: the trajectory waits for a slot again."""
+    def begin_again(self, trajectory: Trajectory) -> bool:
+        """The attempt failed and its tokens are lost.
+
+        Returns whether the trajectory runs on and begins again at once; otherwise it waits for a slot.
+        """
         self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED, TrajectoryState.SAMPLED)
+        if self.stream and self.state(trajectory) is TrajectoryState.RUNNING:
+            return True
         self._set(trajectory, TrajectoryState.PENDING)
+        return False
 
     def complete(self, group_id: int, oldest_version: int) -> Group:
         """All trajectories are sampled and rewarded: the group is ready to be trained."""
@@ -195,14 +210,19 @@ class PromptManager:
             interrupted_trajectories=trajectories[TrajectoryState.INTERRUPTED],
         )
 
-    def _anything_waits(self) -> bool:
+    def anything_waits(self) -> bool:
+        """Whether a trajectory waits for a slot."""
         while self._waiting:
             rank, _, group_id, index = self._waiting[0]
             states = self._states.get(group_id)
-            if states is not None and _RANK.get(states[index]) == rank:
+            if states is not None and self._ranks.get(states[index]) == rank:
                 return True
             heapq.heappop(self._waiting)
         return False
+
+    def _fits(self, waiting: int) -> bool:
+        """Whether slots are free for a group of which so many trajectories wait."""
+        return self.slots - self.running >= (waiting if self.stream else 1)
 
     def _expect(self, trajectory: Trajectory, *states: TrajectoryState) -> None:
         state = self.state(trajectory)
@@ -218,7 +238,7 @@ class PromptManager:
 
     def _wait(self, trajectory: Trajectory) -> None:
         """Queue the trajectory if it waits for a slot."""
-        rank = _RANK.get(self.state(trajectory))
+        rank = self._ranks.get(self.state(trajectory))
         group = self.ledger.find(trajectory.group_id)
         if rank is not None and group is not None:
             heapq.heappush(self._waiting, (rank, group.start, group.id, trajectory.index))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler is told, keeps of a live group and raises, and the slot a trajectory holds while it samples."""
+"""What the scheduler is told, keeps of a live group and raises."""
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group, OnNonFinite, OnOverdue
+from recipe.async_engine.core.prompt_manager import TrajectoryState
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 
@@ -25,6 +26,7 @@ class SchedulerSettings:
 
     Attributes:
         group_size: trajectories a group (``rollout.n``).
+        turns: generation happens in turns, each of which ends with its batch; otherwise it is a stream.
         slots: trajectories that may be at the engines at once, over all replicas.
         max_retries: attempts of one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
@@ -47,6 +49,7 @@ class SchedulerSettings:
     filter_limit: int = 0
     on_non_finite: OnNonFinite = OnNonFinite.FAIL
     prompt_timeout_s: float = 600.0
+    turns: bool = False
 
 
 @dataclass
@@ -55,8 +58,8 @@ class GroupRun:
 
     fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
     references of its scores by the newest version. records: what a checkpoint had of trajectories that have not ended
-    since. calls: those under way, by trajectory. dropped: it was overdue. failed: one of its trajectories failed for
-    good. No trajectory of a group that was dropped or failed is tried again.
+    since. By trajectory: calls under way, failed attempts, and the worker to avoid, that of the last one. given_up: it
+    failed or was overdue, so that none of its trajectories is tried again.
     """
 
     group: Group
@@ -67,8 +70,9 @@ class GroupRun:
     scores: list[Any] = field(default_factory=list)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
     calls: dict[int, Any] = field(default_factory=dict)
-    dropped: bool = False
-    failed: bool = False
+    attempts: Counter[int] = field(default_factory=Counter)
+    avoid: dict[int, str] = field(default_factory=dict)
+    given_up: bool = False
 
     @property
     def keys(self) -> set[str]:
@@ -79,6 +83,26 @@ class GroupRun:
     def unfinished(self) -> list[int]:
         """Its trajectories that have brought no payload yet."""
         return [n for n, payload in enumerate(self.payloads) if payload is None]
+
+    @property
+    def states(self) -> list[TrajectoryState]:
+        """Of its trajectories while none is under way."""
+        kept = [TrajectoryState.INTERRUPTED if n in self.records else TrajectoryState.PENDING for n in self.unfinished]
+        return [kept.pop(0) if payload is None else TrajectoryState.SAMPLED for payload in self.payloads]
+
+    def begin_anew(self) -> None:
+        """All that it has brought is lost."""
+        self.scored, self.payloads, self.scores = [None] * len(self.scored), [None] * len(self.payloads), []
+        self.attempts.clear()
+
+    def kept(self, told: dict[str, TrajectoryRecord | None]) -> list[TrajectoryRecord | None]:
+        """What is kept of each trajectory, None if it is complete or nothing is.
+
+        One that no worker told of, by its call's key, keeps what it began with.
+        """
+        keys = {n: call.key for n, call in self.calls.items()}
+        known = {n: told[keys[n]] if keys.get(n) in told else self.records.get(n) for n in self.unfinished}
+        return [known.get(n) for n in range(len(self.payloads))]
 
     @property
     def cut_tokens(self) -> int:
@@ -94,22 +118,3 @@ class GroupRun:
     @property
     def oldest_version(self) -> int:
         return min(scored.oldest_version for scored in self.scored if scored is not None)
-
-
-class Slot:
-    """A generation slot, held from its making until :meth:`free`; both calls may be repeated."""
-
-    def __init__(self, count: Callable[[int], None]) -> None:
-        """``count`` is told +1 and -1; the first hold is the caller's, who reserved the group's slots at once."""
-        self._count = count
-        self.held = True
-
-    def hold(self) -> None:
-        if not self.held:
-            self.held = True
-            self._count(1)
-
-    def free(self) -> None:
-        if self.held:
-            self.held = False
-            self._count(-1)

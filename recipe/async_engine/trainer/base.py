@@ -70,9 +70,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
 
     Attributes:
         actor_worker: class of the training workers.
+        in_turns: whether generation happens in turns, each of which ends with its batch; otherwise it is a stream.
     """
 
     actor_worker: type[ActorWorker] = ActorWorker
+    in_turns = False
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         dataset = IndexedDataset(
@@ -155,6 +157,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             filter_groups=filtering,
             filter_limit=max(0, batches or 0) * plan.batch_groups,
             prompt_timeout_s=training.timeouts.prompt,
+            turns=self.in_turns,
         )
 
     def _new_scheduler(self) -> RolloutScheduler:
@@ -358,7 +361,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.scheduler.version_published))
             self.published.keep()
             if not resume:
-                self.scheduler.resume_issuing()
+                self.scheduler.open_turn()
 
     @property
     def _is_within_version(self) -> bool:

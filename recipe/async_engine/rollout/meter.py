@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rollout side does at this moment, and did since the run began.
+
+The scheduler tells it under its lock. Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON
+from recipe.async_engine.core.ledger import LedgerCounts
+from recipe.async_engine.core.overlap import RewardOverlap
+from recipe.async_engine.core.prompt_manager import PromptCounts
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout.agent_worker import TrajectoryScored
+
+# Fields of a scored trajectory that are summed.
+SUMMED = ("reprefilled_tokens", "recovered_tokens", "restored_tokens")
+
+
+class RolloutMeter:
+    """See the module.
+
+    Args:
+        timeline: the run's; in turns its rollout side has capacity in turns only.
+        places: trajectories that generate at once.
+        turns: whether generation happens in turns.
+
+    Attributes:
+        complete: sums over the trajectories of complete groups.
+    """
+
+    def __init__(self, timeline: Timeline, places: int, turns: bool) -> None:
+        self._timeline = timeline
+        self._places = places
+        self._turns = turns
+        self._overlap = RewardOverlap(time.monotonic)
+        self._interruptions = 0
+        self._turn_began = (0.0, 0.0)
+        self._turn_occupancy = 0.0
+        self.complete: Counter[str] = Counter()
+        if turns:
+            timeline.rollout.set_capacity(0)
+
+    def generating(self, trajectories: int) -> None:
+        """So many generate from now on."""
+        rollout = self._timeline.rollout
+        self._overlap.change(generating=trajectories - rollout.running)
+        rollout.set_running(trajectories)
+
+    def scoring(self, change: int) -> None:
+        """So many more, or fewer, wait for their rewards from now on."""
+        self._overlap.change(scoring=change)
+
+    def waiting(self, waits: bool) -> None:
+        """Whether the trainer waits for a batch from now on."""
+        self._overlap.wait(waits)
+
+    def completed(self, trajectories: Sequence[TrajectoryScored]) -> None:
+        """A group is complete."""
+        self.complete["interrupted_trajectories"] += sum(scored.interruptions > 0 for scored in trajectories)
+        for name in SUMMED:
+            self.complete[name] += sum(getattr(scored, name) for scored in trajectories)
+
+    def begin_turn(self) -> None:
+        """A generation turn begins."""
+        rollout = self._timeline.rollout
+        rollout.set_capacity(self._places)
+        self._turn_began = rollout.offered_seconds, rollout.used_seconds
+
+    def end_turn(self, interrupted: int) -> None:
+        """It is over, and interrupted so many trajectories."""
+        self._interruptions += interrupted
+        rollout = self._timeline.rollout
+        rollout.set_capacity(0)
+        offered, used = self._turn_began
+        offered, used = rollout.offered_seconds - offered, rollout.used_seconds - used
+        self._turn_occupancy = used / offered if offered else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the rollout's time so far in which no trajectory generated."""
+        return self._timeline.rollout_idle_share
+
+    def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
+        """In the keys of docs/run-record.md; those of docs/partial-rollout.md beside them in turns."""
+        turns = {
+            "partial_rollout/groups_pending": prompts.pending,
+            "partial_rollout/groups_interrupted": prompts.interrupted,
+            "partial_rollout/groups_complete": prompts.complete,
+            "partial_rollout/trajectories_interrupted": prompts.interrupted_trajectories,
+            "partial_rollout/interruptions": self._interruptions,
+            "partial_rollout/turn_occupancy": self._turn_occupancy,
+        }
+        return {
+            "fully_async/rollouter/generating_trajectories": prompts.running_trajectories,
+            "fully_async/rollouter/groups_running": groups.running,
+            "fully_async/rollouter/groups_ready": groups.ready,
+            "fully_async/rollouter/idle_ratio": self.idle_share,
+            "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
+            "fully_async/rewards/scoring": self._overlap.scoring,
+            "fully_async/rewards/seconds": self._overlap.seconds,
+            "fully_async/rewards/hidden_share": self._overlap.hidden_share,
+            **{f"fully_async/partial/{name}": self.complete[name] for name in ("interrupted_trajectories", *SUMMED)},
+            "fully_async/ledger/filtered_uniform": groups.filtered_by_reason.get(UNIFORM_REASON, 0),
+            "fully_async/ledger/non_finite": groups.filtered_by_reason.get(NON_FINITE_REASON, 0)
+            + groups.failed_by_reason.get(NON_FINITE_REASON, 0),
+            **(turns if self._turns else {}),
+        }
