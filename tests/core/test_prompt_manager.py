@@ -18,8 +18,10 @@ from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, T
 from recipe.async_engine.core.prompts import PromptRef
 
 
-def new_manager(batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4) -> PromptManager:
-    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth)), size, slots)
+def new_manager(
+    batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4, stream: bool = False
+) -> PromptManager:
+    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth)), size, slots, stream)
 
 
 def prompt(index: int) -> PromptRef:
@@ -121,6 +123,37 @@ def test_an_incomplete_group_is_never_complete() -> None:
     manager.sampled(Trajectory(0, 0))
     with pytest.raises(TurnError, match="not complete"):
         manager.complete(0, 0)
+
+
+def test_in_a_stream_a_group_begins_when_all_of_it_may() -> None:
+    manager = new_manager(size=2, slots=3, stream=True)
+    manager.open_turn()
+    assert fill(manager) == [Trajectory(0, 0), Trajectory(0, 1)]
+    manager.sampled(Trajectory(0, 0))
+    assert fill(manager, 1) == [Trajectory(1, 0), Trajectory(1, 1)]
+
+
+def test_what_is_left_of_a_restored_group_fits_where_a_whole_one_does_not() -> None:
+    manager = new_manager(size=2, slots=3, stream=True)
+    for index, states in enumerate((["sampled", "interrupted"], ["interrupted", "pending"], ["pending", "pending"])):
+        manager.adopt(manager.ledger.issue(prompt(index)), [TrajectoryState(state) for state in states])
+    manager.open_turn()
+    assert fill(manager, 3) == [Trajectory(0, 1), Trajectory(1, 0), Trajectory(1, 1)]
+
+
+def test_a_stream_that_is_drained_lets_what_runs_go_on_and_begins_nothing() -> None:
+    manager = new_manager(size=1, slots=3, stream=True)
+    manager.open_turn()
+    running, rewarded, _ = fill(manager)
+    manager.sampled(rewarded)
+    manager.drain()
+    assert manager.begin_again(running), "it has a slot, in which the drain waits for it"
+    assert not manager.begin_again(rewarded)
+    assert fill(manager, 3) == []
+    assert manager.running == 2
+    manager.sampled(running)
+    manager.open_turn()
+    assert fill(manager, 3) == [rewarded, Trajectory(3, 0)]
 
 
 class Turns(RuleBasedStateMachine):
