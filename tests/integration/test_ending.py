@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from recipe.async_engine.run import driver
-from recipe.async_engine.run.ending import EndingOnSignal, NeededProcesses, StartedProcesses, end_in_order
+from recipe.async_engine.run.ending import EndingOnSignal, StartedProcesses, end_in_order
 from recipe.async_engine.run.record import RunRecord
 
 MAIN = """
@@ -218,8 +218,8 @@ def test_process_whose_parent_was_killed_after_a_look_is_ended() -> None:
 def test_error_is_blamed_on_a_needed_process_that_does_not_run_any_more(number: int, state: str) -> None:
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "/raylet/raylet", "1"])
     try:
-        needed = NeededProcesses()
-        needed.look()
+        needed = StartedProcesses()
+        needed.look_for_needed()
         error = ConnectionError("socket closed")
         assert needed.blamed(error) is error
         os.kill(server.pid, number)

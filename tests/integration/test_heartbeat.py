@@ -20,7 +20,7 @@ from surroundings import ray_folder
 
 from recipe.async_engine.core.config import Timeouts
 from recipe.async_engine.run import heartbeat
-from recipe.async_engine.run.heartbeat import ControlProbe, ControlProcessLost, Listener, TrainerSilent
+from recipe.async_engine.run.heartbeat import ControlProcessLost, TrainerSilent, control_probe, listen
 from recipe.async_engine.run.runner import Ended
 from recipe.async_engine.run.watch import PartLost, RunWatch
 
@@ -83,8 +83,8 @@ class Run:
 
     def hear(self, ask: Callable[[], Any] = ray.nodes) -> Iterator[Any]:
         beat = self.actor.beat.options(**self.beside).remote
-        with ControlProbe(ask) as control:
-            yield from Listener(self.events, beat, control, self.timeouts)
+        with control_probe(self.timeouts.heartbeat, ask) as control:
+            yield from listen(self.events, beat, control, self.timeouts)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.actor, method).options(**self.beside).remote(*arguments)
@@ -142,10 +142,10 @@ def test_trainer_that_is_not_started_is_waited_for_until_its_own_deadline() -> N
     never = ray.remote(Trainer).options(num_cpus=1000).remote()
     events = never.run.options(num_returns="streaming").remote(1, "ends")
     with (
-        ControlProbe() as control,
+        control_probe(30.0) as control,
         pytest.raises(TrainerSilent, match=r"async_training\.timeouts\.startup"),
     ):
-        list(Listener(events, never.beat.remote, control, Timeouts(startup=2.0, heartbeat=30.0)))
+        list(listen(events, never.beat.remote, control, Timeouts(startup=2.0, heartbeat=30.0)))
     ray.kill(never)
 
 

@@ -22,7 +22,6 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.events import take_in
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
@@ -113,7 +112,7 @@ class FlaggedTrainer(PPOTrainer):
         Raises:
             RunFailed: the run ended with an error.
         """
-        from recipe.async_engine.run.driver import RunFailed
+        from recipe.async_engine.run.driver import RunFailed, take_in
 
         record = RunRecord(self.config.trainer.default_local_dir, self.mode, time.time())
         display = Display(self.mode, self._plan.total_steps)

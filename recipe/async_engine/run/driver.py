@@ -14,13 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.config.inspect import check
@@ -43,15 +43,13 @@ from recipe.async_engine.run.ending import (
     EndAtOnce,
     EndingOnSignal,
     LastResort,
-    NeededProcesses,
     StartedProcesses,
     end_in_order,
 )
-from recipe.async_engine.run.events import take_in
-from recipe.async_engine.run.heartbeat import ControlProbe, Listener
+from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
-from recipe.async_engine.run.runner import TaskRunner
+from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
 
 logger = logging.getLogger(__name__)
@@ -162,23 +160,22 @@ class _Run:
         self._timeouts = plan.settings.async_training.timeouts
         self._meter = MemoryMeter()
         self._peak: float | None = None
+        self._own_ray = ray_of_its_own
         # Ray's own processes included, unless they are a cluster's or the caller's.
-        self._started = StartedProcesses() if ray_of_its_own else None
+        self._started = StartedProcesses(own=ray_of_its_own)
         self._look_at = 0.0
-        self._needed = NeededProcesses()
         self._prefork: Prefork | None = None
         self._display: Display | None = None
         self._last_resort = LastResort(self._end_by_force)
 
     def run(self, mode: str, trainer_class: str) -> dict[str, Any]:
         """See the function of this name."""
-        failed: BaseException | None = None
         try:
             self._start()
             self._display = Display(mode, self._plan.total_steps)
             self._follow(trainer_class, self._display)
         except BaseException as error:
-            failed = self._needed.blamed(error)
+            failed = self._started.blamed(error)
             self._record.fail(failed)
             if failed is not error:
                 raise failed from error
@@ -186,7 +183,7 @@ class _Run:
         finally:
             unended = self._end()
         error = self._record.summary["error"]
-        if error is not None and failed is None:
+        if error is not None:
             raise RunFailed(f"{error['name']}: {error['message']}")
         if unended is not None:
             raise RunFailed(f"the run did not end in order: {type(unended).__name__}: {unended}") from unended
@@ -197,16 +194,15 @@ class _Run:
         self._last_resort.allow("starting Ray, or joining its cluster (async_training.timeouts.startup)", startup_s)
         _write_settings(self._config)
         given = _take_environment(self._config)
-        if self._started is not None:
+        if self._own_ray:
             # By inheritance: Ray writes the values that its runtime_env has to its own log.
             os.environ.update(given)
             given = {}
             if _may_fork(self._config, self._choice):
                 self._prefork = Prefork({})
-        joins = self._started is None and not ray.is_initialized()
-        _start_ray(self._config, self._choice, self._prefork, given, own=self._started is not None)
-        if self._started is not None:
-            self._needed.look()
+        joins = not self._own_ray and not ray.is_initialized()
+        _start_ray(self._config, self._choice, self._prefork, given, own=self._own_ray)
+        self._started.look_for_needed()
         if joins:
             check(self._config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
 
@@ -218,10 +214,10 @@ class _Run:
             OmegaConf.to_container(self._config, resolve=True), trainer_class
         )
         self._signals.ask(stop, self._timeouts.stop)
-        with ControlProbe() as control:
-            for event in Listener(events, beat, control, self._timeouts, self._alive):
+        with control_probe(self._timeouts.heartbeat) as control:
+            for event in listen(events, beat, control, self._timeouts, self._alive):
                 take_in(event, self._record, display)
-        if self._record.summary["error"] is not None and (lost := self._needed.lost()) is not None:
+        if self._record.summary["error"] is not None and (lost := self._started.lost()) is not None:
             raise lost
 
     def _alive(self) -> None:
@@ -229,7 +225,7 @@ class _Run:
             "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
             2 * self._timeouts.heartbeat,
         )
-        if self._started is not None and time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._look_at:
             # While their parents live: those of one that is killed later could not be found then.
             self._started.look()
             self._look_at = time.monotonic() + LOOK_S
@@ -238,7 +234,7 @@ class _Run:
         """End everything, then report; returns the first error."""
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
-            "ending stopped processes": self._needed.end_stopped,
+            "ending stopped processes": self._started.end_stopped,
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
             "writing summary.json": lambda: self._record.close(self._peak),
@@ -252,27 +248,43 @@ class _Run:
 
     def _leave_ray(self) -> None:
         self._peak = self._meter.stop()
-        if self._started is not None:
-            self._started.look()
+        self._started.look()
         ray.shutdown()
 
     def _end_processes(self) -> None:
         if self._prefork is not None:
             self._prefork.stop()
-        if self._started is not None and (killed := self._started.end()):
+        if killed := self._started.end():
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
     def _end_by_force(self, why: str) -> None:
         """This main is stuck: end what it has started, then say so."""
-        lost = self._needed.lost()
-        if self._started is not None:
-            self._started.look()
-            self._started.end(grace_s=0)
+        lost = self._started.lost()
+        self._started.look()
+        self._started.end(grace_s=0)
         if self._record.summary["error"] is None:
             self._record.fail(lost or {"name": "MainStuck", "message": why})
         error = self._record.summary["error"]
         sys.stderr.write(f"\n{why}\n{error['name']}: {error['message']}\n")
         self._record.close(self._peak)
+
+
+def take_in(event: Any, record: RunRecord, display: Display) -> None:
+    """Take one event of `TaskRunner.run` into the run's record and onto the screen."""
+    if isinstance(event, Began):
+        record.begin_at(event.step)
+        record.update(event.state)
+        display.resume(event.step)
+    elif isinstance(event, Ended):
+        record.update(event.state)
+        if event.error is not None:
+            sys.stderr.write(f"\n{event.error['traceback']}")
+            record.fail(event.error)
+    else:
+        state, metrics = event
+        record.update(state)
+        record.step(metrics)
+        display.step(metrics)
 
 
 def _fill_builtin_task(config: DictConfig) -> None:
@@ -285,13 +297,10 @@ def _fill_builtin_task(config: DictConfig) -> None:
     folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
     settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
     # In a process of its own: making the task imports torch, which this process has no other use for.
-    started = StartedProcesses()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPool(1, context=multiprocessing.get_context("spawn")) as pool:
         try:
-            paths = pool.submit(ensure_task, folder, settings).result(TASK_TIMEOUT_S)
+            paths = pool.schedule(ensure_task, args=(folder, settings), timeout=TASK_TIMEOUT_S).result()
         except TimeoutError:
-            started.look()
-            started.end(grace_s=0)
             raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
     with open_dict(config):
         if not config.actor_rollout_ref.model.path:

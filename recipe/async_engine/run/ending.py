@@ -119,11 +119,10 @@ class LastResort:
 
     Args:
         end: what is to be done before; gets why. It may hang or fail.
-        leave: ends the process.
     """
 
-    def __init__(self, end: Callable[[str], Any], leave: Callable[[int], Any] = os._exit) -> None:
-        self._end, self._leave = end, leave
+    def __init__(self, end: Callable[[str], Any]) -> None:
+        self._end = end
         self._allowed: tuple[str, Silence] | None = None
         threading.Thread(target=self._watch, name="last-resort", daemon=True).start()
 
@@ -136,66 +135,58 @@ class LastResort:
         self._allowed = None
 
     def _watch(self) -> None:
-        while True:
+        while (allowed := self._allowed) is None or not allowed[1].look(time.monotonic()):
             time.sleep(LOOK_S)
-            allowed = self._allowed
-            if allowed is not None and allowed[1].look(time.monotonic()):
-                break
         why = f"{allowed[0]} took longer than {allowed[1].limit_s:g} s; the run is ended by force"
         ending = threading.Thread(target=self._end, args=(why,), daemon=True)
         ending.start()
         ending.join(FORCE_S)
-        self._leave(1)
+        os._exit(1)
 
 
 class ProcessLost(RecipeError):
     """A process has ended, or is stopped, that nothing else in the run can do without."""
 
 
-class NeededProcesses:
-    """The processes that this one has started and that nothing else in a run can do without."""
+class StartedProcesses:
+    """The processes that this one starts from now on, with all that they start; none of them if ``own`` is False."""
 
-    def __init__(self) -> None:
-        self._names: dict[psutil.Process, str] = {}
+    def __init__(self, own: bool = True) -> None:
+        self._own = own
+        self._others = set(psutil.Process().children(recursive=True))
+        self._found: set[psutil.Process] = set()
+        self._needed: dict[psutil.Process, str] = {}
 
     def look(self) -> None:
-        """Take note of those that are there."""
-        for child in psutil.Process().children():
+        """Take note of what is there now; its parents may be gone later."""
+        if self._own:
+            self._found = {process for process in self._found if _runs(process)}
+            self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
+
+    def look_for_needed(self) -> None:
+        """Take note of those that nothing else in a run can do without."""
+        for child in psutil.Process().children() if self._own else ():
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(child.cmdline())
-                name = next((name for mark, name in NEEDED.items() if mark in command), None)
-                if name is not None:
-                    self._names[child] = name
+                for name in (name for mark, name in NEEDED.items() if mark in command):
+                    self._needed[child] = name
 
     def lost(self) -> ProcessLost | None:
-        """What is to be said of those that do not run any more."""
-        states = {process: _state(process) for process in self._names}
-        said = [f"{self._names[process]} (process {process.pid}) {state}" for process, state in states.items() if state]
+        """What is to be said of those that are needed and do not run any more."""
+        states = {f"{name} (process {process.pid})": _state(process) for process, name in self._needed.items()}
+        said = [f"{name} {state}" for name, state in states.items() if state]
         return ProcessLost(", ".join(said)) if said else None
 
     def end_stopped(self) -> None:
-        """Kill those that are stopped: whoever leaves Ray would wait for their answer."""
-        for process in self._names:
+        """Kill those that are needed and stopped: whoever leaves Ray would wait for their answer."""
+        for process in self._needed:
             if _state(process) == STOPPED:
                 process.kill()
 
     def blamed(self, error: BaseException) -> BaseException:
-        """What an error comes from: one of these if any is lost, else itself."""
+        """What an error comes from: a needed process if any is lost, else itself."""
         lost = self.lost() if isinstance(error, Exception) else None
         return lost or error
-
-
-class StartedProcesses:
-    """The processes that this one starts from now on, with all that they start."""
-
-    def __init__(self) -> None:
-        self._others = set(psutil.Process().children(recursive=True))
-        self._found: set[psutil.Process] = set()
-
-    def look(self) -> None:
-        """Take note of what is there now; its parents may be gone later."""
-        self._found = {process for process in self._found if _runs(process)}
-        self._found.update(set(psutil.Process().children(recursive=True)) - self._others)
 
     def end(self, grace_s: float = GRACE_S) -> list[int]:
         """Kill what was there at a look and does not end by itself. Returns the ids of what was killed."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -38,135 +38,87 @@ class ControlProcessLost(RecipeError):
     """Ray's control process gives no sign of life."""
 
 
-class ControlProbe:
-    """Asks Ray's control process for its nodes again and again, on a thread; a context manager.
+@contextmanager
+def control_probe(limit_s: float, ask: Callable[[], Any] = ray.nodes) -> Iterator[Silence]:
+    """Ask Ray's control process for its nodes every second, on a thread; yields how long it has been silent."""
+    silence = Silence(min(limit_s, CONTROL_S), time.monotonic())
+    over = threading.Event()
 
-    Attributes:
-        answered: how often it has answered.
-    """
-
-    def __init__(self, ask: Callable[[], Any] = ray.nodes) -> None:
-        self.answered = 0
-        self._ask = ask
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="control-probe", daemon=True)
-
-    def __enter__(self) -> ControlProbe:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ask no more."""
-        self._over.set()
-        self._thread.join(BEAT_S)
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT_S):
+    def probe() -> None:
+        while not over.wait(BEAT_S):
             # Asked after Ray has been left, `ray.nodes` would start another one.
-            if not ray.is_initialized():
-                continue
-            try:
-                self._ask()
-            except Exception:  # no answer, whatever the reason
-                continue
-            self.answered += 1
+            if ray.is_initialized():
+                with suppress(Exception):  # no answer, whatever the reason
+                    ask()
+                    silence.heard()
+
+    thread = threading.Thread(target=probe, name="control-probe", daemon=True)
+    thread.start()
+    try:
+        yield silence
+    finally:
+        over.set()
+        thread.join(BEAT_S)
 
 
-class Listener:
-    """The trainer's events, to the end of its run; see the module's contract.
+def listen(
+    events: Any,
+    beat: Callable[[], ray.ObjectRef],
+    control: Silence,
+    timeouts: Timeouts,
+    alive: Callable[[], Any] = lambda: None,
+) -> Iterator[Any]:
+    """Yield the trainer's events, to the end of its run; see the module's contract.
 
     Args:
         events: the object-reference generator of `TaskRunner.run`.
         beat: asks for `TaskRunner.beat`.
-        control: of the Ray that the run is in.
+        control: of the Ray that the run is in (`control_probe`).
         timeouts: deadlines.
         alive: called every second, so that whoever watches the caller knows.
+
+    Raises:
+        TrainerSilent: the trainer's process gives no sign of life.
+        ControlProcessLost: Ray's control process gives none.
+        RayActorError: the trainer's process has died, and its watch had not said why.
     """
-
-    def __init__(
-        self,
-        events: Any,
-        beat: Callable[[], ray.ObjectRef],
-        control: ControlProbe,
-        timeouts: Timeouts,
-        alive: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._events, self._beat, self._control, self._alive = events, beat, control, alive
-        self._limit_s = timeouts.heartbeat
-        now = time.monotonic()
-        self._trainer = Silence(timeouts.startup, now)
-        self._controller = Silence(min(timeouts.heartbeat, CONTROL_S), now)
-        self._closing: Silence | None = None
-        self._asked: ray.ObjectRef | None = None
-        self._ask_at = now
-        self._answered = 0
-        self._has_started = False
-        self._last_words: dict[str, str] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield events.
-
-        Raises:
-            TrainerSilent: the trainer's process gives no sign of life.
-            ControlProcessLost: Ray's control process gives none.
-            RayActorError: the trainer's process has died, and its watch had not said why.
-        """
-        while True:
-            self._alive()
-            if self._asked is None and time.monotonic() >= self._ask_at:
-                self._asked = self._beat()
-            awaited = [self._events] if self._asked is None else [self._events, self._asked]
-            ready, _ = ray.wait(awaited, num_returns=1, timeout=BEAT_S)
-            if self._asked in ready:
-                self._take_beat()
-            if self._events in ready:
-                try:
-                    yield self._next_event()
-                except StopIteration:
-                    return
-            if self._closing is not None and self._closing.look(time.monotonic()):
-                return  # the run is over, whatever still writes its last files
-            self._check()
-
-    def _take_beat(self) -> None:
-        try:
-            self._last_words = ray.get(self._asked, timeout=self._limit_s) or self._last_words
-        except RayActorError:
-            pass  # the events end with it
-        else:
-            self._has_started = True
-            self._trainer.limit_s = self._limit_s
-            self._trainer.heard()
-        self._asked, self._ask_at = None, time.monotonic() + BEAT_S
-
-    def _next_event(self) -> Any:
-        try:
-            event = ray.get(next(self._events), timeout=self._limit_s)
-        except RayActorError:
-            if self._last_words is None:
-                raise
-            event = Ended({}, {**self._last_words, "traceback": ""})
-        if isinstance(event, Ended):
-            self._closing = Silence(CLOSE_S, time.monotonic())
-        return event
-
-    def _check(self) -> None:
-        now = time.monotonic()
-        if self._control.answered != self._answered:
-            self._answered = self._control.answered
-            self._controller.heard()
-        if self._controller.look(now):
+    trainer, has_started = Silence(timeouts.startup, time.monotonic()), False
+    last_words: dict[str, str] | None = None
+    asked, ask_at = None, 0.0
+    closing: Silence | None = None
+    while closing is None or not closing.look(time.monotonic()):
+        alive()
+        if asked is None and time.monotonic() >= ask_at:
+            asked = beat()
+        ready, _ = ray.wait([events] if asked is None else [events, asked], timeout=BEAT_S)
+        if asked in ready:
+            with suppress(RayActorError):  # the events end with it
+                last_words = ray.get(asked, timeout=timeouts.heartbeat) or last_words
+                trainer, has_started = Silence(timeouts.heartbeat, time.monotonic()), True
+            asked, ask_at = None, time.monotonic() + BEAT_S
+        if events in ready:
+            try:
+                event = ray.get(next(events), timeout=timeouts.heartbeat)
+            except StopIteration:
+                return
+            except RayActorError:
+                if last_words is None:
+                    raise
+                event = Ended({}, {**last_words, "traceback": ""})
+            if isinstance(event, Ended):  # what still writes its last files may take so long
+                closing = Silence(CLOSE_S, time.monotonic())
+            yield event
+        if control.look(time.monotonic()):
             raise ControlProcessLost(
-                f"Ray's control process (GCS) has not answered for {self._controller.limit_s:g} s: it died, was "
-                "stopped, or its node is gone; its log is gcs_server.out in Ray's session folder"
+                f"Ray's control process (GCS) has not answered for {control.limit_s:g} s: it died, was stopped, or its "
+                "node is gone; its log is gcs_server.out in Ray's session folder"
             )
-        if self._trainer.look(now):
-            raise TrainerSilent(self._why_silent())
+        if trainer.look(time.monotonic()):
+            raise TrainerSilent(_why_silent(trainer.limit_s, has_started))
 
-    def _why_silent(self) -> str:
-        said = f"the trainer's process has given no sign of life for {self._trainer.limit_s:g} s "
-        if self._has_started:
-            return f"{said}(async_training.timeouts.heartbeat): it is stopped, or one call keeps Python's lock there"
-        return f"{said}(async_training.timeouts.startup): it has not started; the cluster may have no free CPU for it"
+
+def _why_silent(limit_s: float, has_started: bool) -> str:
+    said = f"the trainer's process has given no sign of life for {limit_s:g} s "
+    if has_started:
+        return f"{said}(async_training.timeouts.heartbeat): it is stopped, or one call keeps Python's lock there"
+    return f"{said}(async_training.timeouts.startup): it has not started; the cluster may have no free CPU for it"
