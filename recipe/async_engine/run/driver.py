@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,26 +144,23 @@ def _take_environment(config: DictConfig) -> dict[str, str]:
     return {str(name): str(value) for name, value in variables.items() if value is not None}
 
 
+@dataclass
 class _Run:
     """One run, from its first process to its last."""
 
-    def __init__(
-        self,
-        config: DictConfig,
-        choice: PlatformChoice,
-        plan: RunPlan,
-        record: RunRecord,
-        signals: EndingOnSignal,
-        ray_of_its_own: bool,
-    ) -> None:
-        self._config, self._choice, self._plan = config, choice, plan
-        self._record, self._signals = record, signals
-        self._timeouts = plan.settings.async_training.timeouts
+    config: DictConfig
+    choice: PlatformChoice
+    plan: RunPlan
+    record: RunRecord
+    signals: EndingOnSignal
+    ray_of_its_own: bool
+
+    def __post_init__(self) -> None:
+        self._timeouts = self.plan.settings.async_training.timeouts
         self._meter = MemoryMeter()
         self._peak: float | None = None
-        self._own_ray = ray_of_its_own
         # Ray's own processes included, unless they are a cluster's or the caller's.
-        self._started = StartedProcesses(own=ray_of_its_own)
+        self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
         self._prefork: Prefork | None = None
         self._display: Display | None = None
@@ -172,52 +170,51 @@ class _Run:
         """See the function of this name."""
         try:
             self._start()
-            self._display = Display(mode, self._plan.total_steps)
+            self._display = Display(mode, self.plan.total_steps)
             self._follow(trainer_class, self._display)
         except BaseException as error:
             failed = self._started.blamed(error)
-            self._record.fail(failed)
+            self.record.fail(failed)
             if failed is not error:
                 raise failed from error
             raise
         finally:
             unended = self._end()
-        error = self._record.summary["error"]
-        if error is not None:
+        if (error := self.record.summary["error"]) is not None:
             raise RunFailed(f"{error['name']}: {error['message']}")
         if unended is not None:
             raise RunFailed(f"the run did not end in order: {type(unended).__name__}: {unended}") from unended
-        return self._record.summary
+        return self.record.summary
 
     def _start(self) -> None:
-        startup_s = self._timeouts.startup
-        self._last_resort.allow("starting Ray, or joining its cluster (async_training.timeouts.startup)", startup_s)
-        _write_settings(self._config)
-        given = _take_environment(self._config)
-        if self._own_ray:
+        what = "starting Ray, or joining its cluster (async_training.timeouts.startup)"
+        self._last_resort.allow(what, self._timeouts.startup)
+        _write_settings(self.config)
+        given = _take_environment(self.config)
+        if self.ray_of_its_own:
             # By inheritance: Ray writes the values that its runtime_env has to its own log.
             os.environ.update(given)
             given = {}
-            if _may_fork(self._config, self._choice):
+            if _may_fork(self.config, self.choice):
                 self._prefork = Prefork({})
-        joins = not self._own_ray and not ray.is_initialized()
-        _start_ray(self._config, self._choice, self._prefork, given, own=self._own_ray)
+        joins = not self.ray_of_its_own and not ray.is_initialized()
+        _start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
         self._started.look_for_needed()
         if joins:
-            check(self._config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
+            check(self.config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and take in what it yields until it ends."""
         runner = ray.remote(concurrency_groups={"beside": 2})(TaskRunner).options(num_cpus=1).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
-            OmegaConf.to_container(self._config, resolve=True), trainer_class
+            OmegaConf.to_container(self.config, resolve=True), trainer_class
         )
-        self._signals.ask(stop, self._timeouts.stop)
+        self.signals.ask(stop, self._timeouts.stop)
         with control_probe(self._timeouts.heartbeat) as control:
             for event in listen(events, beat, control, self._timeouts, self._alive):
-                take_in(event, self._record, display)
-        if self._record.summary["error"] is not None and (lost := self._started.lost()) is not None:
+                take_in(event, self.record, display)
+        if self.record.summary["error"] is not None and (lost := self._started.lost()) is not None:
             raise lost
 
     def _alive(self) -> None:
@@ -237,10 +234,10 @@ class _Run:
             "ending stopped processes": self._started.end_stopped,
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
-            "writing summary.json": lambda: self._record.close(self._peak),
+            "writing summary.json": lambda: self.record.close(self._peak),
         }
         if self._display is not None:
-            steps["showing the summary"] = lambda: self._display.end(self._record.summary)
+            steps["showing the summary"] = lambda: self._display.end(self.record.summary)
         try:
             return end_in_order(steps)
         finally:
@@ -262,11 +259,11 @@ class _Run:
         lost = self._started.lost()
         self._started.look()
         self._started.end(grace_s=0)
-        if self._record.summary["error"] is None:
-            self._record.fail(lost or {"name": "MainStuck", "message": why})
-        error = self._record.summary["error"]
+        if self.record.summary["error"] is None:
+            self.record.fail(lost or {"name": "MainStuck", "message": why})
+        error = self.record.summary["error"]
         sys.stderr.write(f"\n{why}\n{error['name']}: {error['message']}\n")
-        self._record.close(self._peak)
+        self.record.close(self._peak)
 
 
 def take_in(event: Any, record: RunRecord, display: Display) -> None:

@@ -17,8 +17,7 @@ NOTABLE_RISE = 1.02
 class MemoryMeter:
     """Samples this process and all that descend from it, Ray's included, until :meth:`stop`."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._stopped = threading.Event()
         self._peak = 0
         self._thread = threading.Thread(target=self._run, name="memory-meter", daemon=True)
@@ -27,32 +26,27 @@ class MemoryMeter:
     def stop(self) -> float:
         """End sampling; returns the peak in GiB."""
         self._stopped.set()
-        self._thread.join(timeout=10 * self._interval_s)
+        self._thread.join(timeout=10 * INTERVAL_S)
         return self._peak / 2**30
 
     def _run(self) -> None:
         me = psutil.Process()
         highest_bound = 0.0
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.wait(INTERVAL_S):
             family = [me, *me.children(recursive=True)]
-            bound = sum(_resident(process) for process in family)
+            bound = sum(_bytes(process, exactly=False) for process in family)
             if bound > NOTABLE_RISE * highest_bound:
                 highest_bound = bound
-                self._peak = max(self._peak, sum(_proportional(process) for process in family))
+                self._peak = max(self._peak, sum(_bytes(process, exactly=True) for process in family))
 
 
-def _resident(process: psutil.Process) -> int:
-    """Bytes, shared ones in full; 0 for a process that ended meanwhile."""
+def _bytes(process: psutil.Process, exactly: bool) -> int:
+    """Of a process, 0 if it ended meanwhile: its proportional share, or its own where the system does not tell.
+
+    Not ``exactly``: shared ones in full.
+    """
     try:
-        return process.memory_info().rss
+        memory = process.memory_full_info() if exactly else process.memory_info()
     except psutil.Error:
         return 0
-
-
-def _proportional(process: psutil.Process) -> int:
-    """Bytes; where the system does not tell, those that the process shares with none."""
-    try:
-        memory = process.memory_full_info()
-    except psutil.Error:
-        return 0
-    return getattr(memory, "pss", memory.uss)
+    return getattr(memory, "pss", memory.uss) if exactly else memory.rss

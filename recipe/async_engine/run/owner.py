@@ -11,11 +11,11 @@ tests/integration/test_owner.py.
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from recipe.async_engine.core.errors import RecipeError
@@ -49,15 +49,20 @@ class Owner:
         deadline = time.monotonic() + wait_s
         while not self._locked(part):
             if time.monotonic() >= deadline:
-                said = self._said() if part == RUN else "the trainer of an earlier start has not ended yet"
+                self._file.seek(0)
+                owner = self._file.read().decode(errors="replace").strip() or f"{LOCK_FILE} does not say which"
                 self._file.close()
                 raise FolderTaken(
-                    f"trainer.default_local_dir={folder} belongs to another run: {said}. Wait for its end or end it, "
-                    "or give this run a folder of its own."
+                    f"trainer.default_local_dir={folder} belongs to another run: "
+                    f"{owner if part == RUN else 'the trainer of an earlier start has not ended yet'}. Wait for its "
+                    "end or end it, or give this run a folder of its own."
                 )
             time.sleep(POLL_S)
         if part == RUN:
-            self._say({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")})
+            with suppress(OSError):  # a full disk: the lock holds without it
+                self._file.truncate(0)
+                since = time.strftime("%F %T %z")
+                self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
 
     def release(self) -> None:
         """The folder is free for another start."""
@@ -73,18 +78,3 @@ class Owner:
                 "%s cannot be locked (%s): that no other run uses its folder is not checked", LOCK_FILE, error
             )
         return True
-
-    def _say(self, owner: dict[str, object]) -> None:
-        try:
-            self._file.truncate(0)
-            self._file.write(json.dumps(owner).encode() + b"\n")
-        except OSError as error:  # the lock holds without it
-            logger.warning("%s does not say who owns the folder: %s", LOCK_FILE, error)
-
-    def _said(self) -> str:
-        self._file.seek(0)
-        try:
-            owner = json.loads(self._file.read())
-            return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"{LOCK_FILE} does not say which"

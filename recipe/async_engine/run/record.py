@@ -78,22 +78,19 @@ class RunRecord:
         """Append one step's metrics."""
         if self.summary["first_step_seconds"] is None:
             self.summary["first_step_seconds"] = time.time() - self._began
-        numbers = {key: _json(value) for key, value in _scalars(metrics)}
+        numbers = {key: value if math.isfinite(value) else None for key, value in _scalars(metrics)}
         missing = sum(value is None for value in numbers.values())
-        line = {"wall_seconds": time.time() - self._began, NON_FINITE: missing, **numbers}
+        record = {"wall_seconds": time.time() - self._began, NON_FINITE: missing, **numbers}
+        line = json.dumps(record).encode() + b"\n"
         try:
             with open(self._folder / METRICS_FILE, "ab", buffering=0) as file:
-                self._append(file.fileno(), json.dumps(line).encode() + b"\n")
+                before = os.fstat(file.fileno()).st_size
+                if file.write(line) < len(line):
+                    # The rest of it would be joined to the next line.
+                    file.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._lost(error)
-
-    @staticmethod
-    def _append(file: int, line: bytes) -> None:
-        before = os.fstat(file).st_size
-        if os.write(file, line) < len(line):
-            # The rest of it would be joined to the next line.
-            os.ftruncate(file, before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _lost(self, error: OSError) -> None:
         if self.summary["metrics_lost"] == 0:
@@ -135,16 +132,9 @@ def _step_of(line: str) -> float:
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Those of the metrics that are one number each."""
+    """Those of the metrics that are one number each, True as 1."""
     for key, value in metrics.items():
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
             value = value.item()
         if isinstance(value, bool | int | float):
-            yield key, value
-
-
-def _json(value: float) -> float | int | None:
-    """The value as JSON can hold it: null for NaN and the infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return int(value)
+            yield key, +value

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,10 +48,8 @@ class Restartable:
 
     def options(self, **options: Any) -> SimpleNamespace:
         """As of a remote class: its ``remote`` makes an actor."""
-        return SimpleNamespace(remote=partial(self._make, self._remote_class.options(**options)))
-
-    def _make(self, remote_class: Any, *arguments: Any) -> Any:
-        return remote_class.remote(*[self._hold(value) for value in arguments])
+        remote_class = self._remote_class.options(**options)
+        return SimpleNamespace(remote=lambda *arguments: remote_class.remote(*map(self._hold, arguments)))
 
     def _hold(self, value: Any) -> ray.ObjectRef:
         if id(value) not in self._held:

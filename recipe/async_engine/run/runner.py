@@ -75,7 +75,7 @@ class TaskRunner:
             with watch.within("startup", timeouts.startup, "starting the trainer and its workers"):
                 trainer = self._trainer = self._build(config, trainer_class)
                 thread = threading.get_ident()
-                watch.follow(trainer.silent_s, lambda: describe(trainer, thread), trainer.fail)
+                watch.follow(lambda: trainer.timeline.silent_s, lambda: describe(trainer, thread), trainer.fail)
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()

@@ -79,8 +79,7 @@ class RunWatch:
         self._describe: Callable[[], str] = lambda: "the run is starting"
         self._fail: Callable[[BaseException], None] = lambda error: None
         self._error: CannotGoOn | None = None
-        self._late: Silence | None = None
-        self._stage = ""
+        self._stage: tuple[str, Silence] | None = None
         self._staged_until = 0.0
         self._held: dict[str, Any] = {}
         self._asked: dict[Any, str] = {}
@@ -111,29 +110,25 @@ class RunWatch:
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
         """A stage with a deadline, ``async_training.timeouts.<setting>``; stages are not nested."""
-        self._stage = f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})"
-        self._late = Silence(limit_s, time.monotonic())
+        said = f"{what} takes longer than {limit_s:g} s (async_training.timeouts.{setting})"
+        self._stage = said, Silence(limit_s, time.monotonic())
         try:
             yield
         finally:
-            self._staged_until, self._late = time.monotonic(), None
+            self._staged_until, self._stage = time.monotonic(), None
 
     def hold(self, actors: Mapping[str, Any]) -> None:
         """From now on the run ends if one of these dies; none of them may be one that Ray starts again."""
-        self._ask_at = dict.fromkeys(actors, 0.0)
-        self._held = dict(actors)
+        self._ask_at, self._held = dict.fromkeys(actors, 0.0), dict(actors)
 
     def blamed(self, error: Exception) -> Exception:
         """What a trainer's error comes from: the held actor whose call failed with it, if it is one's, else itself.
 
         Ray does not say which actor it was where a connection broke and it does not know yet that the node is gone.
         """
-        if isinstance(error, RayActorError):
-            for name, actor in self._held.items():
-                if actor._actor_id.hex() == error.actor_id:
-                    lost = _lost_part(name, error)
-                    lost.__cause__ = error
-                    return lost
+        for name, actor in self._held.items():
+            if isinstance(error, RayActorError) and actor._actor_id.hex() == error.actor_id:
+                return _lost_part(name, error)
         return error
 
     def last_words(self) -> dict[str, str] | None:
@@ -155,11 +150,11 @@ class RunWatch:
                 return
 
     def _fault(self) -> CannotGoOn | None:
-        late, now = self._late, time.monotonic()
-        if late is not None and late.look(now):
-            return StageTimeout(f"{self._stage}: {self._report()}")
+        stage, now = self._stage, time.monotonic()
         silent_s = min(self._silent_s(), now - self._staged_until)
-        if late is None and silent_s > self._limit_s:
+        if stage is not None and stage[1].look(now):
+            return StageTimeout(f"{stage[0]}: {self._report()}")
+        if stage is None and silent_s > self._limit_s:
             return Stalled(
                 f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall): {self._report()}"
             )
@@ -171,25 +166,20 @@ class RunWatch:
         for name in [name for name, at in self._ask_at.items() if now >= at]:
             del self._ask_at[name]
             self._asked[self._held[name].__ray_call__.remote(_nothing)] = name
-        if not self._asked:
-            return None
-        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for answer in done:
             name = self._asked.pop(answer)
             self._ask_at[name] = now + ASK_AGAIN_S
             try:
                 ray.get(answer, timeout=ANSWER_S)
-            except ActorUnavailableError:
-                continue
-            except RayActorError as error:
-                return _lost_part(name, error)
-            except RayError:
-                continue
+            except RayError as error:
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    return _lost_part(name, error)
         return None
 
     def _report(self) -> str:
         """Who waits for whom; bounded, since what it asks may be what is stuck."""
-        said: list[str] = []
+        said = [f"the report was not done within {REPORT_S:g} s"]
 
         def describe() -> None:
             try:
@@ -200,7 +190,7 @@ class RunWatch:
         thread = threading.Thread(target=describe, name="run-report", daemon=True)
         thread.start()
         thread.join(REPORT_S)
-        return said[0] if said else f"the report was not done within {REPORT_S:g} s"
+        return said[-1]
 
     def _end(self, error: CannotGoOn) -> None:
         self._error = error
@@ -221,7 +211,9 @@ class RunWatch:
 
 def _lost_part(name: str, error: RayActorError) -> PartLost:
     state = "is out of reach" if isinstance(error, ActorUnavailableError) else "died"
-    return PartLost(f"{name} {state}, and the run cannot go on without it: {error}")
+    lost = PartLost(f"{name} {state}, and the run cannot go on without it: {error}")
+    lost.__cause__ = error
+    return lost
 
 
 def _nothing(actor: Any) -> None:
