@@ -37,8 +37,8 @@ from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
-from recipe.async_engine.trainer import checkpoints, rollout_state, saving
-from recipe.async_engine.trainer.saving import RunState
+from recipe.async_engine.trainer import checkpoints, rollout_state
+from recipe.async_engine.trainer.checkpoints import RunState
 
 PHASES = (
     "start",
@@ -177,7 +177,7 @@ class Life:
             if prompt is None:
                 break
             group = self.ledger.issue(prompt.reference)
-            self.groups[group.id] = {"row": prompt.row, "scored": [], "payloads": []}
+            self.groups[group.id] = {"row": prompt.row, "scored": [None], "payloads": [None]}
         running = self.ledger.in_state(GroupState.RUNNING)
         if running:
             self.end(self.rng.choice(running))
@@ -213,8 +213,6 @@ class Life:
 
     def save(self) -> None:
         groups = {group_id: dict(group) for group_id, group in self.groups.items()}
-        for group in groups.values():
-            group["payloads"] = group["payloads"] or [None]
         snapshot = {"ledger": self.ledger.snapshot(), "source": self.source.state(), "groups": groups}
         self.state.save(self.step, snapshot, self.save_as_verl)
 
@@ -281,7 +279,7 @@ def drill(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     rng, phases = random.Random(seed), Phases()
     phases.around(rollout_state, "save", "write rollout side")
     phases.around(checkpoints, "commit", "commit")
-    phases.around(saving.checkpoints, "retain", "retain")
+    phases.around(checkpoints, "retain", "retain")
     by_phase: Counter[str] = Counter()
     result: dict[str, Any] = {"runs": 0, "resumed": 0, "ready": 0}
     while by_phase.total() < kills:

@@ -28,8 +28,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.core.config import AsyncTraining
 from recipe.async_engine.trainer import checkpoints
-from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER
-from recipe.async_engine.trainer.saving import RunState
+from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, RunState
 
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "truncate")

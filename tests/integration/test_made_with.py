@@ -14,8 +14,8 @@ from recipe.async_engine.core.config import AsyncTraining
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.snapshots import RULES
 from recipe.async_engine.trainer import made_with as module
+from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.made_with import files_fingerprint, made_with
-from recipe.async_engine.trainer.saving import RunState
 
 LIVE = [4, 40, 0, "0-40", 2, "running", 1, None]
 

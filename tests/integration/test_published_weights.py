@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_engine.core.server_settings import Proximal
-from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError
-from recipe.async_engine.trainer.published import PublishedWeights
+from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
 
 RANKS_S = 120
 

@@ -43,15 +43,13 @@ from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, Pro
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.watch import RunWatch
-from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
-from recipe.async_engine.trainer.critic_stage import CriticStage
+from recipe.async_engine.trainer.checkpoints import RunState, folder_of
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
-from recipe.async_engine.trainer.saving import RunState
 from recipe.async_engine.trainer.startup import Startup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
@@ -60,7 +58,7 @@ from recipe.async_engine.weights.publisher import WeightPublisher
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateRayPPOTrainer):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer):
     """See the module's contract.
 
     Args:
@@ -77,15 +75,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
     in_turns = False
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
-        dataset = IndexedDataset(
-            create_rl_dataset(
-                config.data.train_files,
-                config.data,
-                tokenizer,
-                processor,
-                max_samples=config.data.get("train_max_samples", -1),
-            )
-        )
+        rows, data = config.data.get("train_max_samples", -1), config.data
+        dataset = IndexedDataset(create_rl_dataset(data.train_files, data, tokenizer, processor, max_samples=rows))
         self.plan: RunPlan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
         derive_verl_settings(config, self.plan)
         roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
@@ -101,7 +92,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             ResourcePoolManager(trainer_pool, {role: "trainer_pool" for role in roles}),
             processor=processor,
             train_dataset=dataset,
-            train_sampler=create_rl_sampler(config.data, dataset),
+            train_sampler=create_rl_sampler(data, dataset),
         )
         # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
         self.use_rm = False
@@ -205,13 +196,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
             if metrics is None:
                 break
             yield metrics
-        if self.stopped_by is not None:
-            self._save_where_stopped()
+        if self.stopped_by is not None and self.config.trainer.save_freq > 0:
+            self._save_once()
         self.timeline.stop()
-
-    def silent_s(self) -> float:
-        """Seconds in which nothing of the run has begun or ended."""
-        return self.timeline.silent_s
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for a batch gets this error; callable from any thread."""
@@ -234,11 +221,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         if self.scheduler is not None:
             self.scheduler.want_no_more()
 
-    def _save_where_stopped(self) -> None:
-        if self.config.trainer.save_freq > 0 and self._saved_at != self.global_steps:
-            self._saved_at = self.global_steps
-            self._save_checkpoint()
-
     def _step(self) -> dict[str, Any] | None:
         """Train the next batch; None when no further one can form."""
         self.metrics, self.timing_raw = {}, {}
@@ -246,12 +228,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self._fetched_groups()
-            if groups is None and self.stopped_by is not None:
-                return None
             if groups is None:
-                self.is_last_step = True
-                self._save_and_validate()
-                self.logger.log(data=self.metrics, step=self.global_steps)
+                if self.stopped_by is None:
+                    self.is_last_step = True
+                    self._save_and_validate()
+                    self.logger.log(data=self.metrics, step=self.global_steps)
                 return None
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
@@ -272,21 +253,19 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
     def _fetched_groups(self) -> list[GroupRun] | None:
         """The next batch's groups with their payloads; answers that are lost, with a node, are generated again."""
         while (groups := self._next_groups()) is not None:
-            lost = [group.group.id for group in groups if not self._fetch(group)]
+            lost = []
+            for group in groups:
+                try:
+                    group.fetched = ray.get(group.payloads, timeout=self.timeouts.batch_wait)
+                except GetTimeoutError:
+                    raise
+                except RayError as error:
+                    logger.error("answers of prompt group %s are lost and generated again: %s", group.group.id, error)
+                    lost.append(group.group.id)
             if not lost:
                 return groups
             self.scheduler.payloads_lost(lost)
         return None
-
-    def _fetch(self, group: GroupRun) -> bool:
-        try:
-            group.fetched = ray.get(group.payloads, timeout=self.timeouts.batch_wait)
-        except GetTimeoutError:
-            raise
-        except RayError as error:
-            logger.error("answers of prompt group %s are lost and generated again: %s", group.group.id, error)
-            return False
-        return True
 
     def _next_groups(self) -> list[GroupRun] | None:
         """The next batch's groups, leased; None when no further batch can form."""
@@ -312,11 +291,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
         outputs = [unpack(payload) for group in groups for payload in group.fetched]
         size = self.plan.answers_per_group
-        batch = assemble(
-            groups,
-            [outputs[start : start + size] for start in range(0, len(outputs), size)],
-            lambda rows: self.async_rollout_manager.join(rows),
-        )
+        by_group = [outputs[start : start + size] for start in range(0, len(outputs), size)]
+        batch = assemble(groups, by_group, self.async_rollout_manager.join)
         if groups[0].scores:
             batch.non_tensor_batch[SCORES] = scores_column([score for group in groups for score in group.scores])
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
@@ -338,10 +314,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
     def _save_and_validate(self) -> None:
         """What is due at this version, or at the end of the run, and has not been done at this step yet."""
         version, trainer = self.ledger.version, self.config.trainer
-        if self._is_due(trainer.save_freq, version) and self._saved_at != self.global_steps:
-            self._saved_at = self.global_steps
-            with self.timeline.phase("trainer", "save"), marked_timer("save_checkpoint", self.timing_raw):
-                self._save_checkpoint()
+        if self._is_due(trainer.save_freq, version):
+            self._save_once()
         if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             if self._is_within_version:
@@ -349,18 +323,23 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
                 self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
 
+    def _save_once(self) -> None:
+        if self._saved_at != self.global_steps:
+            self._saved_at = self.global_steps
+            with self.timeline.phase("trainer", "save"), marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+
     def _is_due(self, every: int, version: int) -> bool:
         return every > 0 and (self.is_last_step or version % every == 0)
 
     def _publish(self) -> None:
         with self.timeline.phase("trainer", "sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             training = self.plan.settings.async_training
-            resume = training.partial_rollout
-            if not resume:
+            if not training.partial_rollout:
                 self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
             self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.scheduler.version_published))
             self.published.keep()
-            if not resume:
+            if not training.partial_rollout:
                 self.scheduler.open_turn()
 
     @property
@@ -420,7 +399,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, CriticStage, SeparateR
     def _save_training_side(self) -> None:
         super()._save_checkpoint()
         if self._is_within_version:
-            self.published.save(checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps))
+            self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
 
     def _resume(self) -> dict[int, dict[str, Any]]:
         """Load the newest complete checkpoint, if any; returns its live groups."""

@@ -47,13 +47,8 @@ def assemble(
 
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
     samples = [sample_of(group.row, group.group) for group in groups]
-    columns = {}
-    for key in samples[0]:
-        values = [sample[key] for sample, rows in zip(samples, outputs, strict=True) for _ in rows]
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
-        columns[key] = column
-    return columns
+    rows = [sample for sample, answers in zip(samples, outputs, strict=True) for _ in answers]
+    return {key: np.fromiter((row[key] for row in rows), dtype=object, count=len(rows)) for key in samples[0]}
 
 
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:

@@ -1,37 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are complete: a marker written last says so, and a run resumes from no other.
+"""Saves a run and finds it again: verl's checkpoint and the rollout side as one, complete or not at all.
 
 Contract. A checkpoint is model, optimizer, data loader and rollout side together or not at all. Its folder gets the
 marker ``committed.json`` when every file below it is on the disk: the marker names them all with their sizes, and the
 small ones and the rollout side with their digests. From then on it is never written to again, only removed as a whole
-or given another name. verl's ``latest_checkpointed_iteration.txt`` names the checkpoint to resume from; after a kill it
-may be empty, or name one that is not complete.
+or given another name. `RunState.save` returns when that is done. `RunState.find` chooses the newest complete one whose
+rollout side can be read, and refuses settings that cannot go on from it. verl's ``latest_checkpointed_iteration.txt``
+names the one to resume from; after a kill it may be empty, or name one that is not complete.
 
 Folders without a marker were cut off while they were written; they are removed. Folders of another trainer are left as
-they are. Shown by tests/integration/test_checkpoints.py, test_checkpoint_faults.py and test_crash_fuzz.py.
+they are. Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails
+or is the last one) and test_crash_fuzz.py (`kill -9`).
 """
 
+from __future__ import annotations
+
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from recipe.async_engine.core.errors import RecipeError
+from omegaconf import open_dict
+
+from recipe.async_engine.core.config import RunPlan
+from recipe.async_engine.core.errors import RecipeError, SnapshotError
+from recipe.async_engine.core.snapshots import changes
+from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.run import durable
+from recipe.async_engine.run.owner import CHECKPOINTS, Owner
+from recipe.async_engine.trainer import rollout_state
+from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE
 
 logger = logging.getLogger(__name__)
 
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
-ROLLOUT_STATE = "rollout_state.pt"
-FOLDER = re.compile(r"global_step_(\d+)")
+FOLDER = re.compile(r"global_step_(0|[1-9]\d*)")
 ASIDE = ".aside"
 SMALL = 1 << 20
 """Files of at most so many bytes are named in the marker with their digests."""
+FULL = 1 << 20
+"""A disk with fewer free bytes is why a checkpoint could not be saved."""
+ENDING_S = 60.0
+"""How long the trainer of an earlier start may take to end after its main was killed."""
 
 
 class CheckpointError(RecipeError):
@@ -48,11 +66,8 @@ def commit(root: str | Path, step: int) -> None:
     folder = folder_of(root, step)
     durable.sync_tree(folder)
     track(root, step)
-    files = {
-        str(file.relative_to(folder)): [file.stat().st_size, _digest(file)]
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    written = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = {str(file.relative_to(folder)): [file.stat().st_size, _digest(file)] for file in written}
     durable.write(folder / MARKER, json.dumps({"step": step, "files": files}) + "\n")
 
 
@@ -90,10 +105,8 @@ def candidates(root: str | Path) -> list[int]:
     named = tracked(root)
     if named is not None and folder_of(root, named).is_dir():
         require_ours(folder_of(root, named))
-    steps = sorted((step for step in _steps(root) if _has_marker(root, step)), reverse=True)
-    if named is None:
-        return steps
-    return [step for step in steps if step <= named] + [step for step in steps if step > named]
+    steps = [step for step, folder in _folders(root).items() if (folder / MARKER).exists()]
+    return sorted(steps, key=lambda step: (named is None or step <= named, step), reverse=True)
 
 
 def tracked(root: str | Path) -> int | None:
@@ -121,16 +134,15 @@ def clear(root: str | Path) -> None:
     for folder in Path(root).glob("global_step_*"):
         if folder.name.endswith(durable.REMOVED):
             durable.remove_tree(folder.with_name(folder.name.removesuffix(durable.REMOVED)))
-    for step in _steps(root):
-        if not _has_marker(root, step) and _is_ours(folder_of(root, step)):
-            logger.warning("%s was cut off while it was written; it is removed", folder_of(root, step))
-            durable.remove_tree(folder_of(root, step))
+    for folder in _folders(root).values():
+        if not (folder / MARKER).exists() and _is_ours(folder):
+            logger.warning("%s was cut off while it was written; it is removed", folder)
+            durable.remove_tree(folder)
 
 
 def require_room(root: str | Path, after: int) -> None:
     """Raise `CheckpointError` if another trainer's checkpoint is where a run would save past this step."""
-    foreign = [str(folder_of(root, step)) for step in _steps(root) if step > after]
-    foreign = [folder for folder in foreign if not _is_ours(Path(folder))]
+    foreign = [str(folder) for step, folder in _folders(root).items() if step > after and not _is_ours(folder)]
     if foreign:
         raise CheckpointError(
             f"{', '.join(foreign)}: not written by this trainer (no {ROLLOUT_STATE}), and in the way of this run's own "
@@ -140,24 +152,13 @@ def require_room(root: str | Path, after: int) -> None:
 
 def set_aside(root: str | Path, after: int) -> None:
     """Give checkpoints past this step other names: the run goes on from there, and they are of another history."""
-    for step in _steps(root):
-        folder = folder_of(root, step)
-        if step > after and _has_marker(root, step):
+    for step, folder in _folders(root).items():
+        if step > after and (folder / MARKER).exists():
             names = (folder.with_name(f"{folder.name}{ASIDE}{number}") for number in range(1, 1 << 30))
             aside = next(name for name in names if not name.exists())
             os.replace(folder, aside)
             durable.sync(root)
             logger.warning("%s is not of this run's history: it is kept as %s", folder, aside.name)
-
-
-def abandon(root: str | Path, step: int, tracked_before: int | None) -> None:
-    """What was written of this step's checkpoint goes, if it can; the one before is the newest one again."""
-    if _has_marker(root, step):
-        return
-    with suppress(OSError):
-        durable.remove_tree(folder_of(root, step))
-    with suppress(OSError):
-        track(root, tracked_before)
 
 
 def require_ours(folder: str | Path) -> None:
@@ -173,22 +174,19 @@ def retain(root: str | Path, step: int, count: int | None) -> None:
     """Remove complete checkpoints of earlier steps until ``count`` are left with this one; None keeps all."""
     if not count or count < 1:
         return
-    earlier = sorted((other for other in _steps(root) if other < step), reverse=True)
-    complete = [other for other in earlier if problem(folder_of(root, other), sizes_only=True) is None]
-    for other in complete[count - 1 :]:
+    earlier = [folder for other, folder in sorted(_folders(root).items(), reverse=True) if other < step]
+    complete = [folder for folder in earlier if problem(folder, sizes_only=True) is None]
+    for folder in complete[count - 1 :]:
         try:
-            durable.remove_tree(folder_of(root, other))
+            durable.remove_tree(folder)
         except OSError as error:
-            logger.warning("%s could not be removed: %s", folder_of(root, other), error)
+            logger.warning("%s could not be removed: %s", folder, error)
 
 
-def _steps(root: str | Path) -> Sequence[int]:
-    found = [FOLDER.fullmatch(folder.name) for folder in Path(root).glob("global_step_*")]
-    return [int(match[1]) for match in found if match]
-
-
-def _has_marker(root: str | Path, step: int) -> bool:
-    return (folder_of(root, step) / MARKER).exists()
+def _folders(root: str | Path) -> dict[int, Path]:
+    """verl's folders of checkpoints, by step."""
+    matches = {folder: FOLDER.fullmatch(folder.name) for folder in Path(root).glob("global_step_*")}
+    return {int(match[1]): folder for folder, match in matches.items() if match}
 
 
 def _is_ours(folder: Path) -> bool:
@@ -202,3 +200,147 @@ def _digest(file: Path) -> str | None:
         return None
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+class RunState:
+    """The checkpoints of one run; see the module's contract.
+
+    Args:
+        config: the whole configuration; verl's own retention is switched off in it.
+        made_with: what decides whether a later run can go on from them (`trainer.made_with`).
+    """
+
+    def __init__(self, config: Any, plan: RunPlan, made_with: Mapping[str, Any]) -> None:
+        self._trainer = config.trainer
+        limit = config.trainer.get("max_actor_ckpt_to_keep")
+        self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
+        with open_dict(config):
+            # A checkpoint is kept or removed as a whole; verl would remove one before the next is committed.
+            config.trainer.update({"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None})
+            config.trainer.remove_previous_ckpt_in_save = False
+        self._root = config.trainer.default_local_dir
+        self._timeout_s = plan.settings.async_training.timeouts.checkpoint
+        self._made_with = made_with
+        self._owner: Owner | None = None
+        self._found: dict[str, Any] | None = None
+        self._history_from: int | None = -1
+        """Checkpoints in the folder past this step are of another history; None once they were set aside."""
+        self.resumed: dict[str, Any] = {"step": 0, "groups_kept": 0, "changed": []}
+        """Of a resumed run: the checkpoint's step, how many of its groups were complete and not yet trained, and which
+        settings have changed."""
+
+    def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> None:
+        """Commit ``snapshot`` and what ``save_verl`` writes together; then what they make superfluous goes.
+
+        A step that has a checkpoint keeps the one that it has.
+        """
+        root = self._root
+        if self._history_from is not None:
+            set_aside(root, self._history_from)
+            self._history_from = None
+        folder = folder_of(root, step)
+        if (folder / MARKER).exists():
+            return
+        before = tracked(root)
+        try:
+            rollout_state.save(str(folder), {**snapshot, "made_with": self._made_with}, self._timeout_s)
+            save_verl()
+            commit(root, step)
+        except Exception as error:
+            full = shutil.disk_usage(root).free < FULL
+            if not (folder / MARKER).exists():
+                # What was written goes, if it can; the one before is the newest one again.
+                with suppress(OSError):
+                    durable.remove_tree(folder)
+                with suppress(OSError):
+                    track(root, before)
+            if full:  # torch says no more than that a file has a wrong size
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+            raise
+        retain(root, step, self._kept)
+
+    def find(self) -> str | None:
+        """The complete checkpoint that verl will load when it is asked to; None where it starts from the beginning.
+
+        Raises:
+            CheckpointError: there is none that can be used, or it is another trainer's.
+            SnapshotError: the run cannot go on from it with its settings.
+            FolderTaken: an earlier start still writes there.
+        """
+        Path(self._root).mkdir(parents=True, exist_ok=True)
+        self._owner = Owner(self._root, CHECKPOINTS, ENDING_S)
+        clear(self._root)
+        mode = self._trainer.resume_mode
+        folder = None if mode == "disable" else self._named() if mode == "resume_path" else self._newest()
+        if folder is not None:
+            self.resumed["step"] = step = int(str(folder).rpartition("global_step_")[2])
+            if folder.resolve() == folder_of(self._root, step).resolve():
+                self._history_from = step
+            self._compare(folder)
+        if self._trainer.save_freq > 0:
+            require_room(self._root, -1 if self._history_from is None else self._history_from)
+        return None if folder is None else str(folder)
+
+    def _named(self) -> Path:
+        """The one that ``trainer.resume_from_path`` names, and no other."""
+        folder = Path(self._trainer.resume_from_path)
+        require_ours(folder)
+        why = problem(folder) or self._read(folder)
+        if why is not None:
+            raise CheckpointError(
+                f"trainer.resume_from_path={folder} cannot be used: {why}. Name another one, or set "
+                "trainer.resume_mode=auto to resume from the newest complete one."
+            )
+        if tracked(self._root) is None:
+            # verl reads it in any case, and one that was cut off ends that.
+            track(self._root, None)
+        return folder
+
+    def _newest(self) -> Path | None:
+        refused = []
+        for step in candidates(self._root):
+            folder = folder_of(self._root, step)
+            why = problem(folder) or self._read(folder)
+            if why is None:
+                track(self._root, step)
+                return folder
+            logger.warning("%s cannot be used, an older one is looked for: %s", folder, why)
+            refused.append(f"{folder.name}: {why}")
+        if refused:
+            raise CheckpointError(
+                f"no checkpoint in {self._root} can be used ({'; '.join(refused)}). Repair one, or set "
+                "trainer.resume_mode=disable to start from the beginning; they are kept under other names then."
+            )
+        if (Path(self._root) / TRACKER).exists():
+            logger.warning("no checkpoint in %s is complete: the run starts from the beginning", self._root)
+        track(self._root, None)
+        return None
+
+    def _read(self, folder: Path) -> str | None:
+        """Read the rollout side; returns why it could not be read."""
+        try:
+            self._found = rollout_state.load(str(folder))
+        except SnapshotError:
+            raise
+        except Exception as error:  # unpickling raises anything
+            return f"its {ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
+        return None
+
+    def _compare(self, folder: Path) -> None:
+        assert self._found is not None
+        live = len(self._found["ledger"]["live"])
+        try:
+            changed = changes(self._found["made_with"], self._made_with, live)
+        except SnapshotError as error:
+            raise SnapshotError(f"cannot resume from {folder}: {error}") from None
+        self.resumed["changed"] = changed
+        if changed:
+            logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))
+
+    def load(self, prompts: PromptSource) -> dict[str, Any] | None:
+        """The rollout side that was found, ``prompts`` put in its place; None at the beginning of a run."""
+        snapshot, self._found = self._found, None
+        if snapshot is not None:
+            rollout_state.put_payloads(snapshot)
+            prompts.restore(snapshot["source"])
+        return snapshot

@@ -21,9 +21,10 @@ from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.snapshots import STATE_FORMAT
 from recipe.async_engine.run import durable
-from recipe.async_engine.trainer.checkpoints import ROLLOUT_STATE
 
 logger = logging.getLogger(__name__)
+
+ROLLOUT_STATE = "rollout_state.pt"
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
@@ -33,14 +34,12 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     still runs: the lost answer is generated again.
     """
     groups = {group_id: _fetched(group, timeout_s) for group_id, group in snapshot["groups"].items()}
-    ready = {group.id for group in map(Group.from_row, snapshot["ledger"]["live"]) if group.state is GroupState.READY}
-    lost = {group_id for group_id in ready if None in groups[group_id]["payloads"]}
-    if lost:
-        logger.warning("answers of groups %s are lost: a resumed run generates them again", sorted(lost))
-    live = [
-        replace(Group.from_row(row), state=GroupState.RUNNING).to_row() if Group.from_row(row).id in lost else row
-        for row in snapshot["ledger"]["live"]
-    ]
+    live = []
+    for group in map(Group.from_row, snapshot["ledger"]["live"]):
+        is_lost = group.state is GroupState.READY and None in groups[group.id]["payloads"]
+        if is_lost:
+            logger.warning("answers of group %s are lost: a resumed run generates them again", group.id)
+        live.append((replace(group, state=GroupState.RUNNING) if is_lost else group).to_row())
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,26 +47,23 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
 
 
 def _fetched(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """A live group as it is kept, with the payloads that are there."""
+    """A live group as it is kept, with the payloads that are there; None for what an answer that is lost has."""
     there = [payload for payload in group["payloads"] if payload is not None]
     try:
-        fetched = iter(ray.get(there, timeout=timeout_s))
+        values = ray.get(there, timeout=timeout_s)
     except ObjectLostError:
-        return _without_lost(group, timeout_s)
+        values = [_unless_lost(payload, timeout_s) for payload in there]
+    fetched = iter(values)
     payloads = [None if payload is None else next(fetched) for payload in group["payloads"]]
-    return {**group, "payloads": payloads}
-
-
-def _without_lost(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The group with None for the answers whose payload is lost."""
-    payloads = []
-    for reference in group["payloads"]:
-        try:
-            payloads.append(None if reference is None else ray.get(reference, timeout=timeout_s))
-        except ObjectLostError:
-            payloads.append(None)
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
+
+
+def _unless_lost(payload: ray.ObjectRef, timeout_s: float) -> Any:
+    try:
+        return ray.get(payload, timeout=timeout_s)
+    except ObjectLostError:
+        return None
 
 
 def load(folder: str) -> dict[str, Any]:

@@ -1,27 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a trainer starts the processes of its run and gives each of them its work.
+"""How a trainer starts the processes of its run side by side and gives each of them its work.
 
-Contract: everything starts side by side (:mod:`recipe.async_engine.trainer.setup`), and nothing is routed to or asked
-before it has weights. Shown by tests/e2e/test_fully_async.py and test_model_engine.py.
+Contract: everything that takes long (imports, engines) starts at once, and the whole has one deadline
+(``async_training.timeouts.startup``). What fails first ends the start with its own error. Nothing is routed to or asked
+before it has weights. A critic is verl's, one more role of the training workers; it trains on every batch, the actor
+from ``trainer.critic_warmup`` on.
+
+Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import TrainingWorkerConfig
 
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
+from recipe.async_engine.rewards.workers import ScoringManager
+from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.clearing import clear_replica
+from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.rollout.replicas import ReplicaManager
+from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
-from recipe.async_engine.trainer.published import PublishedWeights
-from recipe.async_engine.trainer.setup import RolloutSide, side_by_side, start_rollout
 from recipe.async_engine.weights.publisher import WeightPublisher
+
+
+class StartupTimeout(RecipeError):
+    """Not everything came up within ``async_training.timeouts.startup``."""
+
+
+@dataclass(frozen=True)
+class RolloutSide:
+    """The processes that generate and score."""
+
+    replicas: ReplicaManager
+    agents: TrajectoryManager
+    rewards: ScoringManager
+
+
+def start_agents(config: Any) -> RolloutSide:
+    """Create the rollout side up to the replicas' servers, which are to be launched."""
+    rewards = ScoringManager(config=config)
+    replicas = ReplicaManager(config)
+    agents = TrajectoryManager.create(
+        config=config,
+        llm_client=replicas.get_client(ResumingClient),
+        reward_loop_worker_handles=rewards.reward_loop_worker_handles,
+    )
+    return RolloutSide(replicas, agents, rewards)
+
+
+def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
+    """Run ``parts`` on a thread each and return their results by name.
+
+    Raises:
+        StartupTimeout: one of them is not done in time; the message names it.
+        Exception: whatever the first part to fail raised.
+    """
+    pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
+    began = time.monotonic()
+    futures = {name: pool.submit(part) for name, part in parts.items()}
+    done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    # Threads that still wait for a process are left to it: the job ends, and its processes with it.
+    pool.shutdown(wait=False, cancel_futures=True)
+    results = {name: future.result() for name, future in futures.items() if future in done}
+    if pending:
+        late = [name for name, future in futures.items() if future in pending]
+        raise StartupTimeout(
+            f"{', '.join(late)} not up after {time.monotonic() - began:.0f} s; raise async_training.timeouts.startup "
+            "if the model is large, and check that the cluster has the accelerators that trainer.n_gpus_per_node and "
+            "rollout.n_gpus_per_node ask for"
+        )
+    return results
 
 
 class Startup:
@@ -36,19 +99,31 @@ class Startup:
     publisher_class: type[WeightPublisher] = WeightPublisher
 
     def init_workers(self) -> None:
-        """Start every process of the run; see :mod:`recipe.async_engine.trainer.setup`."""
+        """Start every process of the run."""
         servers = self.plan.settings.servers
-        parts = {"the training workers": self._start_training, "the rollout side": lambda: start_rollout(self.config)}
+        launch_servers = partial(launch, self.config, servers, self.timeouts.weight_sync)
+        parts = {"the training workers": self._start_training, "the rollout side": self._start_rollout}
         if servers.enabled:
-            parts["the log-prob servers"] = lambda: self._launch_servers(servers)
+            parts["the log-prob servers"] = launch_servers
         if servers.reference_replicas:
-            parts["the servers of the reference policy"] = lambda: self._launch_reference(servers)
+            numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
+            parts["the servers of the reference policy"] = partial(launch_servers, numbers=numbers, static=True)
         started = side_by_side(parts, self.timeouts.startup)
         self._use_rollout(started["the rollout side"])
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
-            self._use_reference(started["the servers of the reference policy"], servers)
+            # They get no weights.
+            references = started["the servers of the reference policy"]
+            handles = {replica.server_address: replica.server_handle for replica in references}
+            agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
+            agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
+
+    def _start_rollout(self) -> RolloutSide:
+        """Up to the replicas' servers, which hold no weights yet."""
+        side = start_agents(self.config)
+        side.replicas.launch()
+        return side
 
     def _use_rollout(self, rollout: RolloutSide) -> None:
         """Give the rollout side its names in verl's trainer, and its replicas a publisher."""
@@ -70,20 +145,6 @@ class Startup:
         replacements = Replacements(budget, self.timeouts.startup, clear_replica)
         return Fleet(self.publisher, replacements, rollout.replicas.start_another)
 
-    def _launch_servers(
-        self, servers: LogProbServers, numbers: Sequence[int] | None = None
-    ) -> list[ModelEngineReplica]:
-        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers)
-
-    def _launch_reference(self, servers: LogProbServers) -> list[ModelEngineReplica]:
-        numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
-        return launch(self.config, servers, self.timeouts.weight_sync, numbers=numbers, static=True)
-
-    def _use_reference(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
-        """Have agent-loop workers ask the servers of the reference policy; these get no weights."""
-        handles = {replica.server_address: replica.server_handle for replica in replicas}
-        self.async_rollout_manager.tell("use_reference", handles, servers.timeout, timeout_s=self.timeouts.startup)
-
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
         """Give the log-prob servers weights from now on, and work."""
         numbers = itertools.count(len(replicas) + servers.reference_replicas)
@@ -93,7 +154,10 @@ class Startup:
             agents, timeout_s = self.async_rollout_manager, self.timeouts.weight_sync
             agents.tell("use_servers", handles, servers.timeout, score_parts, timeout_s=timeout_s)
 
-        self.fleet.use_servers(replicas, tell, lambda: self._launch_servers(servers, [next(numbers)])[0])
+        def start_another() -> ModelEngineReplica:
+            return launch(self.config, servers, self.timeouts.weight_sync, numbers=[next(numbers)])[0]
+
+        self.fleet.use_servers(replicas, tell, start_another)
 
     def _start_training(self) -> None:
         self._init_resource_pools()
@@ -105,4 +169,26 @@ class Startup:
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
         self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
             cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self.actor_role
+        )
+
+    def _create_critic_class(self) -> None:
+        """As `RayPPOTrainer` does (ray_trainer.py:797); `SeparateRayPPOTrainer` has a copy for FSDP1 alone."""
+        if not self.use_critic:
+            return
+        critic = omega_conf_to_dataclass(self.config.critic)
+        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+        profiler = self.config.critic.get("profiler")
+        worker = TrainingWorkerConfig(
+            model_type="value_model",
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
+            profiler_config=omega_conf_to_dataclass(profiler) if profiler else None,
+        )
+        self.orig_critic_cfg = critic
+        pool = self.resource_pool_manager.get_resource_pool(Role.Critic)
+        self.resource_pool_to_cls[pool][str(Role.Critic)] = RayClassWithInitArgs(
+            cls=self.role_worker_mapping[Role.Critic], config=worker
         )
