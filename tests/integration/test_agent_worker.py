@@ -34,12 +34,12 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryGenerated,
     TrajectoryScored,
     TrajectoryWorker,
-    WorkerRestarted,
 )
 from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
+from recipe.async_engine.run.worker_set import WorkerRestarted
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0

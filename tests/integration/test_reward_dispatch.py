@@ -13,13 +13,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
 
 from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
 from recipe.async_engine.rewards.workers import PoolTotals
 from recipe.async_engine.run import restarts
+from recipe.async_engine.run.worker_set import WorkerDied
 
 
 class Worker:
@@ -66,7 +67,7 @@ async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> N
     dispatch = LeastBusyWorker([Handle(dead), Handle(alive)])
     first, second = await begin(dispatch, 2)
     dead.waiting[0].set_exception(ActorDiedError())
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(WorkerDied):
         await first
     again = await begin(dispatch, 2)
     assert (len(dead.waiting), len(alive.waiting)) == (1, 3)
@@ -80,7 +81,7 @@ async def test_without_any_worker_the_call_says_so() -> None:
     dispatch = LeastBusyWorker([Handle(dead)])
     (first,) = await begin(dispatch, 1)
     dead.waiting[0].set_exception(ActorDiedError())
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(WorkerDied):
         await first
     with pytest.raises(NoRewardWorker):
         await dispatch.compute_score.remote(None)
@@ -93,9 +94,7 @@ async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest
     tasks = await begin(dispatch, 2)
     for waiting in worker.waiting:
         waiting.set_exception(ActorUnavailableError("", None))
-    assert [type(error) for error in await asyncio.gather(*tasks, return_exceptions=True)] == [
-        ActorUnavailableError
-    ] * 2
+    assert [type(error) for error in await asyncio.gather(*tasks, return_exceptions=True)] == [WorkerDied] * 2
     (again,) = await begin(dispatch, 1)
     assert len(worker.waiting) == 2
     await asyncio.sleep(0.1)
@@ -114,11 +113,11 @@ async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: 
     actor = ray.remote(max_restarts=1)(Dying).remote()
     dispatch = LeastBusyWorker([actor])
     first = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
-    with pytest.raises(RayActorError):
+    with pytest.raises(WorkerDied):
         await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
     second = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
     assert second["pid"] != first["pid"]
-    with pytest.raises(RayActorError):
+    with pytest.raises(WorkerDied):
         await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
     with pytest.raises(NoRewardWorker):
         await asyncio.wait_for(dispatch.compute_score.remote(""), 60)

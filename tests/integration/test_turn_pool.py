@@ -15,9 +15,10 @@ import ray
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.agent_worker import TrajectoryScored, WorkerRestarted
+from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.workers import TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.run.worker_set import WorkerRestarted
 
 SOON = 60.0
 
@@ -95,7 +96,7 @@ async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: 
     # Nobody has noticed but by its counts, which begin again.
     of_the_dead = TokenAccount(cut=20, lost=5)
     assert account == of_the_dead + TokenAccount(cut=10, lost=1, held=4)
-    pool.died("worker-0", 0, WorkerRestarted())
+    pool.workers.died("worker-0", 0, WorkerRestarted())
     while not pool.alive:
         await asyncio.sleep(0.1)
     # Asked for the third time: it was told once more that the turn is over.

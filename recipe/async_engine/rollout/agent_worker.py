@@ -61,6 +61,7 @@ from recipe.async_engine.rollout.soundness import (
 from recipe.async_engine.rollout.turns import Ticket, TurnGate
 from recipe.async_engine.run.restarts import was_restarted
 from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.run.worker_set import WorkerRestarted
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,6 @@ def root_cause(error: BaseException) -> BaseException:
 
 class AgentLoopError(RecipeError):
     """An agent loop raised; a note has its traceback, which Ray cuts short for streaming calls."""
-
-
-class WorkerRestarted(RecipeError):
-    """The worker was started again and has not been told yet what the others know."""
 
 
 class TrajectoryCancelled(RecipeError):

@@ -13,12 +13,12 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
@@ -27,7 +27,8 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.agent_worker import REPORTED, TrajectoryWorker, reported_names, spread_reports
 from recipe.async_engine.rollout.soundness import RewardError
 from recipe.async_engine.rollout.workers import NoWorkers
-from recipe.async_engine.run.restarts import Restartable, is_up_again
+from recipe.async_engine.run.restarts import Restartable
+from recipe.async_engine.run.worker_set import WorkerDied, WorkerSet
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,10 @@ class ValidationTimeout(RecipeError):
 
 
 class AnyWorker:
-    """Stands in for one of verl's handles in ``generate_sequences``: the first of ``workers`` that lives through it."""
+    """Stands in for one of verl's handles in ``generate_sequences``: ``first``, or one that lives through it."""
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = workers
+    def __init__(self, workers: WorkerSet, first: str) -> None:
+        self._workers, self._first = workers, first
 
     @property
     def generate_sequences(self) -> AnyWorker:
@@ -59,29 +60,15 @@ class AnyWorker:
         return self._generate(part)
 
     async def _generate(self, part: DataProto) -> DataProto:
-        for worker in self._workers:
-            with suppress(_Died):
-                return await _generate_on(worker, part)
-        for worker in self._workers:
-            while await is_up_again(worker):
-                with suppress(_Died):
-                    return await _generate_on(worker, part)
+        name: str | None = self._first
+        while name is not None:
+            try:
+                async with self._workers.one(name) as worker:
+                    return await worker.generate_sequences.remote(part)
+            except WorkerDied as error:
+                logger.warning("a part of the validation is done by another worker: %s", error)
+                name = self._workers.choose()
         raise NoWorkers
-
-
-class _Died(Exception):
-    """The worker itself did, not an actor that it asked."""
-
-
-async def _generate_on(worker: Any, part: DataProto) -> DataProto:
-    try:
-        return await worker.generate_sequences.remote(part)
-    except RayTaskError:
-        # First of all: it is also an instance of its cause's class.
-        raise
-    except RayActorError as error:
-        logger.warning("an agent-loop worker died in validation, whose part of it is done by another: %s", error)
-        raise _Died from error
 
 
 class TrajectoryManager(AgentLoopManager):
@@ -133,9 +120,9 @@ class TrajectoryManager(AgentLoopManager):
             NoWorkers: all have died, and none is started again.
             RewardError: no answer of it has a score, and none had one before.
         """
-        workers = self.agent_loop_workers
+        workers = WorkerSet("agent-loop", self.agent_loop_workers)
         of_any = copy.copy(self)
-        of_any.agent_loop_workers = [AnyWorker([*workers[n:], *workers[:n]]) for n in range(len(workers))]
+        of_any.agent_loop_workers = [AnyWorker(workers, name) for name in list(workers.alive)]
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s) as limit:
@@ -147,6 +134,8 @@ class TrajectoryManager(AgentLoopManager):
                 "validation was not done within async_training.timeouts.validation; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
+        finally:
+            await workers.close()
         spread_reports(answers, self._columns_of(answers))
         return answers
 

@@ -2,23 +2,19 @@
 """The pool of agent-loop workers: which one runs a trajectory, and how its events come back.
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
-Whatever a worker raises arrives as a :class:`RecipeError`. A worker that died has no work until Ray has started it
-again; while there is no other, its calls wait for that. Workers are asked all the time whether they answer: one whose
-process stopped, or whose event loop is blocked, gets no trajectories after half of ``answer_s`` if there is another,
-and is ended and started again after the whole. Events are awaited, payloads are not: the pool hands on their
-object references. One event loop calls it. Of a worker that died, the account of tokens is that of the last time it was
-asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
+Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
+follows where one does not, or has died, is in `run/worker_set.py`. Events are awaited, payloads are not: the pool hands
+on their object references. One event loop calls it. Of a worker that died, the account of tokens is that of the last
+time it was asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
@@ -27,19 +23,15 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
-    WorkerRestarted,
 )
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
-from recipe.async_engine.run.restarts import is_up_again
+from recipe.async_engine.run.worker_set import ANSWER_S, WorkerDied, WorkerSet
 
 logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
-ANSWER_S = 180.0
-# Of ``answer_s``: the pause between two questions.
-ASK_EVERY = 0.1
 
 
 class TrajectoryFailed(RecipeError):
@@ -80,29 +72,26 @@ class TrajectoryCall:
             TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
         """
         self.pool.began(self)
-        life = 0
         try:
-            actor = await self.pool.actor_of(self)
-            life = self.pool.lives[self.worker_id]
-            stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
-            self.pool.submitted(self)
-            scored = False
-            async for reference in stream:
-                if scored:
-                    yield None, reference
-                    return
-                event = await reference
-                if not isinstance(event, TrajectoryGenerated | TrajectoryScored):
-                    raise TrajectoryFailed(f"trajectory {self.key} yielded {type(event).__name__} out of turn")
-                scored = isinstance(event, TrajectoryScored)
-                yield event, None
+            async with self.pool.workers.one(self.worker_id) as actor:
+                self.pool.check(self)
+                stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
+                self.pool.submitted(self)
+                scored = False
+                async for reference in stream:
+                    if scored:
+                        yield None, reference
+                        return
+                    event = await reference
+                    if not isinstance(event, TrajectoryGenerated | TrajectoryScored):
+                        raise TrajectoryFailed(f"trajectory {self.key} yielded {type(event).__name__} out of turn")
+                    scored = isinstance(event, TrajectoryScored)
+                    yield event, None
             raise TrajectoryFailed(f"trajectory {self.key} ended without its payload")
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
             cause = error.cause
             failed: RecipeError
-            if isinstance(cause, WorkerRestarted):
-                self.pool.died(self.worker_id, life, cause)
             if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
                 failed = type(cause)(str(cause))
             else:
@@ -111,8 +100,7 @@ class TrajectoryCall:
             for note in getattr(cause, "__notes__", ()):
                 failed.add_note(note)
             raise failed from error
-        except RayActorError as error:
-            self.pool.died(self.worker_id, life, error)
+        except WorkerDied as error:
             raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
         except RecipeError:
             raise
@@ -132,40 +120,33 @@ class WorkerPool:
         answer_s: how long one may not answer; after that it is ended.
 
     Attributes:
-        lives: how often each worker was started again.
+        workers: which of them are alive.
     """
 
     def __init__(
         self,
-        actors: list[ray.actor.ActorHandle],
-        prepare: Callable[[ray.actor.ActorHandle], Awaitable[None]] | None = None,
+        actors: list[Any],
+        prepare: Callable[[Any], Awaitable[None]] | None = None,
         startup_s: float = STARTUP_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self._actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
-        self._running: Counter[str] = Counter({worker_id: 0 for worker_id in self._actors})
+        self.workers = WorkerSet("agent-loop", actors, answer_s, startup_s, self._prepare, self._died)
         self._worker_of_key: dict[str, str] = {}
         self._submitted: set[str] = set()
         self._accounts: dict[str, TokenAccount] = {}
         self._of_the_dead = TokenAccount()
-        self._returning: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
         self._ended_turn = 0
         self._prepare_actor = prepare
-        self._startup_s = startup_s
-        self._answer_s = answer_s
-        self._watches: dict[str, asyncio.Task[None]] = {}
-        self._silent: set[str] = set()
-        self.lives: Counter[str] = Counter()
 
     @property
     def alive(self) -> int:
-        return len(self._actors)
+        return len(self.workers.alive)
 
     @property
     def lost(self) -> bool:
         """Whether no worker is alive or being started again."""
-        return not self._actors and not self._returning
+        return self.workers.lost
 
     def call(
         self,
@@ -184,34 +165,22 @@ class WorkerPool:
         Raises:
             NoWorkers: none is alive or being started again.
         """
-        self._watch_workers()
-        answering = self._actors.keys() - self._silent
-        candidates = [worker_id for worker_id in self._actors if worker_id in answering and worker_id != avoid]
-        worker_id = min(candidates or self._actors or self._returning, key=self._running.__getitem__, default=None)
+        self.workers.watch()
+        worker_id = self.workers.choose(but=avoid)
         if worker_id is None:
             raise NoWorkers
         return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
 
-    async def actor_of(self, call: TrajectoryCall) -> ray.actor.ActorHandle:
-        """The worker of a call, once it is up.
-
-        Raises:
-            TrajectoryFailed: it has died and is not started again.
-            TrajectoryCancelled: :meth:`cancel` named the call meanwhile.
-        """
-        if call.worker_id in self._returning:
-            await asyncio.wait([self._returning[call.worker_id]])
+    def check(self, call: TrajectoryCall) -> None:
+        """Raise TrajectoryCancelled if :meth:`cancel` named the call while it waited for its worker."""
         if call.key in self._cancelled:
             raise TrajectoryCancelled(f"trajectory {call.key} was ended on request")
-        if call.worker_id not in self._actors:
-            raise TrajectoryFailed(f"agent-loop {call.worker_id} has died")
-        return self._actors[call.worker_id]
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
         for worker_id, worker_keys in self._by_worker(keys).items():
-            if worker_id in self._actors:
-                self._actors[worker_id].cancel.remote(worker_keys)
+            if worker_id in self.workers.alive:
+                self.workers.alive[worker_id].cancel.remote(worker_keys)
             else:
                 self._cancelled.update(worker_keys)
 
@@ -221,8 +190,8 @@ class WorkerPool:
             # For one that waits for its worker to be started again.
             call.turn = turn
         for worker_id, keys in self._by_worker(call.key for call in calls).items():
-            if worker_id in self._actors:
-                self._actors[worker_id].resume.remote(keys, turn)
+            if worker_id in self.workers.alive:
+                self.workers.alive[worker_id].resume.remote(keys, turn)
 
     async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
         """Hold every trajectory at its next request; returns the workers' account together.
@@ -246,36 +215,24 @@ class WorkerPool:
 
         None where no worker is alive: the trainer scores it then.
         """
-        if not self._actors:
+        worker_id = self.workers.choose()
+        if worker_id not in self.workers.alive:
             return None
-        worker_id = min(self._actors, key=self._running.__getitem__)
-        return self._actors[worker_id].rescore.remote(payload, version, start)
+        return self.workers.alive[worker_id].rescore.remote(payload, version, start)
 
     def began(self, call: TrajectoryCall) -> None:
-        self._running[call.worker_id] += 1
         self._worker_of_key[call.key] = call.worker_id
 
     def submitted(self, call: TrajectoryCall) -> None:
         self._submitted.add(call.key)
 
     def ended(self, call: TrajectoryCall) -> None:
-        self._running[call.worker_id] -= 1
         self._worker_of_key.pop(call.key, None)
         self._submitted.discard(call.key)
         self._cancelled.discard(call.key)
 
-    def died(self, worker_id: str, life: int, error: BaseException) -> None:
-        """The calls of a worker end with its death, and the first to say so has it taken back once it is up again.
-
-        Args:
-            life: ``lives`` of the worker when the call began: others may say so after its return.
-        """
-        if worker_id in self._actors and life == self.lives[worker_id]:
-            actor = self._actors.pop(worker_id)
-            logger.error("agent-loop %s died: %s", worker_id, error)
-            self._returning[worker_id] = asyncio.create_task(self._take_back(worker_id, actor))
-            if not isinstance(error, WorkerRestarted):
-                self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
+    def _died(self, worker_id: str) -> None:
+        self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
 
     async def export(self, timeout_s: float) -> Exported:
         """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
@@ -291,20 +248,19 @@ class WorkerPool:
 
     async def close(self, keys: Iterable[str]) -> None:
         """End the named calls, and wait for no worker any more."""
-        for task in (*self._returning.values(), *self._watches.values()):
-            task.cancel()
+        await self.workers.close()
         await self.cancel(keys)
 
     def metrics(self) -> dict[str, float]:
         """How many are up, and how often one was started again."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
-            "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
+            "fully_async/count/agent_loop_worker_restarts": self.workers.lives.total(),
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
         # One that has died since is counted already.
-        if worker_id not in self._actors:
+        if worker_id not in self.workers.alive:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
@@ -325,62 +281,11 @@ class WorkerPool:
                 logger.error("agent-loop %s did not answer %s: %s", worker_id, method, error)
                 return None
 
-        asked = dict(self._actors)
+        asked = dict(self.workers.alive)
         answers = await asyncio.gather(*[answer(worker_id, actor) for worker_id, actor in asked.items()])
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 
-    def _watch_workers(self) -> None:
-        for worker_id in self._actors.keys() - self._watches.keys():
-            watch = self._watches[worker_id] = asyncio.create_task(self._watch(worker_id))
-            watch.add_done_callback(lambda _, worker_id=worker_id: self._watches.pop(worker_id))
-
-    async def _watch(self, worker_id: str) -> None:
-        """Ask a worker whether it answers, until it dies."""
-        life, actor = self.lives[worker_id], self._actors[worker_id]
-        try:
-            while self.lives[worker_id] == life and worker_id in self._actors:
-                answer = asyncio.ensure_future(actor.__ray_ready__.remote())
-                await asyncio.wait({answer}, timeout=self._answer_s / 2)
-                if not answer.done():
-                    self._silent.add(worker_id)
-                    logger.warning("agent-loop %s has not answered for %g s", worker_id, self._answer_s / 2)
-                    await asyncio.wait({answer}, timeout=self._answer_s / 2)
-                if not answer.done():
-                    logger.error(
-                        "agent-loop %s has not answered for %g s (async_training.timeouts.agent_worker): it is ended",
-                        worker_id,
-                        self._answer_s,
-                    )
-                    ray.kill(actor, no_restart=False)
-                await answer
-                self._silent.discard(worker_id)
-                await asyncio.sleep(ASK_EVERY * self._answer_s)
-        except RayError as error:
-            self.died(worker_id, life, error)
-        finally:
-            self._silent.discard(worker_id)
-
-    async def _take_back(self, worker_id: str, actor: ray.actor.ActorHandle) -> None:
-        try:
-            async with asyncio.timeout(self._startup_s):
-                while await is_up_again(actor):
-                    try:
-                        await self._prepare(actor)
-                    except RayActorError:
-                        continue
-                    self._actors[worker_id] = actor
-                    self.lives[worker_id] += 1
-                    logger.warning("agent-loop %s is up again", worker_id)
-                    return
-            logger.error("agent-loop %s is not started again", worker_id)
-        except TimeoutError:
-            logger.error("agent-loop %s was not up again within %g s: it is given up", worker_id, self._startup_s)
-        except Exception:  # the run goes on without it
-            logger.exception("agent-loop %s could not be told what the others know: it is given up", worker_id)
-        finally:
-            del self._returning[worker_id]
-
-    async def _prepare(self, actor: ray.actor.ActorHandle) -> None:
+    async def _prepare(self, actor: Any) -> None:
         """Tell a worker that was started again what it has to know before it has work."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)

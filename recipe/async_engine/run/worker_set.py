@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that Ray starts again when they die: which of them can have work, and which one has least.
+
+Contract: a worker that died has no work until Ray has started it again and it was prepared; while there is no other,
+calls wait for that. One that was asked and has not answered for half of ``answer_s`` has none if there is another, and
+is ended, and so started again, after the whole: its process was stopped, or its event loop hangs. One event loop calls
+it. Shown by tests/integration/test_workers.py and test_reward_dispatch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.run.restarts import is_up_again
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 180.0
+# Of ``answer_s``: the pause between two questions.
+ASK_EVERY = 0.1
+
+
+class WorkerDied(RecipeError):
+    """A worker died under a call, or before it."""
+
+
+class WorkerRestarted(RecipeError):
+    """Raised by a worker that was started again and has not been prepared."""
+
+
+class WorkerSet:
+    """See the module's contract.
+
+    Args:
+        kind: of workers, for the log.
+        actors: Ray may start them again.
+        answer_s: how long one may not answer.
+        startup_s: how long one may take to be up again, after which it is given up; None: any time.
+        prepare: tells one that was started again what it has to know.
+        on_death: is told the name of one that died and was noticed.
+
+    Attributes:
+        alive: actors by name.
+        silent: names of those among them that do not answer.
+        lives: how often each was started again.
+        load: its calls under way.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        actors: Sequence[Any],
+        answer_s: float = ANSWER_S,
+        startup_s: float | None = None,
+        prepare: Callable[[Any], Awaitable[None]] | None = None,
+        on_death: Callable[[str], None] | None = None,
+    ) -> None:
+        self.alive = {f"worker-{n}": actor for n, actor in enumerate(actors)}
+        self.silent: set[str] = set()
+        self.lives: Counter[str] = Counter()
+        self.load: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._returning: dict[str, asyncio.Task[None]] = {}
+        self._questions: dict[str, asyncio.Task[None]] = {}
+        self._kind, self._answer_s, self._startup_s = kind, answer_s, startup_s
+        self._prepare, self._on_death = prepare, on_death
+
+    @property
+    def lost(self) -> bool:
+        """Whether none is alive or being started again."""
+        return not self.alive and not self._returning
+
+    def choose(self, but: str | None = None) -> str | None:
+        """The one with the fewest calls, other than ``but`` if there is another; None if all are lost."""
+        candidates = [name for name in self.alive if name not in self.silent and name != but]
+        anyone = candidates or self.alive or self._returning
+        return min(anyone, key=lambda name: (self.load[name], self._calls[name]), default=None)
+
+    @asynccontextmanager
+    async def one(self, name: str) -> AsyncIterator[Any]:
+        """A worker, once it is up, for one call.
+
+        Raises:
+            WorkerDied: it died meanwhile, or is not started again.
+        """
+        self.load[name] += 1
+        self._calls[name] += 1
+        life = 0
+        try:
+            if name in self._returning:
+                await asyncio.wait([self._returning[name]])
+            if name not in self.alive:
+                raise WorkerDied(f"{self._kind} {name} has died")
+            life = self.lives[name]
+            yield self.alive[name]
+        except RayTaskError as error:
+            # First of all: Ray's error is also an instance of its cause's class, which may be the one below.
+            if not isinstance(error.cause, WorkerRestarted):
+                raise
+            self.died(name, life, error.cause)
+            raise WorkerDied(f"{self._kind} {name} died: {error.cause}") from error
+        except RayActorError as error:
+            self.died(name, life, error)
+            raise WorkerDied(f"{self._kind} {name} died: {error}") from error
+        finally:
+            self.load[name] -= 1
+
+    def died(self, name: str, life: int, error: BaseException) -> None:
+        """The first to say so has a dead worker taken back once it is up again.
+
+        Args:
+            life: ``lives`` of the worker when the call began: others may say so after its return.
+        """
+        if name in self.alive and life == self.lives[name]:
+            logger.error("%s %s died: %s", self._kind, name, error)
+            self._returning[name] = asyncio.create_task(self._take_back(name, self.alive.pop(name)))
+            if self._on_death is not None and not isinstance(error, WorkerRestarted):
+                self._on_death(name)
+
+    def watch(self) -> None:
+        """Ask every worker from now on whether it answers, all the time."""
+        for name in self.alive.keys() - self._questions.keys():
+            self._question(name, for_ever=True)
+
+    def doubt(self, name: str) -> None:
+        """A call was given up: whether it is the call alone or the worker, only asking can tell."""
+        if name in self.alive and name not in self._questions:
+            self.silent.add(name)
+            self._question(name, for_ever=False)
+
+    async def close(self) -> None:
+        """Wait for no worker any more, and ask none."""
+        for task in (*self._returning.values(), *self._questions.values()):
+            task.cancel()
+
+    def _question(self, name: str, for_ever: bool) -> None:
+        task = self._questions[name] = asyncio.create_task(self._ask(name, for_ever))
+        task.add_done_callback(lambda _: self._questions.pop(name))
+
+    async def _ask(self, name: str, for_ever: bool) -> None:
+        life, actor = self.lives[name], self.alive[name]
+        try:
+            while self.lives[name] == life and name in self.alive:
+                answer = asyncio.ensure_future(actor.__ray_ready__.remote())
+                await asyncio.wait({answer}, timeout=self._answer_s / 2)
+                if not answer.done():
+                    self.silent.add(name)
+                    logger.warning("%s %s has not answered for %g s", self._kind, name, self._answer_s / 2)
+                    await asyncio.wait({answer}, timeout=self._answer_s / 2)
+                if not answer.done():
+                    logger.error("%s %s has not answered for %g s: it is ended", self._kind, name, self._answer_s)
+                    ray.kill(actor, no_restart=False)
+                await answer
+                self.silent.discard(name)
+                if not for_ever:
+                    return
+                await asyncio.sleep(ASK_EVERY * self._answer_s)
+        except RayError as error:
+            self.died(name, life, error)
+        finally:
+            self.silent.discard(name)
+
+    async def _take_back(self, name: str, actor: Any) -> None:
+        try:
+            async with asyncio.timeout(self._startup_s):
+                while await is_up_again(actor):
+                    try:
+                        if self._prepare is not None:
+                            await self._prepare(actor)
+                    except RayActorError:
+                        continue
+                    self.alive[name] = actor
+                    self.lives[name] += 1
+                    logger.warning("%s %s is up again", self._kind, name)
+                    return
+            logger.error("%s %s is not started again", self._kind, name)
+        except TimeoutError:
+            logger.error("%s %s was not up again within %g s: it is given up", self._kind, name, self._startup_s)
+        except Exception:  # the run goes on without it
+            logger.exception("%s %s could not be told what the others know: it is given up", self._kind, name)
+        finally:
+            del self._returning[name]
