@@ -37,7 +37,7 @@ def wait_for_replacements(fleet: Fleet) -> None:
 def wait_for_agents(pool: WorkerPool) -> None:
     """Until the first agent-loop worker is up again."""
     deadline = time.monotonic() + START_S
-    while pool.workers.lives.total() == 0 and time.monotonic() < deadline:
+    while pool.lives.total() == 0 and time.monotonic() < deadline:
         time.sleep(0.1)
 
 

@@ -96,7 +96,7 @@ async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: 
     # Nobody has noticed but by its counts, which begin again.
     of_the_dead = TokenAccount(cut=20, lost=5)
     assert account == of_the_dead + TokenAccount(cut=10, lost=1, held=4)
-    pool.workers.died("worker-0", 0, WorkerRestarted())
+    pool.died("worker-0", 0, WorkerRestarted())
     while not pool.alive:
         await asyncio.sleep(0.1)
     # Asked for the third time: it was told once more that the turn is over.

@@ -158,10 +158,10 @@ async def test_trajectories_spread_over_the_workers_and_a_retry_avoids_its_last_
     calls = []
     for n in range(4):
         calls.append(call_of(pool, n=n))
-        pool.workers.load[calls[-1].worker_id] += 1
+        pool.load[calls[-1].worker_id] += 1
     assert sorted(call.worker_id for call in calls) == ["worker-0", "worker-0", "worker-1", "worker-1"]
     for call in (calls[0], calls[2]):
-        pool.workers.load[call.worker_id] -= 1
+        pool.load[call.worker_id] -= 1
     assert call_of(pool).worker_id == "worker-0"
     assert call_of(pool, avoid="worker-0").worker_id == "worker-1"
 
@@ -170,8 +170,8 @@ async def test_ended_trajectory_leaves_nothing_behind(pool: WorkerPool) -> None:
     await events_of(call_of(pool))
     with pytest.raises(TrajectoryFailed):
         await events_of(call_of(pool, "raises"))
-    assert pool.workers.load.total() == 0
-    assert pool._worker_of_key == {}
+    assert pool.load.total() == 0
+    assert pool.under_way == {}
 
 
 async def test_dead_worker_fails_its_trajectory_and_is_used_no_more(cluster: None) -> None:
@@ -203,15 +203,15 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     assert pool.rescore(None, 1, 1) is None
     waiting, cancelled = call_of(pool, n=1), call_of(pool, n=2)
     ends = [asyncio.create_task(events_of(waiting)), asyncio.create_task(events_of(cancelled))]
-    while len(pool._worker_of_key) < 2:
+    while len(pool.under_way) < 2:
         await asyncio.sleep(0)
     await pool.cancel([cancelled.key])
     assert [event for event, _ in await ends[0]][:1] == [TrajectoryGenerated()]
     with pytest.raises(TrajectoryCancelled):
         await ends[1]
-    assert (pool.alive, pool.workers.lives.total(), prepared) == (1, 1, [actor])
+    assert (pool.alive, pool.lives.total(), prepared) == (1, 1, [actor])
     # Of a call that the dead one had, too late.
-    pool.workers.died("worker-0", 0, RuntimeError())
+    pool.died("worker-0", 0, RuntimeError())
     assert pool.alive == 1
     with pytest.raises(TrajectoryFailed, match="died"):
         await events_of(call_of(pool, "dies"))
@@ -220,7 +220,7 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     assert pool.lost
     with pytest.raises(NoWorkers):
         call_of(pool)
-    assert pool.workers.load.total() == 0 and pool._cancelled == set()
+    assert pool.load.total() == 0 and pool.under_way == {}
 
 
 async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(actors: list[Any]) -> None:
@@ -231,7 +231,7 @@ async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(
     with pytest.raises(TrajectoryFailed, match="started again"):
         await events_of(call_of(pool, "works once it is prepared"))
     assert len(await events_of(call_of(pool, "works once it is prepared"))) == 3
-    assert (pool.alive, pool.workers.lives.total()) == (1, 1)
+    assert (pool.alive, pool.lives.total()) == (1, 1)
 
 
 async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) -> None:
@@ -268,7 +268,7 @@ async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, mon
             return Stream()
 
     call = call_of(pool)
-    monkeypatch.setitem(pool.workers.alive, call.worker_id, Lossy())
+    monkeypatch.setitem(pool.actors, call.worker_id, Lossy())
     with pytest.raises(TrajectoryFailed, match="trajectory 7-0-0 failed with ObjectLostError"):
         await events_of(call)
     assert pool.alive == 2
@@ -282,14 +282,14 @@ async def test_stopped_worker_gets_no_work_then_is_ended_and_started_again(clust
     stuck = call_of(pool, "waits")
     assert stuck.worker_id == "worker-0"
     ending = asyncio.create_task(events_of(stuck))
-    while not pool._worker_of_key:
+    while not pool.under_way:
         await asyncio.sleep(0.01)
     os.kill(pids[0], signal.SIGSTOP)
     try:
-        while not pool.workers.silent:
+        while not pool.silent:
             await asyncio.sleep(0.05)
         # It has less to do than the other, and answers nothing.
-        pool.workers.load["worker-1"] += 5
+        pool.load["worker-1"] += 5
         assert call_of(pool).worker_id == "worker-1"
         with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
             await ending
@@ -298,8 +298,8 @@ async def test_stopped_worker_gets_no_work_then_is_ended_and_started_again(clust
     finally:
         with suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGKILL)
-    assert pool.workers.lives["worker-0"] == 1
-    assert not pool.workers.silent
+    assert pool.lives["worker-0"] == 1
+    assert not pool.silent
     assert call_of(pool).worker_id == "worker-0"
     assert len(await events_of(call_of(pool))) == 3
     await pool.close([])
@@ -311,7 +311,7 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     call_of(pool)
     await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
     assert len(await events_of(call_of(pool))) == 3
-    assert (pool.alive, pool.workers.lives.total(), pool.workers.silent) == (1, 0, set())
+    assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
     await pool.close([])
 
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from contextvars import ContextVar
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,10 +42,10 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.parts import Part
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import VersionSegments, align
+from recipe.async_engine.core.versions import align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
@@ -58,7 +58,7 @@ from recipe.async_engine.rollout.soundness import (
     check_reward,
     shown_in_validation,
 )
-from recipe.async_engine.rollout.turns import Ticket, TurnGate
+from recipe.async_engine.rollout.turns import TurnGate
 from recipe.async_engine.run.restarts import was_restarted
 from recipe.async_engine.run.stacks import waits
 from recipe.async_engine.run.worker_set import WorkerRestarted
@@ -78,11 +78,6 @@ LAST_MOMENT_S = 10.0
 
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """What a remote call raised, without Ray's wrapping; its traceback stays with the wrapper."""
-    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 class AgentLoopError(RecipeError):
@@ -132,20 +127,11 @@ class TrajectoryScored:
 
 @dataclass
 class _Running:
-    """A trajectory under way: its task, its last sampled token, and whether it was told to end."""
+    """A trajectory under way: its task, its last sampled token, and the word that it is to end."""
 
     task: asyncio.Task[Any]
-    generated: asyncio.Event
-    told: asyncio.Event
-
-    async def changed(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
-        """Wait for the task's end or one of these events."""
-        waiting = [asyncio.create_task(event.wait()) for event in events]
-        try:
-            await asyncio.wait({self.task, *waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+    sampled: asyncio.Future[None]
+    told: asyncio.Future[None]
 
     async def cancel(self, key: str) -> None:
         """End it; what does not end is left behind."""
@@ -153,9 +139,6 @@ class _Running:
         await asyncio.wait({self.task}, timeout=LAST_MOMENT_S)
         if not self.task.done():
             logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-
-
-_generated: ContextVar[asyncio.Event | None] = ContextVar("recipe_generated", default=None)
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -249,53 +232,56 @@ class TrajectoryWorker(AgentLoopWorker):
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
-        generated = asyncio.Event()
+        scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
         answers = self._answers.begin(key, record)
-        ticket = None if turn is None else self._turns.begin(key, turn)
-        if ticket is not None:
-            ticket.sampled, ticket.answers = generated, answers
-        work = self._trajectory(generated, answers, ticket, dict(sample), sample_index, rollout_n, version)
-        task = asyncio.create_task(work, name=f"trajectory {key}")
-        running = self._running[key] = _Running(task, generated, told=asyncio.Event())
+        context = copy_context()
+        recorder = context.run(start_recording, scorer, answers, None if turn is None else self._turns.begin(key, turn))
+        trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
+        fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
+        work = self._run_agent_loop(self._sampling_params(), trajectory, **fields)
+        task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
+        told = asyncio.get_running_loop().create_future()
+        running = self._running[key] = _Running(task, recorder.sampled, told)
         complete = False
         try:
-            await self._sampled(running, key)
-            if generated.is_set():
+            await self._until_sampled(running, key)
+            if recorder.sampled.done():
                 # What is yielded costs both ends about as much as the rest of a short trajectory.
                 await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
                 if not task.done():
                     yield TrajectoryGenerated()
-            output, recorder = await self._result(running, key)
-            yield self._scored(output, recorder, version)
+            output = await self._result(running, key)
+            yield self._scored(output, recorder)
             yield pack(output)
             complete = True
         finally:
             task.cancel()
+            if scorer is not None:
+                scorer.cancel()
             self._running.pop(key, None)
             self._turns.end(key)
             self._answers.end(key, complete)
 
-    async def _sampled(self, running: _Running, key: str) -> None:
+    async def _until_sampled(self, running: _Running, key: str) -> None:
         """Wait for the trajectory's last token, or its end.
 
         Raises:
             AgentLoopError: it has taken longer than it may.
         """
-        deadline = time.monotonic() + self._trajectory_timeout_s
-        while not (running.task.done() or running.generated.is_set() or running.told.is_set()):
-            left_s = deadline + self._turns.held_s(key) - time.monotonic()
-            if left_s <= 0:
-                await running.cancel(key)
-                raise AgentLoopError(
-                    f"its agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
-                    "async_training.timeouts.trajectory"
-                )
-            await running.changed(running.generated, running.told, timeout_s=left_s)
+        deadline, awaited = time.monotonic() + self._trajectory_timeout_s, {running.task, running.sampled, running.told}
+        while (left_s := deadline + self._turns.held_s(key) - time.monotonic()) > 0:
+            if (await asyncio.wait(awaited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                return
+        await running.cancel(key)
+        raise AgentLoopError(
+            f"its agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
+            "async_training.timeouts.trajectory"
+        )
 
     @staticmethod
-    async def _result(running: _Running, key: str) -> tuple[Any, TrajectoryRecorder]:
-        await running.changed(running.told)
-        if running.told.is_set():
+    async def _result(running: _Running, key: str) -> Any:
+        await asyncio.wait({running.task, running.told}, return_when=asyncio.FIRST_COMPLETED)
+        if running.told.done():
             await running.cancel(key)
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
         try:
@@ -316,8 +302,8 @@ class TrajectoryWorker(AgentLoopWorker):
     async def cancel(self, keys: list[str]) -> None:
         """End the named trajectories; each one's caller sees the cancellation as its error."""
         for key in keys:
-            if key in self._running:
-                self._running[key].told.set()
+            if key in self._running and not self._running[key].told.done():
+                self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:
         """What each unfinished trajectory has been answered, requests under way included, and the account of now."""
@@ -332,31 +318,6 @@ class TrajectoryWorker(AgentLoopWorker):
     async def resume(self, keys: list[str], turn: int) -> None:
         """Let these trajectories go on in ``turn``."""
         self._turns.admit(keys, turn)
-
-    async def _trajectory(
-        self,
-        generated: asyncio.Event,
-        answers: TrajectoryAnswers,
-        ticket: Ticket | None,
-        sample: dict[str, Any],
-        sample_index: int,
-        rollout_n: int,
-        version: int,
-    ) -> tuple[Any, TrajectoryRecorder]:
-        scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
-        recorder = start_recording(scorer, answers, ticket)
-        _generated.set(generated)
-        sample.setdefault("agent_name", self.rollout_config.agent.default_agent_loop)
-        try:
-            output = await self._run_agent_loop(
-                self._sampling_params(),
-                {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False},
-                **sample,
-            )
-        finally:
-            if scorer is not None:
-                scorer.cancel()
-        return output, recorder
 
     async def _run_agent_loop(
         self,
@@ -395,34 +356,37 @@ class TrajectoryWorker(AgentLoopWorker):
         }
 
     async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        generated, recorder = _generated.get(), current_recorder()
-        if generated is not None:
-            generated.set()
-        if recorder is not None:
-            rollout = self.rollout_config
-            check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
-            alignment = align(recorder.segments, output.response_ids, output.response_mask)
-            output.extra_fields[VERSION_RUNS] = alignment.segments.runs
-            output.extra_fields["exact_versions"] = alignment.exact
-            output.extra_fields["min_global_steps"] = alignment.segments.oldest
-            output.extra_fields["max_global_steps"] = alignment.segments.newest
-        reference = None
-        if recorder is not None and recorder.text_only and self._reference is not None:
-            part = Part(STATIC, output.prompt_ids, output.response_ids)
-            reference = asyncio.create_task(score(self._reference, part, alignment.segments.oldest))
+        recorder = current_recorder()
+        if recorder is None:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        recorder.sampled.set_result(None)
+        rollout = self.rollout_config
+        check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
+        alignment = align(recorder.segments, output.response_ids, output.response_mask)
+        output.extra_fields[VERSION_RUNS] = alignment.segments.runs
+        output.extra_fields["exact_versions"] = alignment.exact
+        output.extra_fields["min_global_steps"] = alignment.segments.oldest
+        output.extra_fields["max_global_steps"] = alignment.segments.newest
+        reference = asyncio.create_task(self._reference_scores(recorder, output))
         try:
             padded = await super()._agent_loop_postprocess(output, validate, **kwargs)
-            if reference is not None:
-                with suppress(Unscored):
-                    padded.extra_fields[REFERENCE] = (await reference).scores[0]
+            scores = {REFERENCE: await reference}
         finally:
-            if reference is not None:
-                reference.cancel()
-        if recorder is not None and recorder.scorer is not None:
-            scores = await recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
-            if scores is not None:
-                padded.extra_fields[SCORES] = scores
+            reference.cancel()
+        if recorder.scorer is not None:
+            collected = recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
+            scores[SCORES] = await collected
+        padded.extra_fields.update({name: found for name, found in scores.items() if found is not None})
         return padded
+
+    async def _reference_scores(self, recorder: TrajectoryRecorder, output: AgentLoopOutput) -> np.ndarray | None:
+        """The reference policy's log-probs of the response, float32 (R,); None if no server gives them."""
+        if self._reference is None or not recorder.text_only:
+            return None
+        part = Part(STATIC, output.prompt_ids, output.response_ids)
+        with suppress(Unscored):
+            return (await score(self._reference, part, output.extra_fields["min_global_steps"])).scores[0]
+        return None
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl's, with a deadline and retries.
@@ -485,12 +449,11 @@ class TrajectoryWorker(AgentLoopWorker):
         check_reward(output.reward_score, found, [self._filter_metric])
         return float(found[self._filter_metric])
 
-    def _scored(self, output: Any, recorder: TrajectoryRecorder, issued_at: int) -> TrajectoryScored:
-        segments = VersionSegments(output.extra_fields[VERSION_RUNS])
+    def _scored(self, output: Any, recorder: TrajectoryRecorder) -> TrajectoryScored:
         return TrajectoryScored(
             score=output.reward_score,
-            oldest_version=issued_at if segments.oldest is None else segments.oldest,
-            newest_version=issued_at if segments.newest is None else segments.newest,
+            oldest_version=output.extra_fields["min_global_steps"],
+            newest_version=output.extra_fields["max_global_steps"],
             exact_versions=output.extra_fields["exact_versions"],
             interruptions=recorder.interruptions,
             reprefilled_tokens=recorder.reprefilled_tokens,
@@ -529,7 +492,7 @@ def filter_metric(config: Any) -> str | None:
 
 def _explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
     """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
-    what = root_cause(error)
+    what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     failed = kind(f"{words}{type(what).__name__}: {what}")
     failed.add_note("".join(traceback.format_exception(error)).rstrip())
     return failed
@@ -544,8 +507,7 @@ def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
     if agent_name not in _agent_loop_registry:
         raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
     settings = _agent_loop_registry[agent_name]
-    plain = {key: value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
-    if len(plain) < len(settings) or set(plain) & {"_partial_", "_recursive_", "_convert_", "_args_"}:
-        # Arguments of its own that Hydra builds.
-        return partial(hydra.utils.instantiate, settings)
-    return partial(hydra.utils.get_object(plain.pop("_target_")), **plain)
+    if set(settings) == {"_target_"}:
+        return hydra.utils.get_object(settings["_target_"])
+    # Arguments of its own that Hydra builds.
+    return partial(hydra.utils.instantiate, settings)

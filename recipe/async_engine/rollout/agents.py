@@ -122,7 +122,7 @@ class TrajectoryManager(AgentLoopManager):
         """
         workers = WorkerSet("agent-loop", self.agent_loop_workers)
         of_any = copy.copy(self)
-        of_any.agent_loop_workers = [AnyWorker(workers, name) for name in list(workers.alive)]
+        of_any.agent_loop_workers = [AnyWorker(workers, name) for name in workers.actors]
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s) as limit:
@@ -135,7 +135,7 @@ class TrajectoryManager(AgentLoopManager):
                 "prompts (data.val_max_samples)"
             ) from error
         finally:
-            await workers.close()
+            workers.stop()
         spread_reports(answers, self._columns_of(answers))
         return answers
 

@@ -6,6 +6,7 @@ in order. The recorder of the trajectory under way is found through a context va
 tasks that an agent loop starts. Shown by tests/integration/test_client.py.
 """
 
+import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class TrajectoryRecorder:
         answers: as servers gave them, and those of an earlier process that are to be given again.
         scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
+        sampled: done with its last token.
         ticket: admits its requests to generation turns; None where generation is a stream.
     """
 
@@ -39,6 +41,7 @@ class TrajectoryRecorder:
     scorer: PartScorer | None = None
     text_only: bool = True
     ticket: Ticket | None = None
+    sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def without_text_only(self) -> None:
         """A request has something else than tokens: log-prob servers cannot score this trajectory."""
@@ -67,5 +70,7 @@ def start_recording(
 ) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder."""
     recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket)
+    if ticket is not None:
+        ticket.sampled, ticket.answers = recorder.sampled, recorder.answers
     _current.set(recorder)
     return recorder

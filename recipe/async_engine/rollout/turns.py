@@ -30,7 +30,7 @@ class Ticket:
         turn: the newest turn that the trajectory is admitted to.
         left: the newest turn in which a server gave a request of it back: that turn is over for it.
         admitted: wakes what waits for a turn.
-        sampled: set with the trajectory's last token.
+        sampled: done with the trajectory's last token.
         answers: of the trajectory, with its requests under way.
         waiting: requests that wait for a turn.
         held: seconds in which some did, before the present wait, which began at ``held_since``.
@@ -40,7 +40,7 @@ class Ticket:
     turn: int
     left: int = 0
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: TrajectoryAnswers = field(default_factory=TrajectoryAnswers)
     waiting: int = 0
     held: float = 0.0
@@ -113,7 +113,7 @@ class TurnGate:
         """
         self.closed = max(self.closed, turn)
         return sum(
-            ticket.turn == turn and not (ticket.sampled.is_set() or ticket.answers.flights or ticket.waiting)
+            ticket.turn == turn and not (ticket.sampled.done() or ticket.answers.flights or ticket.waiting)
             for ticket in self._tickets.values()
         )
 

@@ -10,6 +10,7 @@ time it was asked, and what it held is lost. Shown by tests/integration/test_wor
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ class TrajectoryCall:
     rollout_n: int
     record: TrajectoryRecord | None = None
     turn: int | None = None
+    submitted: bool = False
+    cancelled: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """What the worker's ``run_trajectory`` is called with."""
@@ -71,12 +74,13 @@ class TrajectoryCall:
             RewardError: the answer is complete but could not be scored.
             TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
         """
-        self.pool.began(self)
+        self.pool.under_way[self.key] = self
         try:
-            async with self.pool.workers.one(self.worker_id) as actor:
-                self.pool.check(self)
+            async with self.pool.one(self.worker_id) as actor:
+                if self.cancelled:
+                    raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
                 stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
-                self.pool.submitted(self)
+                self.submitted = True
                 scored = False
                 async for reference in stream:
                     if scored:
@@ -107,10 +111,10 @@ class TrajectoryCall:
         except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
             raise TrajectoryFailed(f"trajectory {self.key} failed with {type(error).__name__}: {error}") from error
         finally:
-            self.pool.ended(self)
+            self.pool.under_way.pop(self.key, None)
 
 
-class WorkerPool:
+class WorkerPool(WorkerSet):
     """The agent-loop workers and how many trajectories each one runs.
 
     Args:
@@ -120,7 +124,7 @@ class WorkerPool:
         answer_s: how long one may not answer; after that it is ended.
 
     Attributes:
-        workers: which of them are alive.
+        under_way: calls by their key.
     """
 
     def __init__(
@@ -130,23 +134,16 @@ class WorkerPool:
         startup_s: float = STARTUP_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self.workers = WorkerSet("agent-loop", actors, answer_s, startup_s, self._prepare, self._died)
-        self._worker_of_key: dict[str, str] = {}
-        self._submitted: set[str] = set()
+        super().__init__("agent-loop", actors, answer_s, startup_s)
+        self.under_way: dict[str, TrajectoryCall] = {}
         self._accounts: dict[str, TokenAccount] = {}
         self._of_the_dead = TokenAccount()
-        self._cancelled: set[str] = set()
         self._ended_turn = 0
         self._prepare_actor = prepare
 
     @property
     def alive(self) -> int:
-        return len(self.workers.alive)
-
-    @property
-    def lost(self) -> bool:
-        """Whether no worker is alive or being started again."""
-        return self.workers.lost
+        return len(self.actors)
 
     def call(
         self,
@@ -165,24 +162,20 @@ class WorkerPool:
         Raises:
             NoWorkers: none is alive or being started again.
         """
-        self.workers.watch()
-        worker_id = self.workers.choose(but=avoid)
+        self.watch()
+        worker_id = self.choose(but=avoid)
         if worker_id is None:
             raise NoWorkers
         return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
 
-    def check(self, call: TrajectoryCall) -> None:
-        """Raise TrajectoryCancelled if :meth:`cancel` named the call while it waited for its worker."""
-        if call.key in self._cancelled:
-            raise TrajectoryCancelled(f"trajectory {call.key} was ended on request")
-
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
         for worker_id, worker_keys in self._by_worker(keys).items():
-            if worker_id in self.workers.alive:
-                self.workers.alive[worker_id].cancel.remote(worker_keys)
+            if worker_id in self.actors:
+                self.actors[worker_id].cancel.remote(worker_keys)
             else:
-                self._cancelled.update(worker_keys)
+                for key in worker_keys:
+                    self.under_way[key].cancelled = True
 
     def resume(self, calls: Sequence[TrajectoryCall], turn: int) -> None:
         """Let these calls go on in ``turn``, in this order."""
@@ -190,8 +183,8 @@ class WorkerPool:
             # For one that waits for its worker to be started again.
             call.turn = turn
         for worker_id, keys in self._by_worker(call.key for call in calls).items():
-            if worker_id in self.workers.alive:
-                self.workers.alive[worker_id].resume.remote(keys, turn)
+            if worker_id in self.actors:
+                self.actors[worker_id].resume.remote(keys, turn)
 
     async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
         """Hold every trajectory at its next request; returns the workers' account together.
@@ -204,10 +197,10 @@ class WorkerPool:
         return self._account()
 
     def _by_worker(self, keys: Iterable[str]) -> dict[str, list[str]]:
-        by_worker: dict[str, list[str]] = {}
+        by_worker: dict[str, list[str]] = defaultdict(list)
         for key in keys:
-            if key in self._worker_of_key:
-                by_worker.setdefault(self._worker_of_key[key], []).append(key)
+            if key in self.under_way:
+                by_worker[self.under_way[key].worker_id].append(key)
         return by_worker
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
@@ -215,28 +208,17 @@ class WorkerPool:
 
         None where no worker is alive: the trainer scores it then.
         """
-        worker_id = self.workers.choose()
-        if worker_id not in self.workers.alive:
+        worker_id = self.choose()
+        if worker_id not in self.actors:
             return None
-        return self.workers.alive[worker_id].rescore.remote(payload, version, start)
+        return self.actors[worker_id].rescore.remote(payload, version, start)
 
-    def began(self, call: TrajectoryCall) -> None:
-        self._worker_of_key[call.key] = call.worker_id
-
-    def submitted(self, call: TrajectoryCall) -> None:
-        self._submitted.add(call.key)
-
-    def ended(self, call: TrajectoryCall) -> None:
-        self._worker_of_key.pop(call.key, None)
-        self._submitted.discard(call.key)
-        self._cancelled.discard(call.key)
-
-    def _died(self, worker_id: str) -> None:
+    def _noticed_death(self, worker_id: str) -> None:
         self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
 
     async def export(self, timeout_s: float) -> Exported:
         """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
-        submitted = {key: self._worker_of_key[key] for key in self._submitted}
+        submitted = {key: call.worker_id for key, call in self.under_way.items() if call.submitted}
         # Half of the time is for the workers' own questions to their servers.
         told = await self._ask("export", timeout_s, timeout_s / 2)
         records: dict[str, TrajectoryRecord | None] = {}
@@ -248,19 +230,19 @@ class WorkerPool:
 
     async def close(self, keys: Iterable[str]) -> None:
         """End the named calls, and wait for no worker any more."""
-        await self.workers.close()
+        self.stop()
         await self.cancel(keys)
 
     def metrics(self) -> dict[str, float]:
         """How many are up, and how often one was started again."""
         return {
             "fully_async/count/live_agent_loop_workers": self.alive,
-            "fully_async/count/agent_loop_worker_restarts": self.workers.lives.total(),
+            "fully_async/count/agent_loop_worker_restarts": self.lives.total(),
         }
 
     def _note(self, worker_id: str, account: TokenAccount) -> None:
         # One that has died since is counted already.
-        if worker_id not in self.workers.alive:
+        if worker_id not in self.actors:
             return
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
@@ -281,7 +263,7 @@ class WorkerPool:
                 logger.error("agent-loop %s did not answer %s: %s", worker_id, method, error)
                 return None
 
-        asked = dict(self.workers.alive)
+        asked = dict(self.actors)
         answers = await asyncio.gather(*[answer(worker_id, actor) for worker_id, actor in asked.items()])
         return {worker_id: part for worker_id, part in zip(asked, answers, strict=True) if part is not None}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,26 +45,18 @@ class WorkerSet:
         actors: Ray may start them again.
         answer_s: how long one may not answer.
         startup_s: how long one may take to be up again, after which it is given up; None: any time.
-        prepare: tells one that was started again what it has to know.
-        on_death: is told the name of one that died and was noticed.
 
     Attributes:
-        alive: actors by name.
+        actors: those that are alive, by name.
         silent: names of those among them that do not answer.
         lives: how often each was started again.
         load: its calls under way.
     """
 
     def __init__(
-        self,
-        kind: str,
-        actors: Sequence[Any],
-        answer_s: float = ANSWER_S,
-        startup_s: float | None = None,
-        prepare: Callable[[Any], Awaitable[None]] | None = None,
-        on_death: Callable[[str], None] | None = None,
+        self, kind: str, actors: Sequence[Any], answer_s: float = ANSWER_S, startup_s: float | None = None
     ) -> None:
-        self.alive = {f"worker-{n}": actor for n, actor in enumerate(actors)}
+        self.actors = {f"worker-{n}": actor for n, actor in enumerate(actors)}
         self.silent: set[str] = set()
         self.lives: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
@@ -72,17 +64,16 @@ class WorkerSet:
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
         self._kind, self._answer_s, self._startup_s = kind, answer_s, startup_s
-        self._prepare, self._on_death = prepare, on_death
 
     @property
     def lost(self) -> bool:
         """Whether none is alive or being started again."""
-        return not self.alive and not self._returning
+        return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
         """The one with the fewest calls, other than ``but`` if there is another; None if all are lost."""
-        candidates = [name for name in self.alive if name not in self.silent and name != but]
-        anyone = candidates or self.alive or self._returning
+        candidates = [name for name in self.actors if name not in self.silent and name != but]
+        anyone = candidates or self.actors or self._returning
         return min(anyone, key=lambda name: (self.load[name], self._calls[name]), default=None)
 
     @asynccontextmanager
@@ -98,10 +89,10 @@ class WorkerSet:
         try:
             if name in self._returning:
                 await asyncio.wait([self._returning[name]])
-            if name not in self.alive:
+            if name not in self.actors:
                 raise WorkerDied(f"{self._kind} {name} has died")
             life = self.lives[name]
-            yield self.alive[name]
+            yield self.actors[name]
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be the one below.
             if not isinstance(error.cause, WorkerRestarted):
@@ -120,36 +111,43 @@ class WorkerSet:
         Args:
             life: ``lives`` of the worker when the call began: others may say so after its return.
         """
-        if name in self.alive and life == self.lives[name]:
+        if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
-            self._returning[name] = asyncio.create_task(self._take_back(name, self.alive.pop(name)))
-            if self._on_death is not None and not isinstance(error, WorkerRestarted):
-                self._on_death(name)
+            self._returning[name] = asyncio.create_task(self._take_back(name, self.actors.pop(name)))
+            if not isinstance(error, WorkerRestarted):
+                self._noticed_death(name)
+
+    def _noticed_death(self, name: str) -> None:
+        """Once for each death that was noticed as such."""
+
+    async def _prepare(self, actor: Any) -> None:
+        """Tell a worker that was started again what it has to know before it has work."""
 
     def watch(self) -> None:
         """Ask every worker from now on whether it answers, all the time."""
-        for name in self.alive.keys() - self._questions.keys():
+        for name in self.actors:
             self._question(name, for_ever=True)
 
     def doubt(self, name: str) -> None:
         """A call was given up: whether it is the call alone or the worker, only asking can tell."""
-        if name in self.alive and name not in self._questions:
+        if name in self.actors:
             self.silent.add(name)
             self._question(name, for_ever=False)
 
-    async def close(self) -> None:
+    def _question(self, name: str, for_ever: bool) -> None:
+        if name not in self._questions:
+            task = self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
+            task.add_done_callback(lambda _: self._questions.pop(name))
+
+    def stop(self) -> None:
         """Wait for no worker any more, and ask none."""
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()
 
-    def _question(self, name: str, for_ever: bool) -> None:
-        task = self._questions[name] = asyncio.create_task(self._ask(name, for_ever))
-        task.add_done_callback(lambda _: self._questions.pop(name))
-
-    async def _ask(self, name: str, for_ever: bool) -> None:
-        life, actor = self.lives[name], self.alive[name]
+    async def _keep_asking(self, name: str, for_ever: bool) -> None:
+        life, actor = self.lives[name], self.actors[name]
         try:
-            while self.lives[name] == life and name in self.alive:
+            while self.lives[name] == life and name in self.actors:
                 answer = asyncio.ensure_future(actor.__ray_ready__.remote())
                 await asyncio.wait({answer}, timeout=self._answer_s / 2)
                 if not answer.done():
@@ -174,11 +172,10 @@ class WorkerSet:
             async with asyncio.timeout(self._startup_s):
                 while await is_up_again(actor):
                     try:
-                        if self._prepare is not None:
-                            await self._prepare(actor)
+                        await self._prepare(actor)
                     except RayActorError:
                         continue
-                    self.alive[name] = actor
+                    self.actors[name] = actor
                     self.lives[name] += 1
                     logger.warning("%s %s is up again", self._kind, name)
                     return
