@@ -139,6 +139,6 @@ async def test_server_that_left_routing_or_stays_paused_says_so(make_server: Any
     await server.abort_all_requests()
     answer = await client.request()
     assert (answer.status_code, client.reached) == (503, 0)
-    assert "was paused for 0.02 s" in answer.json()["error"]["message"]
+    assert "waited 0.02 s at a paused rollout server" in answer.json()["error"]["message"]
     await server.leave_routing()
     assert "ask another one" in (await client.request()).json()["error"]["message"]

@@ -54,7 +54,7 @@ def test_prompts_come_epoch_by_epoch_with_their_rows() -> None:
     assert first.row["raw_prompt"][0] == [{"role": "user", "content": "prompt 0"}]
     assert first.reference == PromptRef(index=0, epoch=0, uid="0-0")
     assert take(source) == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert (source.exhausted, source.prompts_left, source.take()) == (True, 0, None)
+    assert (source.prompts_left, source.take()) == (0, None)
 
 
 def test_prompts_left_counts_down_to_zero() -> None:
@@ -82,7 +82,7 @@ def test_an_incomplete_last_batch_is_left_out_and_the_next_epoch_is_in_the_order
     whole = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)
     assert whole.prompts_left == len(expected) == 18
     assert take(whole) == expected
-    assert (whole.exhausted, whole.prompts_left) == (True, 0)
+    assert whole.prompts_left == 0
     first = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)
     taken = take(first, before)
     second = PromptSource(make_loader(size, seed), epochs, epoch_prompts=6)

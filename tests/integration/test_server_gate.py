@@ -186,14 +186,14 @@ async def test_server_with_dummy_weights_holds_requests_until_version_0_is_commi
     await server.begin_load(0)
     await settle()
     assert not server.engine.submitted.is_set()
-    assert await server.committed_version() is None
+    assert "weights closed, loading version 0" in (await server.describe())[0]
     await server.set_global_steps(0)
     await submitted(server)
     server.engine.finish_all()
     answer = await asyncio.wait_for(waiting, SOON)
     assert answer.token_ids == [7, 8]
     assert (answer.extra_fields["submitted_version"], answer.extra_fields["global_steps"]) == (0, 0)
-    assert await server.committed_version() == 0
+    assert "weights open; version 0" in (await server.describe())[0]
 
 
 async def test_request_before_version_0_fails_in_time_and_says_why(make_server: Any) -> None:

@@ -39,7 +39,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight, by_server
-from recipe.async_engine.rollout.recorder import current_recorder
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +142,10 @@ class ResumingClient(LLMServerClient):
             LoadBalancerLost: it died, or does not answer.
         """
         try:
-            async with asyncio.timeout(ROUTING_S) as limit:
-                return await answer
+            return await asyncio.wait_for(answer, ROUTING_S)
         except RayActorError as error:
             raise LoadBalancerLost(f"the load balancer of the rollout servers died: {error}") from error
         except TimeoutError:
-            if not limit.expired():
-                raise
             raise LoadBalancerLost(
                 f"the load balancer of the rollout servers has not answered for {ROUTING_S:g} s"
             ) from None
@@ -182,13 +179,14 @@ class ResumingClient(LLMServerClient):
         budget = self._budget(len(prompt_ids), sampling_params)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
         versions: list[int] = []
-        recorder = current_recorder()
-        if recorder is not None and any(kwargs.get(data) for data in MODALITIES):
+        recorder = current_recorder() or TrajectoryRecorder()
+        if any(kwargs.get(data) for data in MODALITIES):
             recorder.without_text_only()
         patience = Patience(self._timeout_s)
         while merged.stop_reason is None:
             part = await self._request(
                 request_id,
+                recorder,
                 patience,
                 prompt_ids=prompt_ids + merged.token_ids,
                 sampling_params=_for_the_rest(sampling_params, budget, len(merged.token_ids)),
@@ -205,9 +203,8 @@ class ResumingClient(LLMServerClient):
                     f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
                     f"version {versions[-1]} only, although async_training.partial_rollout=False"
                 )
-            if recorder is not None:
-                recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
-                recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
+            recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
+            recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
             self._merge(merged, part)
             if part.stop_reason not in ABORTED:
                 merged.stop_reason = part.stop_reason or "completed"
@@ -218,7 +215,7 @@ class ResumingClient(LLMServerClient):
                     f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
                     "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
                 )
-            elif recorder is not None:
+            else:
                 recorder.interruptions += cut_by != CHECKPOINT
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
         merged.extra_fields.pop(GOES_ON, None)
@@ -235,26 +232,28 @@ class ResumingClient(LLMServerClient):
         rollout = self.config.actor_rollout_ref.rollout
         return max(1, min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_length))
 
-    async def _request(self, request_id: str, patience: Patience, **kwargs: Any) -> TokenOutput | None:
+    async def _request(
+        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
+    ) -> TokenOutput | None:
         """The answer that the trajectory's record has to this request, or else a server's."""
-        asked, recorder = kwargs["prompt_ids"], current_recorder()
-        if recorder is None:
-            return await self._ask_server(request_id, patience, **kwargs)
+        asked = kwargs["prompt_ids"]
         if recorder.answers.over:
             raise GivenUp("the trajectory has ended: its agent loop may ask for nothing more")
         answer = recorder.answers.again(asked)
         if answer is None:
             if recorder.ticket is not None:
                 await recorder.ticket.enter()
-            answer = await self._ask_server(request_id, patience, **kwargs)
+            answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
             if answer is not None:
                 recorder.answers.keep(asked, answer)
         return answer
 
-    async def _ask_server(self, request_id: str, patience: Patience, **kwargs: Any) -> TokenOutput | None:
+    async def _ask_server(
+        self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
+    ) -> TokenOutput | None:
         """One request to one server; None if there is no token of that server, because it died or left routing."""
-        with self._under_way(kwargs["prompt_ids"]) as flight, patience.spent():
+        with self._under_way(recorder, kwargs["prompt_ids"]) as flight, patience.spent():
             try:
                 part = await asyncio.wait_for(super().generate(request_id, **kwargs), patience.left_s)
             except TimeoutError:
@@ -266,16 +265,15 @@ class ResumingClient(LLMServerClient):
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
             except (RayActorError, EngineDied) as error:
-                return await self._after_death(flight, error)
+                return await self._after_death(flight, recorder, error)
         if part.stop_reason not in ABORTED:
             return part
-        recorder = current_recorder()
-        if recorder is not None and recorder.ticket is not None:
+        if recorder.ticket is not None:
             # The servers stop before this worker is told, so that a busy worker does not keep them.
             recorder.ticket.leave()
         return part if part.token_ids else None
 
-    async def _after_death(self, flight: Flight, error: Exception) -> TokenOutput | None:
+    async def _after_death(self, flight: Flight, recorder: TrajectoryRecorder, error: Exception) -> TokenOutput | None:
         logger.error(
             "rollout server %s died under a request, which goes on elsewhere after %d of its tokens: %s",
             flight.server_id,
@@ -284,19 +282,17 @@ class ResumingClient(LLMServerClient):
         )
         await self._routed(self._load_balancer.remove_servers.remote([flight.server_id]))
         part = flight.cut_answer(SERVER_DIED)
-        recorder = current_recorder()
-        if part is not None and recorder is not None:
+        if part is not None:
             recorder.recovered_tokens += len(part.token_ids)
         return part
 
     @contextmanager
-    def _under_way(self, asked: list[int]) -> Iterator[Flight]:
+    def _under_way(self, recorder: TrajectoryRecorder, asked: list[int]) -> Iterator[Flight]:
         """What is known of the request under way; its tokens are fetched meanwhile."""
-        flight, recorder = Flight(asked), current_recorder()
+        flight = Flight(asked)
         _flight.set(flight)
         self._flights.add(flight)
-        if recorder is not None:
-            recorder.answers.flights.append(flight)
+        recorder.answers.flights.append(flight)
         if self._fetch_every_s is not None and (self._fetching is None or self._fetching.done()):
             self._fetching = asyncio.get_running_loop().create_task(self._fetch_forever(self._fetch_every_s))
         try:
@@ -307,8 +303,7 @@ class ResumingClient(LLMServerClient):
             raise
         finally:
             self._flights.remove(flight)
-            if recorder is not None:
-                recorder.answers.flights.remove(flight)
+            recorder.answers.flights.remove(flight)
             _flight.set(None)
 
     async def _fetch_forever(self, every_s: float) -> None:

@@ -53,8 +53,7 @@ class IndexedDataset(Dataset):
 class LoaderInUse:
     """What verl's trainer has in the place of its data loader, which only the feed's thread may call.
 
-    verl's checkpoint would read the loader's position on the trainer's thread, while a prompt is taken; the position
-    that counts is the prompt source's.
+    verl's checkpoint would read the loader's position on the trainer's thread, while a prompt is taken.
     """
 
     def __init__(self, length: int) -> None:
@@ -73,13 +72,7 @@ class LoaderInUse:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the training data.
-
-    Attributes:
-        epoch: how often the data set had been gone through before.
-        index: row of the data set.
-        row: verl's batch of one, as the data loader collates it.
-    """
+    """One row of the training data: ``row`` is verl's batch of one, as the data loader collates it."""
 
     epoch: int
     index: int
@@ -115,10 +108,6 @@ class PromptSource:
         self._restored: dict[str, Any] | None = None
         """The data loader's state of a checkpoint, until the first prompt is taken after it."""
         self._put_back: Prompt | None = None
-
-    @property
-    def exhausted(self) -> bool:
-        return self.prompts_left == 0
 
     @property
     def prompts_left(self) -> int:

@@ -227,17 +227,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
             SubmissionTimeout: the server stayed paused for too long, or has left routing.
         """
-        deadline = time.monotonic() + self._pause_timeout_s
-        while True:
-            is_open = await self._gate.wait_open(self._first_weights_timeout_s)
-            if not is_open or (self._submission_paused and self._rejecting):
-                raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
-            if not self._submission_paused:
-                return
-            try:
-                await asyncio.wait_for(self._resume_event.wait(), max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise SubmissionTimeout(f"this rollout server was paused for {self._pause_timeout_s:g} s") from None
+        name = "over HTTP"
+        is_open = await self._gate.wait_open(self._first_weights_timeout_s)
+        if not is_open or await self._park_until_admitted(name) is not None:
+            raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
+        # Only requests over the actor's interface are counted.
+        self._admitting -= 1
+        self._submitted_versions.pop(name, None)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, but where late requests are rejected, which ends a generation turn, the engine stops at once.
@@ -308,14 +304,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             f"{self._submission_paused}; requests at the engine: {requests}, on their way to it: {self._admitting}",
             *(f"tasks: {line}" for line in waits()),
         ]
-
-    async def committed_version(self) -> int | None:
-        """The complete version this server answers with, or None while it holds none."""
-        return self.global_steps if self._gate.is_open else None
-
-    async def committed_checksum(self) -> str | None:
-        """Of the weights of `committed_version`, None where they did not come from a trainer."""
-        return self._checksum if self._gate.is_open else None
 
     def _get_worker_extension_cls(self) -> str:
         if get_platform().device_name == "cpu":

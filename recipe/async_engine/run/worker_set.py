@@ -135,9 +135,13 @@ class WorkerSet:
             self._question(name, for_ever=False)
 
     def _question(self, name: str, for_ever: bool) -> None:
+        def end(_: asyncio.Task[None]) -> None:
+            del self._questions[name]
+            self.silent.discard(name)
+
         if name not in self._questions:
-            task = self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
-            task.add_done_callback(lambda _: self._questions.pop(name))
+            self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
+            self._questions[name].add_done_callback(end)
 
     def stop(self) -> None:
         """Wait for no worker any more, and ask none."""
@@ -158,14 +162,12 @@ class WorkerSet:
                     logger.error("%s %s has not answered for %g s: it is ended", self._kind, name, self._answer_s)
                     ray.kill(actor, no_restart=False)
                 await answer
-                self.silent.discard(name)
                 if not for_ever:
                     return
+                self.silent.discard(name)
                 await asyncio.sleep(ASK_EVERY * self._answer_s)
         except RayError as error:
             self.died(name, life, error)
-        finally:
-            self.silent.discard(name)
 
     async def _take_back(self, name: str, actor: Any) -> None:
         try:
