@@ -133,7 +133,7 @@ async def test_leak_ends_its_process_at_the_limit_and_costs_the_call_that_meets_
             died += 1
     assert len(pids) >= 3
     assert len(pids) - 1 <= died <= len(pids)
-    assert pool.stats.died == died
+    assert pool.stats["died"] == died
 
 
 async def test_process_that_is_ended_is_replaced_without_loading_the_function_again(pool: ScoringPool) -> None:
@@ -167,16 +167,16 @@ async def test_call_that_was_given_up_in_the_queue_does_not_run(pool: ScoringPoo
     assert all(isinstance(result, RewardTimeout) for result in results)
     await warm(pool)
     assert time.monotonic() - began < 4 * LIMIT_S + 5
-    assert pool.stats.pending == 0
+    assert pool.stats["pending"] == 0
 
 
 async def test_prints_go_nowhere_and_counts_are_kept(pool: ScoringPool, capfd: pytest.CaptureFixture[str]) -> None:
-    scored = pool.stats.scored
+    scored = pool.stats["scored"]
     await pool.score(solution_str="prints")
     with pytest.raises(KeyError):
         await pool.score(solution_str="raises")
-    assert (pool.stats.scored - scored, pool.stats.failed, pool.stats.pending) == (1, 1, 0)
-    assert pool.stats.seconds > 0
+    assert (pool.stats["scored"] - scored, pool.stats["failed"], pool.stats["pending"]) == (1, 1, 0)
+    assert pool.stats["seconds"] > 0
     assert "xxx" not in "".join(capfd.readouterr())
 
 

@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -33,16 +32,8 @@ class RewardProcessDied(RecipeError):
     """The process of a reward function ended without an answer."""
 
 
-@dataclass
-class PoolStats:
-    """Counts of one pool: calls under way, what became of the others, and their seconds, the wait for a process in."""
-
-    pending: int = 0
-    scored: int = 0
-    failed: int = 0
-    timed_out: int = 0
-    died: int = 0
-    seconds: float = 0.0
+COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
+"""Of one pool: calls under way, what became of the others, and their seconds, the wait for a process included."""
 
 
 class ScoringPool:
@@ -66,7 +57,7 @@ class ScoringPool:
         timeout_s: float,
         memory_bytes: int | None = None,
     ) -> None:
-        self.stats = PoolStats()
+        self.stats: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._what = f"{name} of {path}"
         self._settings = dict(settings)
         self._timeout_s = timeout_s
@@ -90,32 +81,32 @@ class ScoringPool:
             Exception: what it raised.
         """
         began = time.monotonic()
-        self.stats.pending += 1
+        self.stats["pending"] += 1
         future = self._pool.schedule(scorer.score, args=[self._settings, arguments], timeout=self._timeout_s)
         try:
             # Its end cancels the call, which ends its process, or takes it out of the queue.
             result = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
-            self.stats.timed_out += 1
+            self.stats["timed_out"] += 1
             self._sweep()
             raise RewardTimeout(
                 f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
                 "(async_training.timeouts.reward): its process was ended, or none was free"
             ) from None
         except ProcessExpired as error:
-            self.stats.died += 1
+            self.stats["died"] += 1
             self._sweep()
             why = "out of memory (async_training.reward_memory_gib)"
             if error.exitcode != scorer.OUT_OF_MEMORY:
                 why = f"exit status {error.exitcode}: {why}, or a crash in native code"
             raise RewardProcessDied(f"the process of the reward function {self._what} ended, {why}") from None
         except Exception:
-            self.stats.failed += 1
+            self.stats["failed"] += 1
             raise
         finally:
-            self.stats.pending -= 1
-            self.stats.seconds += time.monotonic() - began
-        self.stats.scored += 1
+            self.stats["pending"] -= 1
+            self.stats["seconds"] += time.monotonic() - began
+        self.stats["scored"] += 1
         return result
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ tests/integration/test_reward_pool.py.
 
 import inspect
 import os
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -18,7 +17,7 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from recipe.async_engine.rewards.pool import PoolStats, ScoringPool
+from recipe.async_engine.rewards.pool import COUNTS, ScoringPool
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.run.restarts import Restartable
 from recipe.async_engine.run.stacks import waits
@@ -58,7 +57,7 @@ class ScoringWorker(RewardLoopWorker):
 
     async def pool_stats(self) -> tuple[int, dict[str, float]]:
         """The worker's process, and its pool's counts so far."""
-        return os.getpid(), asdict(self.pool.stats if self.pool is not None else PoolStats())
+        return os.getpid(), self.pool.stats if self.pool is not None else dict.fromkeys(COUNTS, 0)
 
 
 def _has_sandbox(reward: Any) -> bool:
@@ -67,29 +66,22 @@ def _has_sandbox(reward: Any) -> bool:
 
 
 class PoolTotals:
-    """The counts of all pools, those of workers that have died since included.
+    """The counts of all pools, those of workers that have died since included."""
 
-    Attributes:
-        restarts: workers that were found in another process than before.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.restarts = 0
-        self._past = asdict(PoolStats())
-        self._latest: list[tuple[int, dict[str, float]] | None] = [None] * workers
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def note(self, worker: int, process: int, counts: dict[str, float]) -> None:
         """What a worker has answered."""
-        before = self._latest[worker]
-        if before is not None and before[0] != process:
-            self.restarts += 1
-            for key in self._past.keys() - {"pending"}:
-                self._past[key] += before[1][key]
-        self._latest[worker] = process, counts
+        for (other, _), past in self._counts.items():
+            if other == worker:
+                past["pending"] = 0
+        self._counts[worker, process] = counts
 
     def totals(self) -> dict[str, float]:
-        known = [latest[1] for latest in self._latest if latest is not None]
-        return {key: past + sum(counts[key] for counts in known) for key, past in self._past.items()}
+        """Of all processes; ``worker_restarts``: workers that were found in another process than before."""
+        totals = {key: sum(counts[key] for counts in self._counts.values()) for key in COUNTS}
+        return {**totals, "worker_restarts": len(self._counts) - len({worker for worker, _ in self._counts})}
 
 
 class ScoringManager(RewardLoopManager):
@@ -106,7 +98,7 @@ class ScoringManager(RewardLoopManager):
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        self._pools = PoolTotals(len(self.reward_loop_workers))
+        self._pools = PoolTotals()
 
     def metrics(self) -> dict[str, float]:
         """The pools' counts, as of the call before this one: nothing waits for a busy worker."""
@@ -118,5 +110,4 @@ class ScoringManager(RewardLoopManager):
                 except RayActorError:
                     continue  # dead, or being started again: whoever has calls there says so
             self._asked = [worker.pool_stats.remote() for worker in self.reward_loop_workers]
-        counts = {**self._pools.totals(), "worker_restarts": self._pools.restarts}
-        return {f"fully_async/rewards/{key}": value for key, value in counts.items()}
+        return {f"fully_async/rewards/{key}": value for key, value in self._pools.totals().items()}

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import hydra
@@ -75,7 +75,6 @@ REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
 
-
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
 
@@ -99,8 +98,7 @@ class TrajectoryScored:
 
     Attributes:
         score: the reward, None if the trainer computes it (reward model on the trainer's accelerators).
-        oldest_version: of the response's sampled tokens.
-        newest_version: of the response's sampled tokens.
+        oldest_version, newest_version: of the response's sampled tokens.
         exact_versions: False if the agent loop rewrote its answer, or left out parts of it so that two readings fit:
             what is not sure counts as sampled by the oldest version that it may be of.
         interruptions: weight syncs that cut this trajectory and were resumed.
@@ -146,21 +144,19 @@ class TrajectoryWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        async_training = self.config.async_training
+        async_training, limits = self.config.async_training, self.config.async_training.timeouts
         if self.reward_loop_worker_handles:
             self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
-        self._reward_timeout_s = float(async_training.timeouts.reward)
+        self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)
         # Of the reward's result, what advantages are computed from beside the reward itself.
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
-        self._trajectory_timeout_s = float(async_training.timeouts.trajectory)
+        self._trajectory_timeout_s = float(limits.trajectory)
         self._running: dict[str, _Running] = {}
         self._answers = AnswerBook()
-        limits = async_training.timeouts
         self._turns = TurnGate(float(limits.batch_wait + limits.weight_sync + limits.checkpoint + limits.validation))
-        self._make_loop: dict[str, Callable[..., AgentLoopBase]] = {}
         self._scoring: ScoringClient | None = None
         self._score_parts = False
         self._reference: ScoringClient | None = None
@@ -181,15 +177,10 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reference = ScoringClient(servers, timeout_s)
 
     async def rescore(self, payload: bytes, version: int, start: int) -> ResponseScores | None:
-        """Have the response of a finished trajectory scored by ``version``, or a newer one.
+        """Scores of a finished trajectory's whole padded response by ``version``, the newest published one, or later.
 
-        Args:
-            payload: as :meth:`run_trajectory` yields it.
-            version: the newest published one.
-            start: of the trajectory's group; the oldest are scored first.
-
-        Returns:
-            The scores, of the whole padded response; None if no server answered in time.
+        None if no server answered in time. ``payload``: as :meth:`run_trajectory` yields it. ``start``: of its group;
+        the oldest are scored first.
         """
         if self._scoring is None:
             return None
@@ -221,9 +212,7 @@ class TrajectoryWorker(AgentLoopWorker):
         Args:
             key: names the trajectory for :meth:`cancel`.
             sample: one row of the data set, as verl's data loader gives it (non-tensor fields).
-            sample_index: data set index, for traces.
-            rollout_n: which of the group's trajectories this is.
-            version: policy version at issue, for traces.
+            sample_index, rollout_n, version: data set index, number in its group and version at issue, for traces.
             record: what :meth:`export` gave for this trajectory in an earlier process.
             turn: the generation turn that it is admitted to, to later ones by :meth:`resume`; None in a stream.
 
@@ -330,9 +319,7 @@ class TrajectoryWorker(AgentLoopWorker):
     ) -> Any:
         """As verl's, but an agent loop's class is looked up once: Hydra takes 10 ms to do it for each trajectory."""
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
-            if agent_name not in self._make_loop:
-                self._make_loop[agent_name] = _loop_maker(agent_name)
-            agent_loop = self._make_loop[agent_name](
+            agent_loop = _loop_maker(agent_name)(
                 trainer_config=DictConfigWrap(config=self.config),
                 server_manager=self.llm_client,
                 tokenizer=self.tokenizer,
@@ -498,6 +485,7 @@ def _explained(kind: type[RecipeError], words: str, error: BaseException) -> Rec
     return failed
 
 
+@cache
 def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
     """What makes the agent loop registered under ``agent_name``, given verl's arguments.
 

@@ -56,33 +56,6 @@ class Replacements:
 
     def begin(self, what: str, lost: Any, start: Callable[[], Any]) -> None:
         """Have ``start`` make another replica in the place of ``lost``; ``what`` names it in the log."""
-        self._begin(what, lambda: self._clear(lost), start)
-
-    def take(self) -> list[Any]:
-        """Replicas that came up since the last call; they hold no weights yet."""
-        waiting, ready = [], []
-        for attempt in self._attempts:
-            if not attempt.result.done():
-                if time.monotonic() > attempt.deadline and attempt.result.cancel():
-                    logger.error("%s could not be started: not up after %g s", attempt.what, self._timeout_s)
-                else:
-                    waiting.append(attempt)
-            elif (error := attempt.result.exception()) is not None:
-                logger.error("%s could not be started: %s", attempt.what, error)
-                self._begin(attempt.what, lambda: None, attempt.start, waiting)
-            else:
-                logger.warning("%s is up and takes part from the next weight sync on", attempt.what)
-                ready.append(attempt.result.result())
-        self._attempts = waiting
-        return ready
-
-    def _begin(
-        self,
-        what: str,
-        clear: Callable[[], None],
-        start: Callable[[], Any],
-        attempts: list[_Attempt] | None = None,
-    ) -> None:
         if self.begun >= self._budget:
             logger.error(
                 "%s is not started: %d have been (async_training.max_replica_restarts=%d)",
@@ -90,25 +63,45 @@ class Replacements:
                 self.begun,
                 self._budget,
             )
-            clear_only = threading.Thread(target=clear, name="clear a lost replica", daemon=True)
-            clear_only.start()
+            threading.Thread(target=self._clear_away, args=[lost], name="clear a lost replica", daemon=True).start()
             return
         self.begun += 1
         attempt = _Attempt(what, start, time.monotonic() + self._timeout_s, Future())
-        (self._attempts if attempts is None else attempts).append(attempt)
+        self._attempts.append(attempt)
+        threading.Thread(target=self._work, args=[attempt, lost], name=f"start {what}", daemon=True).start()
 
-        def work() -> None:
-            # The future is cancelled when `take` has given the attempt up.
-            try:
-                clear()
-                started = start()
-            except BaseException as error:  # whatever it is, `take` reports it
-                if attempt.result.set_running_or_notify_cancel():
-                    attempt.result.set_exception(error)
-                return
-            if attempt.result.set_running_or_notify_cancel():
-                attempt.result.set_result(started)
+    def take(self) -> list[Any]:
+        """Replicas that came up since the last call; they hold no weights yet."""
+        attempts, self._attempts, ready = self._attempts, [], []
+        for attempt in attempts:
+            if not attempt.result.done():
+                if time.monotonic() > attempt.deadline and attempt.result.cancel():
+                    logger.error("%s could not be started: not up after %g s", attempt.what, self._timeout_s)
+                else:
+                    self._attempts.append(attempt)
+            elif (error := attempt.result.exception()) is not None:
+                logger.error("%s could not be started: %s", attempt.what, error)
+                self.begin(attempt.what, None, attempt.start)
             else:
-                self._clear(started)
+                logger.warning("%s is up and takes part from the next weight sync on", attempt.what)
+                ready.append(attempt.result.result())
+        return ready
 
-        threading.Thread(target=work, name=f"start {what}", daemon=True).start()
+    def _work(self, attempt: _Attempt, lost: Any) -> None:
+        # The future is cancelled when `take` has given the attempt up.
+        try:
+            self._clear_away(lost)
+            started = attempt.start()
+        except BaseException as error:  # whatever it is, `take` reports it
+            if attempt.result.set_running_or_notify_cancel():
+                attempt.result.set_exception(error)
+            return
+        if attempt.result.set_running_or_notify_cancel():
+            attempt.result.set_result(started)
+        else:
+            self._clear(started)
+
+    def _clear_away(self, lost: Any) -> None:
+        """None: nothing is left of it, since another attempt was made in its place."""
+        if lost is not None:
+            self._clear(lost)

@@ -33,12 +33,7 @@ class ReplicaManager(LLMServerManager):
 
     def start_another(self) -> GatedVLLMReplica:
         """One more replica, on resources of its own; returns when its server is up, holding no weights."""
-        replica = self.rollout_replica_class(
-            replica_rank=next(self._numbers),
-            config=self.rollout_config,
-            model_config=self.model_config,
-            gpus_per_node=self.rollout_config.n_gpus_per_node,
-        )
+        replica = self._new_replica(next(self._numbers))
         with cleared_on_failure([replica]):
             asyncio.run(replica.init_standalone())
         return replica
@@ -52,18 +47,17 @@ class ReplicaManager(LLMServerManager):
             TimeoutError: what is left of ``lost`` did not end, or the replica was not up in time.
         """
         end_servers(lost, END_S)
-        replica = self.rollout_replica_class(
-            replica_rank=lost.replica_rank,
-            config=self.rollout_config,
-            model_config=self.model_config,
-            gpus_per_node=self.rollout_config.n_gpus_per_node,
-        )
+        replica = self._new_replica(lost.replica_rank)
 
         async def start() -> None:
             await asyncio.wait_for(replica.init_hybrid(self.worker_group), timeout_s)
 
         asyncio.run(start())
         return replica
+
+    def _new_replica(self, number: int) -> GatedVLLMReplica:
+        per_node = self.rollout_config.n_gpus_per_node
+        return self.rollout_replica_class(number, self.rollout_config, self.model_config, per_node)
 
     def launch(self, worker_group: Any = None) -> None:
         """Start every replica's servers, and its workers or those of ``worker_group``, which it then shares.
