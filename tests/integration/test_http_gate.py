@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self, server: Any) -> None:
         self.reached = 0
-        assert guard(server) == "recipe.async_engine.rollout.http_gate.HttpGate"
+        assert guard(server.admit) == "recipe.async_engine.rollout.http_gate.HttpGate"
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(HttpGate(self._app)), base_url="http://server")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:

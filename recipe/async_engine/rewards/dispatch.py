@@ -3,7 +3,7 @@
 
 Contract: what a call raises, its caller gets; a further attempt goes to another worker than one that died or does not
 answer, if there is another (`run/worker_set.py`). A worker is asked whether it answers when a call of it was given up.
-Where all are being started again a call waits for one; the caller has the deadline. Shown by
+Where none can be asked a call waits for one; the caller has the deadline. Shown by
 tests/integration/test_reward_dispatch.py.
 """
 
@@ -47,7 +47,8 @@ class LeastBusyWorker:
         return self._score(data)
 
     async def _score(self, data: Any) -> dict[str, Any]:
-        name = self._workers.choose()
+        while (name := self._workers.choose()) in self._workers.silent:
+            await self._workers.news()
         if name is None:
             raise NoRewardWorker("every reward worker has died; the first one's error is in the log above")
         try:

@@ -24,6 +24,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,7 +39,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight, by_server
+from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)
@@ -332,7 +333,11 @@ class ResumingClient(LLMServerClient):
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _fetch(self, flights: Iterable[Flight]) -> None:
-        await asyncio.gather(*[self._fetch_from(each) for each in by_server(flights).values()])
+        by_server: dict[str | None, list[Flight]] = defaultdict(list)
+        for flight in flights:
+            if flight.engine_request_id is not None:
+                by_server[flight.server_id].append(flight)
+        await asyncio.gather(*[self._fetch_from(each) for each in by_server.values()])
 
     async def _fetch_from(self, flights: list[Flight]) -> None:
         known = {str(flight.engine_request_id): len(flight.token_ids) for flight in flights}

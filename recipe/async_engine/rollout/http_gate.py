@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 
@@ -34,24 +34,16 @@ WEBSOCKET_REFUSED = 1008
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-class Admission(Protocol):
-    """What a server has for the gate."""
-
-    async def admit(self) -> None:
-        """Wait until a request may reach the engine.
-
-        Raises:
-            RecipeError: it may not, and why.
-        """
+_admit: Callable[[], Awaitable[None]] | None = None
 
 
-_server: Admission | None = None
+def guard(admit: Callable[[], Awaitable[None]]) -> str:
+    """Have requests of this process wait for ``admit``, whose RecipeError says why one may not reach the engine.
 
-
-def guard(server: Admission) -> str:
-    """Make ``server`` the one of this process; returns the import path that vLLM takes as middleware."""
-    global _server
-    _server = server
+    Returns the import path that vLLM takes as middleware.
+    """
+    global _admit
+    _admit = admit
     return f"{__name__}.{HttpGate.__name__}"
 
 
@@ -69,9 +61,9 @@ class HttpGate:
             if scope["path"] not in SERVED:
                 await _refuse(send, 403, "PermissionError", f"a rollout server does not offer {scope['path']}")
                 return
-            assert _server is not None, "guard() comes before the application is made"
+            assert _admit is not None, "guard() comes before the application is made"
             try:
-                await _server.admit()
+                await _admit()
             except RecipeError as error:
                 await _refuse(send, 503, "ServiceUnavailableError", str(error))
                 return

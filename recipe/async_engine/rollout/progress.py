@@ -9,7 +9,7 @@ too. Shown by tests/integration/test_client.py and, with a real engine that is k
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,12 +110,3 @@ class Flight:
         return TokenOutput(
             token_ids=list(self.token_ids), log_probs=log_probs, stop_reason="aborted", extra_fields=extra
         )
-
-
-def by_server(flights: Iterable[Flight]) -> dict[str, list[Flight]]:
-    """Those that have reached a server, by its name."""
-    grouped: dict[str, list[Flight]] = {}
-    for flight in flights:
-        if flight.server_id is not None and flight.engine_request_id is not None:
-            grouped.setdefault(flight.server_id, []).append(flight)
-    return grouped

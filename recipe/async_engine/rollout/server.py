@@ -199,7 +199,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     async def run_server(self, args: argparse.Namespace) -> None:
         """As verl's, with the gate over the HTTP endpoints too, and a watch on the engine's outputs."""
-        args.middleware = [*args.middleware, guard(self)]
+        args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self.engine.generate)
 

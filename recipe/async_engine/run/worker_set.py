@@ -143,6 +143,10 @@ class WorkerSet:
             self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
             self._questions[name].add_done_callback(end)
 
+    async def news(self) -> None:
+        """Wait until one that was asked has answered, or has died."""
+        await asyncio.wait(self._questions.values(), return_when=asyncio.FIRST_COMPLETED)
+
     def stop(self) -> None:
         """Wait for no worker any more, and ask none."""
         for task in (*self._returning.values(), *self._questions.values()):
