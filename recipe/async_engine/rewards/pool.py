@@ -40,8 +40,7 @@ class ScoringPool:
     """Processes that call one reward function.
 
     Args:
-        path: of the function's file, or ``pkg://module``.
-        name: of the function.
+        path, name: of the function: its file, or ``pkg://module``.
         settings: further keyword arguments of every call; they win over the call's own, as in verl.
         processes: how many calls run at the same time.
         timeout_s: for one call, its wait for a process included: who asked has given it up then.
@@ -73,13 +72,7 @@ class ScoringPool:
         self._pool = ProcessPool(processes, initializer=scorer.begin, initargs=arguments, context=context)
 
     async def score(self, **arguments: Any) -> Any:
-        """Call the reward function with verl's arguments.
-
-        Raises:
-            RewardTimeout: it did not return in time.
-            RewardProcessDied: its process ended.
-            Exception: what it raised.
-        """
+        """What the reward function gives for verl's arguments; RewardTimeout, RewardProcessDied, or what it raised."""
         began = time.monotonic()
         self.stats["pending"] += 1
         future = self._pool.schedule(scorer.score, args=[self._settings, arguments], timeout=self._timeout_s)

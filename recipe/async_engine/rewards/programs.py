@@ -55,16 +55,14 @@ def compute_score(
     """Score one answer.
 
     Args:
-        data_source: of the row; named in errors.
+        data_source: of the row; named in errors. Nothing else that verl passes is used.
         solution_str: the decoded answer: its last fenced block of code, or all of it where there is none.
         ground_truth: the test cases, see the module's docstring.
-        extra_info: not used.
         partial: score the share of passed test cases in place of 1.0 for all of them; runs all of them.
         max_tests: use the first ones only.
         answer_s: seconds for all test cases together; those that it leaves no time for count as not passed.
         limits: of each test case, by the names of `Limits`.
         run: runs a program.
-        kwargs: further arguments that verl passes to every reward function; not used.
 
     Returns:
         ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;

@@ -42,7 +42,6 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
-CHUNK = 65536
 START_S = 60.0
 """How long bubblewrap and Python may take to start on a busy machine."""
 
@@ -137,9 +136,6 @@ def run(
     """Run a program.
 
     Args:
-        source: Python.
-        stdin: what it reads.
-        limits: `Limits()` by default.
         call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and give its
             result as JSON in place of what the program writes.
 
@@ -248,13 +244,9 @@ def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> I
 
 def _first_process(info: FileIO) -> int | None:
     """The first process of the sandbox's process namespace; None if bubblewrap could make none."""
-    text, deadline = b"", time.monotonic() + START_S
-    while not text.rstrip().endswith(b"}"):
-        chunk = info.read(CHUNK) if _is_readable(info, max(0.0, deadline - time.monotonic())) else b""
-        if not chunk:
-            return None
-        text += chunk
-    return int(json.loads(text)["child-pid"])
+    # bubblewrap writes it at once and closes the pipe.
+    text = info.readall() if _is_readable(info, START_S) else b""
+    return int(json.loads(text)["child-pid"]) if text else None
 
 
 def _map_users(first: int) -> None:

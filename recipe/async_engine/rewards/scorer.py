@@ -51,8 +51,7 @@ def begin(path: str, name: str, memory_bytes: int | None, started: Any, alive: A
     """Make this process one that scores.
 
     Args:
-        path: of the reward function's file.
-        name: of the function.
+        path, name: of the reward function, see `load`.
         memory_bytes: of address space.
         started: a queue that is told this process's id.
         alive: the reading end of a pipe whose writing end closes with the reward worker.

@@ -165,7 +165,6 @@ class ResumingClient(LLMServerClient):
 
         Args:
             request_id: routes the turns of one conversation to one server.
-            prompt_ids: prompt tokens.
             sampling_params: passed to the engine; ``max_tokens`` bounds the whole answer, resumed parts included.
 
         Returns:

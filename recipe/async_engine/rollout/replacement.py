@@ -34,8 +34,7 @@ class Replacements:
     """See the module's contract.
 
     Args:
-        budget: attempts in all.
-        timeout_s: longest time for one.
+        budget, timeout_s: attempts in all, and the longest time for one.
         clear: removes what is left of a lost replica.
 
     Attributes:

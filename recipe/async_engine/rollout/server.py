@@ -204,14 +204,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self.engine.generate = self._outputs.watching(self.engine.generate)
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
-        """Tokens that the engine has sampled for requests under way.
+        """What the engine has sampled for requests under way, after as many tokens as ``known`` says of each.
 
-        Args:
-            known: request id to number of tokens that the caller has.
-
-        Returns:
-            request id to what came after those, perhaps nothing. A request that is not here, not yet or not any more,
-            or whose answer is complete, is not in it.
+        A request that is not here, not yet or not any more, or whose answer is complete, is left out.
         """
         news = {
             request_id: self._outputs.since(request_id, count, self._submitted_versions.get(request_id))

@@ -50,17 +50,10 @@ def is_number(value: Any) -> bool:
 
 
 def check_answer(output: Any, prompt_length: int, response_length: int, log_probs: bool) -> None:
-    """Look at an agent loop's output before it is padded.
+    """Raise `UnusableAnswer` or `NonFiniteLogProb` unless an agent loop's output, not padded yet, can be trained.
 
-    Args:
-        output: verl's ``AgentLoopOutput``.
-        prompt_length: tokens that a batch has room for, ``data.max_prompt_length``.
-        response_length: likewise, ``data.max_response_length``.
-        log_probs: whether the engine was asked for them.
-
-    Raises:
-        UnusableAnswer: see the module.
-        NonFiniteLogProb: see the module.
+    A batch has room for so many tokens (``data.max_prompt_length``, ``data.max_response_length``). ``log_probs``:
+    whether the engine was asked for them.
     """
     tokens = len(output.response_ids)
     if not any(output.response_mask):

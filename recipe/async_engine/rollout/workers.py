@@ -36,7 +36,7 @@ STARTUP_S = 600.0
 
 
 class TrajectoryFailed(RecipeError):
-    """An agent loop raised, or its worker died; a note has the traceback of the place where it happened."""
+    """An agent loop raised, or its worker died; a note has the traceback."""
 
 
 class NoWorkers(RecipeError):
@@ -120,8 +120,7 @@ class WorkerPool(WorkerSet):
     Args:
         actors: Ray may start them again.
         prepare: tells one that was what the others have been told.
-        startup_s: how long one may take to be up again; after that it is given up.
-        answer_s: how long one may not answer; after that it is ended.
+        startup_s, answer_s: see `WorkerSet`.
 
     Attributes:
         under_way: calls by their key.
