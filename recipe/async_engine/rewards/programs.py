@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.reward_rules import PROGRAMS_S
@@ -34,12 +34,6 @@ class TestCaseError(RecipeError):
     __test__ = False
 
 
-class Run(Protocol):
-    """Runs one program: `sandbox.run`, or a service that does the same."""
-
-    def __call__(self, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None) -> Outcome: ...
-
-
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -49,7 +43,7 @@ def compute_score(
     max_tests: int | None = None,
     answer_s: float = PROGRAMS_S,
     limits: dict[str, Any] | None = None,
-    run: Run = sandbox.run,
+    run: Callable[..., Outcome] = sandbox.run,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Score one answer.
@@ -62,7 +56,7 @@ def compute_score(
         max_tests: use the first ones only.
         answer_s: seconds for all test cases together; those that it leaves no time for count as not passed.
         limits: of each test case, by the names of `Limits`.
-        run: runs a program.
+        run: runs a program, as `sandbox.run` does.
 
     Returns:
         ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;
