@@ -109,13 +109,11 @@ class ModelEngineWorker(CheckpointEngineWorker):
         try:
             await self._wait(self._place_free, "did not take its last weights into use")
             checksum = await asyncio.to_thread(self._receive, global_steps)
-        except StagingError as error:
-            if leads:
-                await self._tell("load_failed", str(error))
-            raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
         except Exception as error:  # however the transfer broke: whoever waits for this version must learn of it
             if leads:
                 await self._tell("load_failed", f"{type(error).__name__}: {error}")
+            if isinstance(error, StagingError):
+                raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
             raise
         self._place_free.clear()
         self._staged.set()

