@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from recipe.async_engine.platform.detect import apply_environment, choose_platform, inspect_machine
+from recipe.async_engine.platform.detect import choose_platform, inspect_machine
 
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ("core", "integration", "e2e")]
-apply_environment(choose_platform(os.environ, inspect_machine()))
+os.environ.update(choose_platform(os.environ, inspect_machine()).environment)

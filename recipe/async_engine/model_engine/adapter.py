@@ -90,18 +90,14 @@ class ModelEngineServerAdapter(BaseRollout):
         try:
             async for name, tensor in ensure_async_iterator(weights):
                 if problem is None:
-                    problem = self._put(name, tensor)
+                    try:
+                        self._staging.put(name, tensor)
+                    except StagingError as error:
+                        # The stream is gone through to its end: other receivers read it too.
+                        problem = error
         except Exception as error:  # whatever broke the stream: the other ranks must learn of it
             problem = error
         await asyncio.to_thread(self._staging.agree, problem)
-
-    def _put(self, name: str, tensor: torch.Tensor) -> StagingError | None:
-        try:
-            self._staging.put(name, tensor)
-        except StagingError as error:
-            # The stream is gone through to its end: other receivers read it too.
-            return error
-        return None
 
     def promote(self) -> None:
         """Make the staged weights the live ones, on this rank; nothing may be scored meanwhile."""

@@ -6,7 +6,7 @@ there is neither an accelerator on this machine nor a Ray cluster that the run w
 often stands on a node without a GPU. Any other value of VERL_PLATFORM, and everything else, is left to verl.
 
 `choose_platform` is a pure function of what it is given; `inspect_machine` looks at the machine without importing torch
-or starting a process; `apply_environment` is the one that changes the process.
+or starting a process. What is chosen must be in the environment before torch, vLLM or verl is imported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 
 ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/davinci[0-9]*", "/dev/dxg")
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
@@ -116,11 +118,6 @@ def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
     return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
 
 
-def apply_environment(choice: PlatformChoice, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set the variables of ``choice`` in this process. Must run before torch, vLLM or verl is imported."""
-    (os.environ if environ is None else environ).update(choice.environment)
-
-
 def _cpu(reason: str, environ: Mapping[str, str], offline: bool) -> PlatformChoice:
     wanted = CPU_ENVIRONMENT | (OFFLINE_ENVIRONMENT if offline else {})
     environment = {name: environ.get(name, value) for name, value in wanted.items()}
@@ -128,21 +125,11 @@ def _cpu(reason: str, environ: Mapping[str, str], offline: bool) -> PlatformChoi
 
 
 def _find_accelerator() -> str | None:
-    for pattern in ACCELERATOR_FILES:
-        found = sorted(glob.glob(pattern))
-        if found:
-            return found[0]
-    for command in ACCELERATOR_COMMANDS:
-        path = shutil.which(command)
-        if path:
-            return path
-    return None
+    files = (path for pattern in ACCELERATOR_FILES for path in sorted(glob.glob(pattern)))
+    return next(chain(files, filter(None, map(shutil.which, ACCELERATOR_COMMANDS))), None)
 
 
 def _find_cluster(ray_temp_dir: str | None) -> str | None:
     folder = ray_temp_dir or os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
-    try:
-        with open(os.path.join(folder, "ray_current_cluster"), encoding="utf-8") as file:
-            return file.read().strip() or None
-    except FileNotFoundError:
-        return None
+    note = Path(folder, "ray_current_cluster")
+    return note.read_text().strip() or None if note.exists() else None

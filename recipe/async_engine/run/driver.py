@@ -31,7 +31,6 @@ from recipe.async_engine.core.outside import Resources
 from recipe.async_engine.core.secrets import without_secrets
 from recipe.async_engine.platform.detect import (
     PlatformChoice,
-    apply_environment,
     choose_platform,
     cluster_to_join,
     inspect_machine,
@@ -103,7 +102,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     ray_init = config.ray_kwargs.ray_init
     where = os.environ, inspect_machine(ray_init.get("_temp_dir")), ray_init.get("address")
     choice = choose_platform(*where)
-    apply_environment(choice)
+    os.environ.update(choice.environment)
     cluster = None if ray.is_initialized() else cluster_to_join(*where)
     with open_dict(config):
         if cluster is not None:

@@ -70,9 +70,7 @@ def is_complete(out: Path, settings: TaskSettings) -> bool:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
-    if not isinstance(manifest, dict) or _identity(settings) != {key: manifest.get(key) for key in _identity(settings)}:
-        return False
-    return manifest.get("files") == _file_sizes(out)
+    return manifest == _manifest(out, settings)
 
 
 def _remake(out: Path, settings: TaskSettings) -> None:
@@ -83,8 +81,7 @@ def _remake(out: Path, settings: TaskSettings) -> None:
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     _write(making, settings)
-    manifest = {**_identity(settings), "files": _file_sizes(making)}
-    (making / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    (making / MANIFEST).write_text(json.dumps(_manifest(making, settings), indent=2, sort_keys=True) + "\n")
     if out.exists():
         shutil.rmtree(out)
     os.replace(making, out)
@@ -135,13 +132,10 @@ def _refuse_foreign(out: Path) -> None:
         )
 
 
-def _identity(settings: TaskSettings) -> dict[str, Any]:
-    return {"format": FORMAT_VERSION, "settings": asdict(settings)}
-
-
-def _file_sizes(directory: Path) -> dict[str, int]:
-    return {
+def _manifest(directory: Path, settings: TaskSettings) -> dict[str, Any]:
+    files = {
         path.relative_to(directory).as_posix(): path.stat().st_size
-        for path in sorted(directory.rglob("*"))
+        for path in directory.rglob("*")
         if path.is_file() and path.name != MANIFEST
     }
+    return {"format": FORMAT_VERSION, "settings": asdict(settings), "files": files}
