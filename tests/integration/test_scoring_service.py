@@ -15,7 +15,6 @@ from recipe.async_engine.model_engine.service import (
     NotHere,
     ScoringFailed,
     ScoringService,
-    ServiceClosed,
 )
 
 SOON = 10.0
@@ -58,7 +57,8 @@ class Harness:
     def __init__(self, anchor: Anchor, drain_s: float = 60.0) -> None:
         self.engine = Engine()
         settings = ScoringSettings(anchor, max_batch_tokens=100, max_delay_s=0.02, drain_s=drain_s)
-        self.service = ScoringService(settings, self.engine)
+        self.lost: asyncio.Queue[BaseException] = asyncio.Queue()
+        self.service = ScoringService(settings, self.engine, self.lost.put_nowait)
         self.service.run()
 
     async def load(self, version: int) -> None:
@@ -78,6 +78,9 @@ class Harness:
             await asyncio.sleep(0.01)
         return held, tasks
 
+    async def end(self) -> BaseException:
+        return await asyncio.wait_for(self.lost.get(), SOON)
+
     async def answer(self, task: asyncio.Task[Any]) -> Any:
         return await asyncio.wait_for(task, SOON)
 
@@ -86,14 +89,14 @@ class Harness:
 async def generation() -> AsyncIterator[Harness]:
     harness = Harness(Anchor.GENERATION)
     yield harness
-    await harness.service.close()
+    harness.service._loop.cancel()
 
 
 @pytest.fixture
 async def latest() -> AsyncIterator[Harness]:
     harness = Harness(Anchor.LATEST)
     yield harness
-    await harness.service.close()
+    harness.service._loop.cancel()
 
 
 async def test_requests_are_scored_together_and_counted(generation: Harness) -> None:
@@ -137,7 +140,7 @@ async def test_segment_that_misses_the_deadline_is_scored_late() -> None:
     assert (answer.scores, answer.version, answer.late) == ("older by 1", 1, True)
     assert not (await harness.answer(newer)).late
     assert harness.service.counts.late == 1
-    await harness.service.close()
+    harness.service._loop.cancel()
 
 
 async def test_next_load_waits_until_the_weights_before_it_have_moved_in(generation: Harness) -> None:
@@ -182,41 +185,32 @@ async def test_engine_error_costs_its_batch_only(generation: Harness) -> None:
     assert (await generation.answer(generation.ask("short", 0))).scores == "short by 0"
 
 
-async def test_lost_engine_closes_the_service_for_those_it_was_computing_too(generation: Harness) -> None:
+async def test_lost_engine_ends_the_server(generation: Harness) -> None:
     await generation.load(0)
     generation.engine.script = [EngineLost("a rank died")]
     asked = [generation.ask(name, 0) for name in "ab"]
-    for task in asked:
-        with pytest.raises(ServiceClosed, match="a rank died"):
-            await generation.answer(task)
-    assert isinstance(generation.service._closed, EngineLost)
+    assert isinstance(await generation.end(), EngineLost)
+    assert not any(task.done() for task in asked), "they end with the process"
 
 
-async def test_failed_promotion_closes_the_service_with_its_cause(generation: Harness) -> None:
+async def test_failed_promotion_ends_the_server(generation: Harness) -> None:
     await generation.load(0)
     await generation.answer(generation.ask("settles", 0))
     generation.engine.promotion_error = RuntimeError("rank 1 is gone")
     await generation.load(1)
-    with pytest.raises(ServiceClosed, match="rank 1 is gone") as caught:
-        await generation.answer(generation.ask("waits", 1))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(ServiceClosed):
-        await generation.answer(generation.ask("later", 0))
-    with pytest.raises(ServiceClosed):
-        await generation.service.begin_load(2, SOON)
+    waits = generation.ask("waits", 1)
+    assert await generation.end() is generation.engine.promotion_error
+    assert not waits.done()
 
 
-async def test_error_of_the_loop_itself_closes_the_service_by_name(
-    generation: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_error_of_the_loop_itself_ends_the_server(generation: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(now: float) -> None:
         raise KeyError("no such request")
 
     await generation.load(0)
     monkeypatch.setattr(generation.service._queue, "next", fail)
-    with pytest.raises(ServiceClosed, match="no such request"):
-        await generation.answer(generation.ask("waits", 0))
-    assert isinstance(generation.service._closed, KeyError)
+    generation.ask("waits", 0)
+    assert isinstance(await generation.end(), KeyError)
 
 
 @pytest.mark.parametrize("moved_in", [False, True])
@@ -300,13 +294,3 @@ async def test_latest_waits_for_the_version_that_it_needs(latest: Harness) -> No
     answer = await latest.answer(refreshed)
     assert (answer.version, answer.late) == (1, False)
     assert (await latest.answer(latest.ask("older will do", 0))).version == 1
-
-
-async def test_close_ends_whoever_waits(generation: Harness) -> None:
-    await generation.load(0)
-    generation.service.pause_serving()
-    task = generation.ask("waits", 0)
-    await asyncio.sleep(0)
-    await generation.service.close()
-    with pytest.raises(ServiceClosed, match="was stopped"):
-        await generation.answer(task)

@@ -2,7 +2,7 @@
 """Asks log-prob servers, any number of them, from one process.
 
 Contract: a request goes to the server with the fewest outstanding tokens of this process. If that one does not have
-the version, or fails, or dies, another is asked, each at most once; a server that died or ended is asked no more until
+the version, or fails, or dies, another is asked, each at most once; a server that died is asked no more until
 it is added again. `Unscored` says that none could answer in time: the caller computes those log-probs itself, or has
 the trainer do it. Shown by tests/integration/test_scoring_client.py.
 """
@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.spread import TokenSpread
-from recipe.async_engine.model_engine.service import Answer, ServiceClosed
+from recipe.async_engine.model_engine.service import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,6 @@ class ScoringClient:
                 # Before the next one: Ray's error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 said.append(f"{name}: {cause}")
-                if isinstance(cause, ServiceClosed):
-                    logger.error("log-prob server %s has ended: %s", name, cause)
-                    self.remove(name)
             except RayActorError as error:
                 logger.error("log-prob server %s died: %s", name, error)
                 said.append(f"{name} died")

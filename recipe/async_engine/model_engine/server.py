@@ -9,7 +9,6 @@ that callers go elsewhere. Shown by tests/integration/test_model_engine_server.p
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,8 +23,6 @@ from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.model_engine.service import Answer, EngineLost, ScoringService
 from recipe.async_engine.model_engine.worker import Place
 from recipe.async_engine.run.stacks import waits
-
-logger = logging.getLogger(__name__)
 
 
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:
@@ -97,7 +94,7 @@ class ModelEngineServer(ScoringService):
     ) -> None:
         """``live``: the version of the weights that the workers have from the start; None: they wait for some."""
         self._ranks = Ranks(workers, timeout_s)
-        super().__init__(settings, self._ranks, live=live)
+        super().__init__(settings, self._ranks, _end_process, live=live)
         self._answered_tokens = 0
 
     async def start(self) -> None:
@@ -124,6 +121,6 @@ class ModelEngineServer(ScoringService):
             "waiting": len(self._queue),
         }
 
-    def _close(self, error: BaseException) -> None:
-        logger.error("the log-prob server ends: %s", error)
-        os._exit(1)
+
+def _end_process(_: BaseException) -> None:
+    os._exit(1)

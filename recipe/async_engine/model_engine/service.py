@@ -4,11 +4,10 @@
 Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this does what it says. Contract:
 
 - Every request ends: with its scores, with `NotHere` if its version will not come to this server, with `ScoringFailed`
-  if its batch could not be computed, or with the error that closed the service. A caller that goes away takes its
-  request along.
+  if its batch could not be computed, or with the server's process. A caller that goes away takes its request along.
 - The engine is asked for one thing at a time: a batch, or a promotion.
-- A batch that fails costs that batch only. A promotion that fails closes the service, since ranks may disagree then,
-  and so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
+- A batch that fails costs that batch only. A promotion that fails ends the process, since ranks may disagree then, and
+  so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
 
 Shown by tests/integration/test_scoring_service.py.
 """
@@ -39,10 +38,6 @@ class ScoringFailed(RecipeError):
 
 class EngineLost(RecipeError):
     """The engine will compute nothing any more."""
-
-
-class ServiceClosed(RecipeError):
-    """The server answers nothing any more."""
 
 
 class ScoringEngine(Protocol):
@@ -97,20 +92,20 @@ class ScoringService:
         self,
         settings: ScoringSettings,
         engine: ScoringEngine,
-        clock: Callable[[], float] = time.monotonic,
+        lost: Callable[[BaseException], None],
         live: int | None = None,
     ) -> None:
+        """``lost``: told the reason when nothing will be computed any more; it ends the process."""
         self.counts = ServiceCounts()
         self._settings = settings
         self._queue = ScoringQueue(settings, live)
         self._engine = engine
-        self._clock = clock
+        self._lost = lost
         self._wake = asyncio.Event()
         self._place_free = asyncio.Event()
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
         self._refused: int | None = None
-        self._closed: BaseException | None = None
 
     def run(self) -> None:
         """Begin to serve; on the event loop that all calls come from."""
@@ -130,11 +125,9 @@ class ScoringService:
         Raises:
             NotHere: see the module's contract, as for the others.
             ScoringFailed: the engine failed.
-            ServiceClosed: the service has ended.
         """
-        self._check_open()
         self._numbers += 1
-        request = ScoringRequest(self._numbers, version, tokens, start, self._clock())
+        request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
             raise NotHere(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -160,10 +153,8 @@ class ScoringService:
         """Announce weights; returns when they may be staged, which is when those staged before have moved in.
 
         Raises:
-            ServiceClosed: the service has ended.
             TimeoutError: the place did not become free; the load is taken back.
         """
-        self._check_open()
         self._queue.begin_load(version)
         self._wake.set()
         try:
@@ -171,14 +162,13 @@ class ScoringService:
                 while not self._queue.may_stage:
                     self._place_free.clear()
                     await self._place_free.wait()
-                    self._check_open()
         except BaseException:
             self.load_failed(f"version {version} found no place")
             raise
 
     def staged(self) -> None:
         """The announced weights are complete on every rank."""
-        self._queue.staged(self._clock())
+        self._queue.staged(time.monotonic())
         self._refused = None
         self._wake.set()
 
@@ -194,29 +184,6 @@ class ScoringService:
             self._end(request.id, NotHere(f"version {request.version} is not here: {reason}"))
         self._wake.set()
 
-    # Life
-
-    async def close(self, error: BaseException | None = None) -> None:
-        """End the service; whoever waits gets the reason."""
-        self._close(error or ServiceClosed("the server was stopped"))
-        self._loop.cancel()
-        await asyncio.gather(self._loop, return_exceptions=True)
-
-    def _close(self, error: BaseException) -> None:
-        self._closed = self._closed or error
-        for request_id in list(self._answers):
-            self._end(request_id, self._closed_error())
-        self._place_free.set()
-
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise self._closed_error()
-
-    def _closed_error(self) -> ServiceClosed:
-        error = ServiceClosed(f"the log-prob server has ended: {self._closed}")
-        error.__cause__ = self._closed
-        return error
-
     def _end(self, request_id: int, result: Answer | BaseException) -> None:
         _, answer = self._answers.get(request_id, (None, None))
         if answer is None or answer.done():
@@ -228,38 +195,30 @@ class ScoringService:
 
     async def _run(self) -> None:
         try:
-            await self._serve()
-        except Exception as error:  # a defect; whoever waits here, or asks from now on, must learn of it
-            logger.exception("the serving loop of the log-prob server failed")
-            self._close(error)
-
-    async def _serve(self) -> None:
-        while self._closed is None:
-            action = self._queue.next(self._clock())
-            if isinstance(action, Promotion):
-                try:
+            while True:
+                action = self._queue.next(time.monotonic())
+                if isinstance(action, Promotion):
                     await self._engine.promote()
-                except Exception as error:
-                    logger.error("the log-prob server could not move to version %d: %s", action.version, error)
-                    self._close(error)
-                    return
-                self._queue.promoted()
-                self._place_free.set()
-            elif action is not None:
-                await self._compute(action)
-            else:
-                await self._sleep()
+                    self._queue.promoted()
+                    self._place_free.set()
+                elif action is not None:
+                    await self._compute(action)
+                else:
+                    await self._sleep()
+        except Exception as error:  # of the engine, of a promotion that some ranks may have made, or a defect
+            logger.exception("the serving loop of the log-prob server failed")
+            self._lost(error)
 
     async def _sleep(self) -> None:
         """Until something happens or the queue wants to be asked again."""
         wake_at = self._queue.wake_at()
-        timeout = None if wake_at is None else max(0.0, wake_at - self._clock())
+        timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
         self._wake.clear()
 
     async def _compute(self, batch: ScoringBatch) -> None:
-        began = self._clock()
+        began = time.monotonic()
         sequences = [self._answers[request.id][0] for request in batch.requests]
         try:
             scores = await self._engine.score(sequences)
@@ -267,9 +226,8 @@ class ScoringService:
                 raise ValueError(f"the engine gave {len(scores)} scores")
             if batch.version == self._refused:
                 raise ValueError(f"the weights of version {batch.version} were refused meanwhile")
-        except EngineLost as error:
-            logger.error("the log-prob server lost its engine: %s", error)
-            self._close(error)
+        except EngineLost:
+            raise
         except Exception as error:
             failed = ScoringFailed(f"{len(sequences)} sequences could not be scored: {type(error).__name__}: {error}")
             failed.__cause__ = error
@@ -290,5 +248,5 @@ class ScoringService:
         counts.tokens += batch.tokens
         counts.late += len(batch.late)
         counts.queued_s += sum(began - request.arrived for request in batch.requests)
-        counts.busy_s += self._clock() - began
+        counts.busy_s += time.monotonic() - began
         counts.fill += batch.tokens / self._settings.max_batch_tokens
