@@ -263,12 +263,15 @@ def test_upstream_still_demands_flash_attention_of_a_value_model(tiny_model: Pat
         load_valuehead_model(**value_model_arguments(tiny_model))
 
 
-def test_value_model_loads_with_an_attention_that_a_cpu_has(tiny_model: Path) -> None:
+def test_value_model_loads_with_an_attention_that_a_cpu_has(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.utils.model as verl_model
 
+    def build(self: Any) -> torch.nn.Module:
+        return verl_model.load_valuehead_model(**value_model_arguments(tiny_model))
+
+    monkeypatch.setattr(FSDPEngine, "_build_module", build)
     stock = verl_model.load_valuehead_model
-    with engines._value_model_loader():
-        model = verl_model.load_valuehead_model(**value_model_arguments(tiny_model))
+    model = object.__new__(engines.CPUFSDPEngineWithValueHead)._build_module()
     assert verl_model.load_valuehead_model is stock
     assert model.config._attn_implementation == "sdpa"
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1)

@@ -16,8 +16,6 @@ They differ from the stock engines in three points, each of which stops a CPU ru
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,19 +64,13 @@ class CPUFSDPEngineWithValueHead(_CPUEngineMixin, FSDPEngineWithValueHead):
     """FSDP2 over gloo for the critic."""
 
     def _build_module(self) -> torch.nn.Module:
-        with _value_model_loader():
+        # The stock engine looks the loader up in its module at each call (transformer_impl.py:291).
+        stock = verl_model.load_valuehead_model
+        verl_model.load_valuehead_model = _load_value_model
+        try:
             return super()._build_module()
-
-
-@contextmanager
-def _value_model_loader() -> Iterator[None]:
-    # The stock engine looks the function up in its module at each call (transformer_impl.py:291).
-    original = verl_model.load_valuehead_model
-    verl_model.load_valuehead_model = _load_value_model
-    try:
-        yield
-    finally:
-        verl_model.load_valuehead_model = original
+        finally:
+            verl_model.load_valuehead_model = stock
 
 
 def _load_value_model(
