@@ -50,7 +50,7 @@ from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
-from recipe.async_engine.trainer.startup import Startup
+from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.async_engine.weights.publisher import WeightPublisher
@@ -90,6 +90,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             tokenizer,
             roles,
             ResourcePoolManager(trainer_pool, {role: "trainer_pool" for role in roles}),
+            TrainerGroup,
             processor=processor,
             train_dataset=dataset,
             train_sampler=create_rl_sampler(data, dataset),

@@ -10,6 +10,7 @@ Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
 
 import itertools
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import TrainingWorkerConfig
@@ -40,6 +41,18 @@ from recipe.async_engine.weights.publisher import WeightPublisher
 
 class StartupTimeout(RecipeError):
     """Not everything came up within ``async_training.timeouts.startup``."""
+
+
+class TrainerGroup(RayWorkerGroup):
+    """verl's group of training workers, with a rendezvous port that no connection is given before the ranks meet there.
+
+    verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then
+    one of Ray's connections may have it, unless it is below the ports that systems give to connections.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # At random, so that runs that start beside each other look in different places.
+        super().__init__(*args, **{"master_port_range": [random.randrange(16_000, 31_000), 32_000], **kwargs})
 
 
 @dataclass(frozen=True)
