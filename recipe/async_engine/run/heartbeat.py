@@ -71,10 +71,8 @@ def listen(
     """Yield the trainer's events, to the end of its run; see the module's contract.
 
     Args:
-        events: the object-reference generator of `TaskRunner.run`.
-        beat: asks for `TaskRunner.beat`.
+        events: the object-reference generator of `TaskRunner.run`; ``beat`` asks for `TaskRunner.beat`.
         control: of the Ray that the run is in (`control_probe`).
-        timeouts: deadlines.
         alive: called every second, so that whoever watches the caller knows.
 
     Raises:

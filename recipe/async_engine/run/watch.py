@@ -75,9 +75,7 @@ class RunWatch:
         self._leave = leave
         self._file.unlink(missing_ok=True)
         began = time.monotonic()
-        self._silent_s: Callable[[], float] = lambda: time.monotonic() - began
-        self._describe: Callable[[], str] = lambda: "the run is starting"
-        self._fail: Callable[[BaseException], None] = lambda error: None
+        self.follow(lambda: time.monotonic() - began, lambda: "the run is starting", lambda error: None)
         self._error: CannotGoOn | None = None
         self._stage: tuple[str, Silence] | None = None
         self._staged_until = 0.0
@@ -98,12 +96,8 @@ class RunWatch:
     def follow(
         self, silent_s: Callable[[], float], describe: Callable[[], str], fail: Callable[[BaseException], None]
     ) -> None:
-        """There is a trainer from now on.
-
-        Args:
-            silent_s: seconds in which nothing has begun or ended.
-            describe: who waits for whom.
-            fail: makes the trainer's wait for a batch fail with an error.
+        """There is a trainer from now on: for how long nothing has begun or ended in it, who waits for whom, and what
+        makes its wait for a batch fail with an error.
         """
         self._silent_s, self._describe, self._fail = silent_s, describe, fail
 

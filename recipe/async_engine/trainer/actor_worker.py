@@ -113,13 +113,7 @@ def _tensors(copy: Any) -> list[torch.Tensor]:
 
 
 class PublishedWeights:
-    """What a trainer asks of its workers for it.
-
-    Args:
-        workers: the group of training workers (`ActorWorker`).
-        plan: of the run.
-        saves: whether the run writes checkpoints.
-    """
+    """What a trainer asks of its group of `ActorWorker` for it; ``saves``: whether the run writes checkpoints."""
 
     def __init__(self, workers: Any, plan: RunPlan, saves: bool) -> None:
         self._workers = workers

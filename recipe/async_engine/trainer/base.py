@@ -59,20 +59,11 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer):
-    """See the module's contract.
-
-    Args:
-        config: the whole configuration, resolved; changed in place where verl reads derived values from it.
-        tokenizer: of the policy.
-        processor: of the policy, None for text.
-
-    Attributes:
-        actor_worker: class of the training workers.
-        in_turns: whether generation happens in turns, each of which ends with its batch; otherwise it is a stream.
-    """
+    """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
     in_turns = False
+    """Whether generation happens in turns, each of which ends with its batch; otherwise it is a stream."""
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         rows, data = config.data.get("train_max_samples", -1), config.data

@@ -30,8 +30,7 @@ def assemble(
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
-        groups: the leased groups.
-        outputs: for each group its fetched trajectories.
+        outputs: for each of the leased groups its fetched trajectories.
         postprocess: verl's own joining of padded trajectories (``AgentLoopWorker._postprocess``).
     """
     rows = [output for group_outputs in outputs for output in group_outputs]

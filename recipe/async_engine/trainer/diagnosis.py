@@ -19,20 +19,18 @@ def describe(trainer: Any, thread: int) -> str:
     Parts that do not answer come first: they are the most likely cause.
     """
     said = answers(_asked(trainer))
-    mute = [name for name, answer in said.items() if isinstance(answer, str)]
     notes = [f"{what}, {ago:.0f} s ago" for what, ago in trainer.timeline.notes()[:6]]
-    counts = trainer.ledger.counts()
     lines = [
         f"at step {trainer.global_steps}, version {trainer.ledger.version}",
-        *(f"{name} {said[name]}" for name in mute),
+        *(f"{name} {answer}" for name, answer in said.items() if isinstance(answer, str)),
         f"newest events: {'; '.join(notes)}",
-        f"groups: {counts}",
+        f"groups: {trainer.ledger.counts()}",
         *_section("the trainer's thread, innermost last", thread_stack(thread)[-DEEPEST:]),
     ]
     if trainer.scheduler is not None:
         lines += _section("the rollout scheduler", trainer.scheduler.describe())
     for name, answer in said.items():
-        if name not in mute:
+        if not isinstance(answer, str):
             lines += _section(name, answer)
     return "\n".join(lines)
 

@@ -100,12 +100,8 @@ class FiniteStage:
         none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
         without = {uid for uid, is_none in zip(sample_uids, none, strict=True) if is_none}
         if without:
-            logger.warning(
-                "%d of %d validation scores are no numbers; the means are without their %d prompts",
-                sum(none),
-                len(none),
-                len(without),
-            )
+            counts = sum(none), len(none), len(without)
+            logger.warning("%d of %d validation scores are no numbers; the means are without their %d prompts", *counts)
             kept = [row for row, uid in enumerate(sample_uids) if uid not in without]
             data_sources, sample_uids = [data_sources[row] for row in kept], [sample_uids[row] for row in kept]
             reward_extra_infos_dict = {

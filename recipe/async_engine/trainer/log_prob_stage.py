@@ -10,6 +10,7 @@ import logging
 import time
 
 import torch
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
@@ -63,9 +64,7 @@ class LogProbStage:
             computed, mfu = self._by_published_weights(batch)
         self.metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        replay = (
-            self.config.actor_rollout_ref.actor.get("megatron", {}).get("router_replay", {}).get("mode", "disabled")
-        )
+        replay = OmegaConf.select(self.config, "actor_rollout_ref.actor.megatron.router_replay.mode")
         for name, column in computed.batch.items():
             # What experts the trainer chose is wanted only where verl replays the trainer's choice.
             if name != "routed_experts" or name not in batch.batch or replay == "R2":

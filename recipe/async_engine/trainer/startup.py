@@ -101,14 +101,10 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
 
 
 class Startup:
-    """Mixed into a trainer of verl, which has a plan and timeouts.
-
-    Attributes:
-        actor_role: what a training worker does, in verl's words.
-        publisher_class: what hands weights to the replicas.
-    """
+    """Mixed into a trainer of verl, which has a plan and timeouts."""
 
     actor_role = "actor"
+    """What a training worker does, in verl's words."""
     publisher_class: type[WeightPublisher] = WeightPublisher
 
     def init_workers(self) -> None:
