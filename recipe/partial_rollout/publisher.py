@@ -16,14 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from recipe.async_engine.weights.publisher import (
-    PING_TIMEOUT_S,
-    ChecksumMismatch,
-    NoReplicaLeft,
-    PublishFailed,
-    ReplicaRecord,
-    WeightPublisher,
-)
+from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, ReplicaRecord
 
 
 class TurnPublisher(WeightPublisher):
@@ -38,50 +32,38 @@ class TurnPublisher(WeightPublisher):
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:
-        await self._each("resume", self._candidates(), self._open)
-        await self._route(self._candidates())
+        # The publication has taken the engines' memory back, their caches included.
+        await self.known.each("resume", self.known.present, lambda record: record.replica.resume_generation())
+        await self.known.route(self.known.present)
         await self._unroute_dead()
         if not self.live_replicas:
-            raise NoReplicaLeft(f"no rollout replica is alive: {self._errors()}")
+            raise NoReplicaLeft(f"no rollout replica is alive: {self.known.errors}")
 
     def pause(self) -> float:
         """Interrupt generation; returns the seconds until no engine generates."""
         began = time.monotonic()
-        asyncio.run(self._each("stop generating", self._candidates(), self._stop_generating))
+        self._each("stop generating", lambda record: record.replica.abort_all_requests(reject_request=True))
         return time.monotonic() - began
 
     def release(self) -> None:
         """Free the memory of the replicas' engines, which hold no weights then."""
-        asyncio.run(self._each("free its memory", self._candidates(), self._sleep))
+        self._each("free its memory", lambda record: record.replica.sleep())
+
+    def _each(self, what: str, action: Action, timeout_s: float | None = None) -> None:
+        asyncio.run(self.known.each(what, self.known.present, action, timeout_s))
 
     def find_dead(self) -> str:
         """Ask each replica whether it and its engine are alive; returns what is wrong with those that are not."""
-        asyncio.run(self._find_dead())
-        return self._errors()
-
-    async def _find_dead(self) -> None:
-        await self._each("answer", self._candidates(), self._check_engine, PING_TIMEOUT_S)
-        await self._unroute_dead()
+        self._each("answer", self._check_engine, PING_TIMEOUT_S)
+        asyncio.run(self._unroute_dead())
+        return self.known.errors
 
     @staticmethod
     async def _check_engine(record: ReplicaRecord) -> None:
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
-    @staticmethod
-    async def _open(record: ReplicaRecord) -> None:
-        # The publication has taken the engine's memory back, its cache included.
-        await record.replica.resume_generation()
-
-    @staticmethod
-    async def _stop_generating(record: ReplicaRecord) -> None:
-        await record.replica.abort_all_requests(reject_request=True)
-
-    @staticmethod
-    async def _sleep(record: ReplicaRecord) -> None:
-        await record.replica.sleep()
-
-    async def _publish(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
-        outcomes = await self._outcomes(self.actor_wg.update_weights(global_steps=version, mode=self.backend))
+    async def transfer(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+        outcomes = await self.outcomes(self.actor_wg.update_weights(global_steps=version, mode=self.backend))
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is not None:
             raise PublishFailed(f"version {version} did not reach every replica: {error}") from error
@@ -93,9 +75,4 @@ class TurnPublisher(WeightPublisher):
 
     async def _unroute_dead(self) -> None:
         """Take engines that died since the last turn out of routing; their requests have failed or will."""
-        lost = [record for record in self._records if record.dead and record.routed]
-        for record in lost:
-            record.routed = False
-        if lost:
-            servers = [record.server_id for record in lost]
-            await asyncio.wait_for(self.load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)
+        await self.known.unroute([record for record in self.known.records if record.dead and record.routed])

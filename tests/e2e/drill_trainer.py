@@ -21,7 +21,7 @@ import ray
 from recording import pid_of
 
 from recipe.async_engine.trainer import checkpoints
-from recipe.async_engine.weights.publisher import generates
+from recipe.async_engine.weights.replica_set import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
 DURING_S = 0.03

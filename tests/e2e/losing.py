@@ -18,7 +18,7 @@ import ray
 from replacing import wait_for_replacements
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_engine.weights.publisher import generates
+from recipe.async_engine.weights.replica_set import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 from recipe.one_step_off.trainer import OneStepOffTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer

@@ -21,7 +21,7 @@ from recording import kill, pid_of
 
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.weights.publisher import generates
+from recipe.async_engine.weights.replica_set import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
 START_S = 120.0

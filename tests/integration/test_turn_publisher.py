@@ -141,14 +141,14 @@ def test_engines_with_different_weights_end_the_run_before_the_version_is_announ
 def test_an_engine_that_does_not_stop_in_time_is_given_up() -> None:
     turn = Turn()
     turn.publisher.begin_generation()
-    turn.publisher._timeout_s = 0.05
+    turn.publisher.known.timeout_s = 0.05
 
     async def hang(reject_request: bool = False) -> None:
         await asyncio.get_running_loop().create_future()
 
     turn.engines[0].abort_all_requests = hang
     turn.publisher.pause()
-    turn.publisher._timeout_s = 5.0
+    turn.publisher.known.timeout_s = 5.0
     turn.publisher.begin_generation()
     assert turn.routed == ["server-1"]
 

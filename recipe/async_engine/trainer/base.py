@@ -200,7 +200,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def irreplaceable_actors(self) -> dict[str, Any]:
         """The actors, by name, that nothing can take the place of."""
         names: dict[Any, tuple[str, Any]] = {
-            None: ("the load balancer of the rollout servers", self.publisher.load_balancer)
+            None: ("the load balancer of the rollout servers", self.publisher.known.load_balancer)
         }
         for role, group in self.all_wg.items():
             for rank, worker in enumerate(group.workers):

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipe.async_engine.run.stacks import thread_stack
 from recipe.async_engine.run.watch import answers
-from recipe.async_engine.weights.publisher import generates
+from recipe.async_engine.weights.replica_set import generates
 
 DEEPEST = 14
 

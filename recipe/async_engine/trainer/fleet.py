@@ -17,7 +17,8 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.model_engine.meter import ServerMeter
 from recipe.async_engine.rollout.replacement import Replacements
-from recipe.async_engine.weights.publisher import WeightPublisher, generates
+from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.async_engine.weights.replica_set import generates
 
 Handles = dict[str, Any]
 
@@ -76,7 +77,8 @@ class Fleet:
             gone = set(map(id, lost))
             came = [replica for replica in joining if not generates(replica)]
             self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
-            self._use_present_servers()
+            self._meter.follow(self._handles)
+            self._tell(self._handles)
         return metrics
 
     def metrics(self, version: int) -> dict[str, float]:
@@ -93,13 +95,7 @@ class Fleet:
     def _handles(self) -> Handles:
         return {server.server_address: server.server_handle for server in self.servers}
 
-    def _use_present_servers(self) -> None:
-        assert self._tell is not None and self._meter is not None
-        self._meter.follow(self._handles)
-        self._tell(self._handles)
-
     def _replace(self, lost: RolloutReplica) -> None:
-        assert self._replacements is not None
         if generates(lost):
             start, what = self._start_replica, "a rollout replica"
         else:

@@ -21,8 +21,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -33,11 +32,11 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet
 from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 
-PING_TIMEOUT_S = 10.0
 ATTEMPTS = 2
 
 
@@ -53,46 +52,12 @@ class PublishFailed(RecipeError):
     """The trainer's side of a weight sync failed, on every attempt."""
 
 
-def generates(replica: RolloutReplica) -> bool:
-    """Whether it is a rollout replica, and no log-prob server."""
-    return getattr(replica, "generates", True)
-
-
 def agreed(checksums: Sequence[set[str | None]]) -> str | None:
     """The checksum that more than half of the replicas have, each on all of its ranks; None if there is none."""
     for found, count in Counter(map(frozenset, checksums)).items():
         if len(found) == 1 and 2 * count > len(checksums):
             return next(iter(found))
     return None
-
-
-@dataclass
-class ReplicaRecord:
-    """A replica and what the publisher knows of it.
-
-    Those that do not generate (log-prob servers) get weights, are never routed to, and a sync goes on without one that
-    does not answer: it is ``absent`` until the next sync.
-    """
-
-    replica: RolloutReplica
-    routed: bool = False
-    absent: bool = False
-    dead: bool = False
-    error: BaseException | None = None
-
-    @property
-    def generates(self) -> bool:
-        return generates(self.replica)
-
-    @property
-    def name(self) -> str:
-        kind = "replica" if self.generates else "log-prob server"
-        return f"{kind} {self.replica.replica_rank}"
-
-    @property
-    def server_id(self) -> str:
-        """The replica's name in the load balancer."""
-        return self.replica.server_address
 
 
 class WeightPublisher(CheckpointEngineManager):
@@ -107,28 +72,26 @@ class WeightPublisher(CheckpointEngineManager):
         timeout_s: float,
     ) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._records = [ReplicaRecord(replica) for replica in replicas]
-        self.load_balancer = load_balancer
-        self._timeout_s = timeout_s
+        self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
         """Replicas that take part from the next sync on; see verl's method of this name."""
         super().add_replicas(replicas)
-        self._records += [ReplicaRecord(replica) for replica in replicas]
+        self.known.records += [ReplicaRecord(replica) for replica in replicas]
 
     def take_lost(self) -> list[RolloutReplica]:
         """Those that died; they are forgotten here, so each is given once."""
-        lost = [record.replica for record in self._records if record.dead]
-        self._records = [record for record in self._records if not record.dead]
+        lost = [record.replica for record in self.known.records if record.dead]
+        self.known.records = [record for record in self.known.records if not record.dead]
         self.remove_replicas(lost)
         return lost
 
     @property
     def live_replicas(self) -> int:
         """Replicas in routing: each holds the version that was announced last."""
-        return sum(record.routed for record in self._records)
+        return sum(record.routed for record in self.known.records)
 
     def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
         """Publish the trainer's weights as ``version``; returns metrics of the sync.
@@ -142,107 +105,61 @@ class WeightPublisher(CheckpointEngineManager):
             PublishFailed: the trainer could not send.
         """
         started = time.monotonic()
-        metrics = asyncio.run(self._publish(version, announce or (lambda: None)))
+        metrics = asyncio.run(self.transfer(version, announce or (lambda: None)))
         seconds = time.monotonic() - started
         self.seconds += seconds
         return {**metrics, "fully_async/weight_sync/seconds": seconds}
 
-    async def _publish(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
-        await self._look_for_log_prob_servers()
+    async def transfer(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+        """Bring the weights to the replicas; see :meth:`publish`."""
+        # Before generation pauses: one that is gone would be missed in the middle of the transfer, by everyone.
+        servers = [record for record in self.known.records if not record.generates and not record.dead]
+        await self.known.each("answer", servers, self._ping, PING_TIMEOUT_S, or_absent=True)
         paused_at = time.monotonic()
-        await self._each("pause", self._candidates(), self._pause)
+        await self.known.each("pause", self.known.present, self._pause)
         metrics: dict[str, float] = {}
         loaded: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
         for attempt in range(1, ATTEMPTS + 1):
-            candidates = [record for record in self._candidates() if record not in refused]
+            candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break
             loaded, metrics, trainer_error = await self._load(candidates, version)
             if len(loaded) < len(candidates):
-                logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self._errors())
+                logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in loaded for record in candidates if record.generates):
                 break
-            await self._each("answer", self._candidates(), self._ping, PING_TIMEOUT_S)
+            await self.known.each("answer", self.known.present, self._ping, PING_TIMEOUT_S)
             # In a collective transfer one engine that takes no weights fails it for all: the others go on without it.
             refused = [record for record in candidates if isinstance(record.error, WeightLoadError)]
             if len(refused) == len(candidates):
                 refused = []
-            if attempt == ATTEMPTS and self._candidates() and self._is_the_cause(trainer_error):
+            if attempt == ATTEMPTS and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         loaded = [record for record in loaded if not record.dead]
-        wrong = [record for record in self._candidates() if isinstance(record.error, ChecksumMismatch)]
-        await self._each(
+        wrong = [record for record in self.known.present if isinstance(record.error, ChecksumMismatch)]
+        await self.known.each(
             "refuse its weights",
             [record for record in wrong if not record.generates],
             lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
         )
-        await self._unroute([record for record in self._records if record not in loaded])
+        await self._unroute([record for record in self.known.records if record not in loaded])
         if not any(record.generates for record in loaded):
-            cause = next((record.error for record in self._records if record.error is not None), None)
-            raise NoReplicaLeft(f"no rollout replica holds version {version}: {self._errors()}") from cause
+            cause = next((record.error for record in self.known.records if record.error is not None), None)
+            raise NoReplicaLeft(f"no rollout replica holds version {version}: {self.known.errors}") from cause
         announce()
         await self._resume(loaded)
         if not self.live_replicas:
             cause = next(record.error for record in loaded if record.error is not None)
-            raise NoReplicaLeft(f"no rollout replica resumed with version {version}: {self._errors()}") from cause
+            raise NoReplicaLeft(f"no rollout replica resumed with version {version}: {self.known.errors}") from cause
         return {**metrics, "fully_async/weight_sync/generation_paused_seconds": time.monotonic() - paused_at}
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
-        return trainer_error is not None and all(record.error is trainer_error for record in self._candidates())
+        return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
 
     def _candidates(self) -> list[ReplicaRecord]:
-        return [record for record in self._records if not record.dead and not record.absent]
-
-    def _errors(self) -> str:
-        # Ray's own wrapping would add the remote traceback, which is in the log.
-        errors = [
-            f"{record.name}: {getattr(record.error, 'cause', None) or record.error}"
-            for record in self._records
-            if record.error is not None
-        ]
-        return "; ".join(errors) or "no replica reported an error"
-
-    async def _each(
-        self,
-        what: str,
-        records: Iterable[ReplicaRecord],
-        action: Callable[[ReplicaRecord], Awaitable[Any]],
-        timeout_s: float | None = None,
-    ) -> None:
-        """Do ``action`` on all replicas at once; one that fails or does not answer in time counts as dead."""
-        timeout_s = timeout_s or self._timeout_s
-
-        async def guarded(record: ReplicaRecord) -> None:
-            try:
-                await asyncio.wait_for(action(record), timeout_s)
-            except TimeoutError:
-                record.error = TimeoutError(f"did not {what} within {timeout_s:g} s")
-                record.dead = True
-            except Exception as error:  # a replica may fail in any way; the others go on without it
-                record.error = error
-                record.dead = True
-            if record.dead:
-                logger.error("%s is given up: %s", record.name, record.error)
-
-        await asyncio.gather(*[guarded(record) for record in records])
-
-    async def _look_for_log_prob_servers(self) -> None:
-        """Before generation pauses: one that is gone would be missed in the middle of the transfer, by everyone."""
-
-        async def look(record: ReplicaRecord) -> None:
-            try:
-                await asyncio.wait_for(self._ping(record), PING_TIMEOUT_S)
-                record.absent = False
-            except TimeoutError:
-                record.absent = True
-                logger.warning("%s does not answer: this weight sync goes on without it", record.name)
-            except Exception as error:  # it may fail in any way; the others go on without it
-                record.error, record.dead = error, True
-                logger.error("%s is given up: %s", record.name, error)
-
-        await asyncio.gather(*[look(record) for record in self._records if not record.generates and not record.dead])
+        return [record for record in self.known.records if not record.dead and not record.absent]
 
     @staticmethod
     async def _pause(record: ReplicaRecord) -> None:
@@ -264,10 +181,11 @@ class WeightPublisher(CheckpointEngineManager):
         try:
             await self._connect(rollout)
         except Exception as error:  # whoever is dead is found by asking each replica
-            self._blame(records, error)
+            for record in records:
+                record.error = error
             return [], {}, error
         sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        results = await self._outcomes([*sent, *rollout.update_weights(global_steps=version)])
+        results = await self.outcomes([*sent, *rollout.update_weights(global_steps=version)])
         trainer, receivers = results[: len(sent)], results[len(sent) :]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
         committed: list[ReplicaRecord] = []
@@ -305,25 +223,20 @@ class WeightPublisher(CheckpointEngineManager):
         await self._all(joined)
 
     async def _all(self, references: list[Any]) -> list[Any]:
-        outcomes = await self._outcomes(references)
+        outcomes = await self.outcomes(references)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return outcomes
 
-    async def _outcomes(self, references: list[Any]) -> list[Any]:
+    async def outcomes(self, references: list[Any]) -> list[Any]:
         """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
 
         async def outcome(reference: Any) -> Any:
             # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
-            return await asyncio.wait_for(reference, self._timeout_s + PING_TIMEOUT_S)
+            return await asyncio.wait_for(reference, self.known.timeout_s + PING_TIMEOUT_S)
 
         return await asyncio.gather(*[outcome(reference) for reference in references], return_exceptions=True)
-
-    @staticmethod
-    def _blame(records: list[ReplicaRecord], error: BaseException) -> None:
-        for record in records:
-            record.error = error
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Take replicas out of routing, then send away the requests that wait at their servers.
@@ -331,31 +244,17 @@ class WeightPublisher(CheckpointEngineManager):
         Of a replica whose weight worker died the server still lives, paused, with requests that wait at it. A server
         that is dead itself has failed them already.
         """
-        records = [record for record in records if record.generates]
-        leaving = [record for record in records if record.routed]
-        for record in records:
-            record.routed = False
-        if records:
-            await asyncio.wait_for(
-                self.load_balancer.remove_servers.remote([record.server_id for record in records]), PING_TIMEOUT_S
-            )
-        await self._each("leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote())
+        leaving = await self.known.unroute(records)
+        await self.known.each(
+            "leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote()
+        )
 
     async def _resume(self, records: list[ReplicaRecord]) -> None:
         async def resume(record: ReplicaRecord) -> None:
             await record.replica.resume_kv_cache()
             await record.replica.resume_generation()
 
-        await self._each("resume", records, resume)
+        await self.known.each("resume", records, resume)
         lost = [record for record in records if record.dead]
         await self._unroute(lost)
-        await self._route([record for record in records if not record.dead])
-
-    async def _route(self, records: list[ReplicaRecord]) -> None:
-        """Take replicas that generate into routing, if they are not in it."""
-        fresh = [record for record in records if record.generates and not record.routed]
-        if fresh:
-            servers = {record.server_id: record.replica.server_handle for record in fresh}
-            await asyncio.wait_for(self.load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
-        for record in fresh:
-            record.routed = True
+        await self.known.route([record for record in records if not record.dead])

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replicas that get weights, what is known of each, and which of them the load balancer has.
+
+Contract: whatever is asked of them has a deadline, and one that fails or is late counts as dead from then on. Shown by
+tests/integration/test_publisher.py and test_turn_publisher.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import RolloutReplica
+
+logger = logging.getLogger(__name__)
+
+PING_TIMEOUT_S = 10.0
+
+
+def generates(replica: RolloutReplica) -> bool:
+    """Whether it is a rollout replica, and no log-prob server."""
+    return getattr(replica, "generates", True)
+
+
+@dataclass
+class ReplicaRecord:
+    """A replica and what the publisher knows of it.
+
+    Those that do not generate (log-prob servers) get weights, are never routed to, and a sync goes on without one that
+    does not answer: it is ``absent`` until the next sync.
+    """
+
+    replica: RolloutReplica
+    routed: bool = False
+    absent: bool = False
+    dead: bool = False
+    error: BaseException | None = None
+
+    @property
+    def generates(self) -> bool:
+        return generates(self.replica)
+
+    @property
+    def name(self) -> str:
+        kind = "replica" if self.generates else "log-prob server"
+        return f"{kind} {self.replica.replica_rank}"
+
+    @property
+    def server_id(self) -> str:
+        """The replica's name in the load balancer."""
+        return self.replica.server_address
+
+
+Action = Callable[[ReplicaRecord], Awaitable[Any]]
+
+
+class ReplicaSet:
+    """See the module's contract.
+
+    Args:
+        replicas: at first.
+        load_balancer: verl's, of those that generate.
+        timeout_s: deadline of whatever has none of its own.
+    """
+
+    def __init__(self, replicas: list[RolloutReplica], load_balancer: ray.actor.ActorHandle, timeout_s: float) -> None:
+        self.records = [ReplicaRecord(replica) for replica in replicas]
+        self.load_balancer = load_balancer
+        self.timeout_s = timeout_s
+
+    @property
+    def present(self) -> list[ReplicaRecord]:
+        return [record for record in self.records if not record.dead and not record.absent]
+
+    @property
+    def errors(self) -> str:
+        # Ray's own wrapping would add the remote traceback, which is in the log.
+        errors = [
+            f"{record.name}: {getattr(record.error, 'cause', None) or record.error}"
+            for record in self.records
+            if record.error is not None
+        ]
+        return "; ".join(errors) or "no replica reported an error"
+
+    async def each(
+        self,
+        what: str,
+        records: Iterable[ReplicaRecord],
+        action: Action,
+        timeout_s: float | None = None,
+        or_absent: bool = False,
+    ) -> None:
+        """Do ``action`` on all replicas at once.
+
+        One that fails or does not answer in time counts as dead, with ``or_absent`` as absent if it is only late.
+        """
+        timeout_s = timeout_s or self.timeout_s
+
+        async def guarded(record: ReplicaRecord) -> None:
+            try:
+                await asyncio.wait_for(action(record), timeout_s)
+                record.absent = False
+                return
+            except TimeoutError:
+                if or_absent:
+                    record.absent = True
+                    logger.warning("%s does not answer: this weight sync goes on without it", record.name)
+                    return
+                record.error = TimeoutError(f"did not {what} within {timeout_s:g} s")
+            except Exception as error:  # a replica may fail in any way; the others go on without it
+                record.error = error
+            record.dead = True
+            logger.error("%s is given up: %s", record.name, record.error)
+
+        await asyncio.gather(*[guarded(record) for record in records])
+
+    async def route(self, records: Iterable[ReplicaRecord]) -> None:
+        """Take replicas that generate into routing, if they are not in it."""
+        fresh = [record for record in records if record.generates and not record.routed]
+        if fresh:
+            servers = {record.server_id: record.replica.server_handle for record in fresh}
+            await asyncio.wait_for(self.load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
+        for record in fresh:
+            record.routed = True
+
+    async def unroute(self, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+        """Take replicas that generate out of routing; returns those that were in it."""
+        records = [record for record in records if record.generates]
+        leaving = [record for record in records if record.routed]
+        for record in records:
+            record.routed = False
+        if records:
+            servers = [record.server_id for record in records]
+            await asyncio.wait_for(self.load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)
+        return leaving
