@@ -12,17 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.errors import (
-    AdmissionRefused,
-    DuplicatePrompt,
-    IllegalTransition,
-    LeaseError,
-    LedgerError,
-    LedgerIdentityError,
-    SettingError,
-    SnapshotError,
-    UnknownGroup,
-)
+from recipe.async_engine.core.errors import LedgerError, LedgerIdentityError, SettingError, SnapshotError
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
@@ -124,7 +114,7 @@ def test_oldest_version_of_a_ready_group_lies_between_start_and_current_version(
     groups = issue(ledger, 3)
     ready(ledger, groups[:2])
     train_version(ledger)
-    with pytest.raises(IllegalTransition, match=r"group 2 .* expected 0\.\.1"):
+    with pytest.raises(LedgerError, match=r"group 2 .* expected 0\.\.1"):
         ledger.mark_ready(groups[2].id, oldest)
 
 
@@ -145,13 +135,13 @@ def test_illegal_transition_names_group_state_and_transition(
     ready(ledger, groups)
     ledger.take()
     before = ledger.counts()
-    with pytest.raises(IllegalTransition, match=f"group 1 is taken.*'{transition}'"):
+    with pytest.raises(LedgerError, match=f"group 1 is taken.*'{transition}'"):
         call(ledger, 1)
     assert ledger.counts() == before
     ledger.mark_trained()
-    with pytest.raises(IllegalTransition, match=f"group 1 is trained, filtered or failed.*'{transition}'"):
+    with pytest.raises(LedgerError, match=f"group 1 is trained, filtered or failed.*'{transition}'"):
         call(ledger, 1)
-    with pytest.raises(UnknownGroup, match=f"group 7 was never issued.*'{transition}'"):
+    with pytest.raises(LedgerError, match=f"group 7 is never issued.*'{transition}'"):
         call(ledger, 7)
 
 
@@ -159,17 +149,17 @@ def test_group_is_marked_ready_once() -> None:
     ledger = SampleLedger(TWO_AHEAD)
     groups = issue(ledger, 1)
     ready(ledger, groups)
-    with pytest.raises(IllegalTransition, match="group 0 is ready"):
+    with pytest.raises(LedgerError, match="group 0 is ready"):
         ready(ledger, groups)
 
 
 def test_prompt_is_issued_once_per_epoch_whatever_became_of_it() -> None:
     ledger = SampleLedger(TWO_AHEAD)
     (group,) = issue(ledger, 1)
-    with pytest.raises(DuplicatePrompt, match="prompt 0 of epoch 0"):
+    with pytest.raises(LedgerError, match="prompt 0 of epoch 0"):
         issue(ledger, 1, first=0)
     ledger.fail(group.id, "reward_error")
-    with pytest.raises(DuplicatePrompt):
+    with pytest.raises(LedgerError, match="issued before"):
         issue(ledger, 1, first=0)
     assert ledger.issue(PromptRef(0, 1, "second epoch")).id == 1
     with pytest.raises(ValueError, match="negative"):
@@ -178,17 +168,17 @@ def test_prompt_is_issued_once_per_epoch_whatever_became_of_it() -> None:
 
 def test_one_batch_is_leased_at_a_time() -> None:
     ledger = SampleLedger(GateSettings(1, 2, 1, 1))
-    with pytest.raises(LeaseError, match="no batch may be taken"):
+    with pytest.raises(LedgerError, match="no batch may be taken"):
         ledger.take()
-    with pytest.raises(LeaseError, match="no batch is leased"):
+    with pytest.raises(LedgerError, match="no batch is leased"):
         ledger.mark_trained()
     ready(ledger, issue(ledger, 2))
     ledger.take()
-    with pytest.raises(LeaseError, match=r"still holds groups \[0\]"):
+    with pytest.raises(LedgerError, match=r"still holds groups \[0\]"):
         ledger.take()
     ledger.mark_trained()
     ledger.take()
-    with pytest.raises(LeaseError, match="published while the trainer holds"):
+    with pytest.raises(LedgerError, match="published while the trainer holds"):
         ledger.publish()
 
 
@@ -196,7 +186,7 @@ def test_nothing_is_issued_past_the_target_or_the_issue_limit() -> None:
     ledger = SampleLedger(TWO_AHEAD, target_groups=4)
     groups = issue(ledger, 4)
     assert not ledger.can_issue()
-    with pytest.raises(AdmissionRefused, match="0 trained of 4"):
+    with pytest.raises(LedgerError, match="0 trained of 4"):
         issue(ledger, 1)
     ledger.filter(groups[0].id, "constant_reward")
     assert ledger.can_issue()  # a filtered group has to be replaced, or the target is never reached
@@ -267,7 +257,7 @@ def test_restored_groups_keep_their_states_and_starts() -> None:
     assert restored.find(3) == Group(3, PromptRef(3, 0, "uid-3"), 0, GroupState.RUNNING)
     assert restored.counts() == ledger.counts()
     assert restored.staleness.histogram() == ledger.staleness.histogram()
-    with pytest.raises(DuplicatePrompt):
+    with pytest.raises(LedgerError, match="issued before"):
         issue(restored, 1, first=0)
     assert issue(restored, 1)[0].id == 6
 
@@ -403,5 +393,5 @@ def test_batch_that_is_returned_leaves_the_ledger_as_before_its_take(data: st.Da
 
 
 def test_nothing_is_returned_where_nothing_is_leased() -> None:
-    with pytest.raises(LeaseError):
+    with pytest.raises(LedgerError, match="none can be returned"):
         SampleLedger(GateSettings(1, 1, 0, 0)).return_batch()

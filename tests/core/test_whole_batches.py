@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.batches import WholeBatches
 from recipe.async_engine.core.errors import SettingError, SnapshotError
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
@@ -150,13 +149,17 @@ def test_without_prompts_for_the_next_batch_no_batch_is_possible() -> None:
 
 
 def test_places_are_given_in_order() -> None:
-    batches = WholeBatches(2)
-    assert [batches.join(group_id) for group_id in range(5)] == [0, 0, 1, 1, 2]
-    batches.leave(1, 2)
-    assert batches.join(5) == 1
-    assert batches.next() == [0, 1]
-    batches.advance()
-    assert batches.next() == [3, 5]
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    places = [ledger.find(group_id) for group_id in issue(ledger, 4)]
+    assert [group.batch for group in places if group] == [0, 0, 1, 1]
+    ledger.fail(2, "chance")
+    for group_id in (0, 1):
+        ledger.mark_ready(group_id, 0)
+    ledger.take()
+    (replacement,) = issue(ledger, 1)
+    assert [group.batch for group in ledger.in_state(GroupState.RUNNING) if group.id in (3, replacement)] == [1, 1]
+    ledger.return_batch()
+    assert [group.id for group in ledger.take()] == [0, 1]
 
 
 @pytest.mark.parametrize(("batches_per_version", "bound"), [(2, 1), (1, 2)])

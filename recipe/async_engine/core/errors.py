@@ -32,34 +32,7 @@ class GateError(RecipeError):
 
 
 class LedgerError(RecipeError):
-    """Base of the sample ledger's errors."""
-
-
-class AdmissionRefused(LedgerError):
-    """A group was issued although `can_issue()` is false."""
-
-
-class DuplicatePrompt(LedgerError):
-    """The same prompt of the same epoch was issued twice."""
-
-
-class UnknownGroup(LedgerError):
-    """No group of this id was ever issued."""
-
-
-class IllegalTransition(LedgerError):
-    """A group was asked to make a transition that its state does not permit."""
-
-    def __init__(self, group_id: int, state: str, transition: str, detail: str = "") -> None:
-        message = f"group {group_id} is {state}: it cannot make the transition '{transition}'"
-        super().__init__(f"{message} ({detail})" if detail else message)
-        self.group_id = group_id
-        self.state = state
-        self.transition = transition
-
-
-class LeaseError(LedgerError):
-    """A batch was taken while another is leased, none could be taken, or none is leased."""
+    """A call to the sample ledger that its state does not permit."""
 
 
 class LedgerIdentityError(LedgerError):

@@ -52,7 +52,7 @@ class Group:
 
     id: issue order, from 0. start: version of its oldest token, at first the version it was admitted at. attempts:
     how often its generation was begun from scratch. reason: why it was filtered or failed, else empty. batch: the one
-    it is to be trained in, where that is fixed at issue (`WholeBatches`).
+    it is to be trained in, where that is fixed at issue.
     """
 
     id: int

@@ -21,20 +21,16 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any, Self
 
-from recipe.async_engine.core.batches import WholeBatches
 from recipe.async_engine.core.errors import (
-    AdmissionRefused,
-    DuplicatePrompt,
     GateError,
-    IllegalTransition,
-    LeaseError,
+    LedgerError,
     LedgerIdentityError,
     SettingError,
     SnapshotError,
     StalenessViolation,
-    UnknownGroup,
 )
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
 from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, by_age
@@ -48,8 +44,10 @@ class SampleLedger:
 
     target_groups: groups the run is to train, a multiple of b; no more are issued than can still be trained.
     issue_limit: groups that may be issued in all. `None` means no such bound.
-    whole_batches: a group's batch is fixed when it is issued (`WholeBatches`), instead of training the oldest ready
-    groups. For k = 1 and S <= 1: the order of issue is the order of deadlines there (docs/staleness.md).
+    whole_batches: a group's batch is fixed when it is issued, instead of training the oldest ready groups. Batches are
+    numbered from 0 and trained in that order, each only when all its groups are ready; a group joins the first one that
+    has a place, and leaves it to the next one issued if it is filtered or fails. So batches are those of synchronous
+    training. For k = 1 and S <= 1: the order of issue is the order of deadlines there (docs/staleness.md).
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class SampleLedger:
         self._failed: Counter[str] = Counter()
         self._live: dict[int, Group] = {}
         self._leased: list[int] = []
-        self._batches = WholeBatches(settings.batch_groups) if whole_batches else None
+        self._whole_batches = whole_batches
         self._issued_prompts = PromptSet()
         self._trained_prompts = PromptSet()
 
@@ -109,10 +107,6 @@ class SampleLedger:
         """The batch that the trainer holds, oldest group first; empty if it holds none."""
         return [self._live[group_id] for group_id in self._leased]
 
-    def was_issued(self, prompt: PromptRef) -> bool:
-        """Whether this prompt of this epoch was ever issued."""
-        return prompt.key in self._issued_prompts
-
     def trained_prompts(self) -> list[list[int]]:
         """[epoch, first, end] for every run of trained prompt indices first..end-1, sorted."""
         return self._trained_prompts.to_rows()
@@ -136,24 +130,23 @@ class SampleLedger:
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
         # A place in a whole batch is only filled by a new group.
-        candidates = len(self._live) - len(self._leased) if self._batches is None else len(self._batches.next())
+        candidates = len(self._whole_batch()) if self._whole_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
         """Start a group for this prompt at the current version."""
         if prompt.index < 0 or prompt.epoch < 0:
             raise ValueError(f"{prompt} has a negative index or epoch")
-        if self.was_issued(prompt):
-            raise DuplicatePrompt(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
+        if prompt.key in self._issued_prompts:
+            raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
         if not self.can_issue():
-            raise AdmissionRefused(
+            raise LedgerError(
                 f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
                 f"version {self.version}, {self._trained} trained of {self.target_groups}, "
                 f"{self._issued} issued of {self.issue_limit}"
             )
         start = self._gate.add()
-        batch = None if self._batches is None else self._batches.join(self._issued)
-        group = Group(self._issued, prompt, start, batch=batch)
+        group = Group(self._issued, prompt, start, batch=self._batch_with_a_place() if self._whole_batches else None)
         self._live[group.id] = group
         self._issued_prompts.add(prompt.key)
         self._issued += 1
@@ -163,8 +156,10 @@ class SampleLedger:
         """A running group is complete. `oldest_version`: the version of its oldest token, start..v."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.version:
-            allowed = f"oldest token of version {oldest_version}, expected {group.start}..{self.version}"
-            raise IllegalTransition(group_id, group.state, "ready", allowed)
+            raise LedgerError(
+                f"the oldest token of group {group_id} is of version {oldest_version}, expected "
+                f"{group.start}..{self.version}"
+            )
         self._gate.move(group.start, oldest_version)
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
 
@@ -194,27 +189,23 @@ class SampleLedger:
     def take(self) -> list[Group]:
         """Lease the next batch to the trainer. It ends with `mark_trained`."""
         if self._leased:
-            raise LeaseError(f"the trainer still holds groups {self._leased}")
+            raise LedgerError(f"the trainer still holds groups {self._leased}")
         batch = self.next_batch()
         if batch is None:
-            raise LeaseError(f"no batch may be taken now at version {self.version}: {self.counts()}")
+            raise LedgerError(f"no batch may be taken now at version {self.version}: {self.counts()}")
         stale = [group for group in batch if self.version - group.start > self.settings.max_staleness]
         if stale:
             raise StalenessViolation(f"past max_staleness {self.settings.max_staleness} at {self.version}: {stale}")
         self._gate.take([group.start for group in batch])
         self._leased = [group.id for group in batch]
-        if self._batches is not None:
-            self._batches.advance()
         return [self._update(replace(group, state=GroupState.TAKEN)) for group in batch]
 
     def return_batch(self) -> None:
         """The leased batch cannot be trained as it is: its groups are ready again, as before the take."""
         if not self._leased:
-            raise LeaseError("no batch is leased, so none can be returned")
+            raise LedgerError("no batch is leased, so none can be returned")
         groups, self._leased = self.leased(), []
         self._gate.give_back([group.start for group in groups])
-        if self._batches is not None:
-            self._batches.retreat(group.id for group in groups)
         for group in groups:
             self._update(replace(group, state=GroupState.READY))
 
@@ -239,7 +230,7 @@ class SampleLedger:
         Call it before a checkpoint that holds these weights is written, so that ledger and weights agree.
         """
         if not self._leased:
-            raise LeaseError("no batch is leased, so none can be marked as trained")
+            raise LedgerError("no batch is leased, so none can be marked as trained")
         batch_staleness = StalenessStats()
         for group in self.leased():
             if not self._trained_prompts.add(group.prompt.key):
@@ -255,7 +246,7 @@ class SampleLedger:
     def publish(self) -> int:
         """Every live replica has committed the next version's weights; return the new version."""
         if self._leased:
-            raise LeaseError(f"version {self.version + 1} is published while the trainer holds groups {self._leased}")
+            raise LedgerError(f"version {self.version + 1} is published while the trainer holds groups {self._leased}")
         return self._gate.publish()
 
     def counts(self) -> LedgerCounts:
@@ -303,7 +294,7 @@ class SampleLedger:
             "batch_groups": self.settings.batch_groups,
             "batches_per_version": self.settings.batches_per_version,
             "max_staleness": self.settings.max_staleness,
-            "whole_batches": self._batches is not None,
+            "whole_batches": self._whole_batches,
             "version": self.version,
             "batches_taken": self._gate.batches_taken - (1 if self._leased else 0),
             "issued": self._issued,
@@ -350,12 +341,6 @@ class SampleLedger:
             ) from error
         ledger._issued = snapshot["issued"]
         ledger._trained = snapshot["trained"]
-        if whole_batches:
-            ledger._batches = WholeBatches(
-                settings.batch_groups,
-                first=ledger._trained // settings.batch_groups,
-                members=[(group.batch, group.id) for group in groups if group.batch is not None],
-            )
         ledger._filtered = Counter(snapshot["filtered"])
         ledger._failed = Counter(snapshot["failed"])
         ledger.staleness = StalenessStats((staleness, groups) for staleness, groups in snapshot["staleness"])
@@ -366,20 +351,32 @@ class SampleLedger:
 
     def _candidates(self) -> list[Group]:
         """The groups to train next: b of them, or fewer while they are not ready."""
-        if self._batches is not None:
-            members = [self._live[group_id] for group_id in self._batches.next()]
-            return [group for group in members if group.state is GroupState.READY]
+        if self._whole_batches:
+            return [group for group in self._whole_batch() if group.state is GroupState.READY]
         return heapq.nsmallest(self.settings.batch_groups, self.in_state(GroupState.READY), key=by_age)
+
+    def _first_untaken(self) -> int:
+        """Number of the next whole batch."""
+        return (self._trained + len(self._leased)) // self.settings.batch_groups
+
+    def _whole_batch(self) -> list[Group]:
+        """The groups that have a place in the next whole batch, in issue order."""
+        number = self._first_untaken()
+        return [group for group in self._live.values() if group.batch == number]
+
+    def _batch_with_a_place(self) -> int:
+        sizes = Counter(group.batch for group in self._live.values())
+        return next(batch for batch in count(self._first_untaken()) if sizes[batch] < self.settings.batch_groups)
 
     def _live_group(self, group_id: int, transition: str, *states: GroupState) -> Group:
         group = self._live.get(group_id)
-        if group is None:
-            if 0 <= group_id < self._issued:
-                raise IllegalTransition(group_id, "trained, filtered or failed", transition)
-            raise UnknownGroup(f"group {group_id} was never issued: it cannot make the transition '{transition}'")
-        if group.state not in states:
-            raise IllegalTransition(group_id, group.state, transition, "allowed from " + ", ".join(states))
-        return group
+        if group is not None and group.state in states:
+            return group
+        if group is not None:
+            present = f"{group.state}, not {' or '.join(states)}"
+        else:
+            present = "trained, filtered or failed" if 0 <= group_id < self._issued else "never issued"
+        raise LedgerError(f"group {group_id} is {present}: it cannot make the transition '{transition}'")
 
     def _update(self, group: Group) -> Group:
         self._live[group.id] = group
@@ -387,7 +384,5 @@ class SampleLedger:
 
     def _give_up(self, group: Group, state: GroupState, reason: str) -> Group:
         self._gate.remove(group.start)
-        if self._batches is not None and group.batch is not None:
-            self._batches.leave(group.batch, group.id)
         del self._live[group.id]
         return replace(group, state=state, reason=reason)

@@ -9,8 +9,10 @@ recorded, and are marked as inexact. Test: tests/core/test_versions.py.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from recipe.async_engine.core.errors import VersionRecordError
 
@@ -31,115 +33,32 @@ class VersionSegments:
     runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        merged: list[tuple[int, int]] = []
         for version, count in self.runs:
             if version < NOT_SAMPLED or count < 0:
                 raise VersionRecordError(f"segment of {count} tokens of version {version}")
-            if count == 0:
-                continue
-            if merged and merged[-1][0] == version:
-                merged[-1] = (version, merged[-1][1] + count)
-            else:
-                merged.append((version, count))
-        object.__setattr__(self, "runs", tuple(merged))
+        neighbours = groupby((run for run in self.runs if run[1]), key=itemgetter(0))
+        merged = tuple((version, sum(count for _, count in runs)) for version, runs in neighbours)
+        object.__setattr__(self, "runs", merged)
 
     @classmethod
     def from_tokens(cls, versions: Iterable[int]) -> VersionSegments:
         """From one version per token."""
         return cls(tuple((version, 1) for version in versions))
 
-    def __len__(self) -> int:
-        """Number of tokens."""
-        return sum(count for _, count in self.runs)
-
-    def append(self, version: int, count: int) -> VersionSegments:
-        """These tokens followed by `count` tokens of one version."""
-        return VersionSegments((*self.runs, (version, count)))
-
-    def extend(self, other: VersionSegments) -> VersionSegments:
-        """These tokens followed by those of `other`."""
-        return VersionSegments(self.runs + other.runs)
-
-    def expand(self, length: int | None = None) -> list[int]:
-        """One version per token, padded at the end with `NOT_SAMPLED` to `length` if it is given."""
+    def expand(self, length: int = 0) -> list[int]:
+        """One version per token, padded at the end with `NOT_SAMPLED` to `length` if there are fewer."""
         versions = [version for version, count in self.runs for _ in range(count)]
-        if length is None:
-            return versions
-        if length < len(versions):
-            raise VersionRecordError(f"{len(versions)} tokens do not fit into length {length}")
         return versions + [NOT_SAMPLED] * (length - len(versions))
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Number of tokens that a policy sampled."""
-        return sum(count for _, count in self._sampled())
 
     @property
     def oldest(self) -> int | None:
         """Oldest version among the sampled tokens, None if there are none."""
-        return min((version for version, _ in self._sampled()), default=None)
+        return min((version for version, _ in self.runs if version != NOT_SAMPLED), default=None)
 
     @property
     def newest(self) -> int | None:
         """Newest version among the sampled tokens, None if there are none."""
-        return max((version for version, _ in self._sampled()), default=None)
-
-    @property
-    def distinct(self) -> int:
-        """Number of different versions among the sampled tokens; above 1, the trajectory spans a weight sync."""
-        return len({version for version, _ in self._sampled()})
-
-    @property
-    def span(self) -> int:
-        """Newest minus oldest version, 0 if no token was sampled."""
-        versions = [version for version, _ in self._sampled()]
-        return max(versions) - min(versions) if versions else 0
-
-    def age(self, version: int) -> TokenAge:
-        """Ages in versions of the sampled tokens when they are trained at `version`."""
-        ages = [(version - sampled_at, count) for sampled_at, count in self._sampled()]
-        if not ages:
-            return TokenAge()
-        if min(age for age, _ in ages) < 0:
-            raise VersionRecordError(f"tokens of version {self.newest} cannot be trained at version {version}")
-        return TokenAge(
-            tokens=sum(count for _, count in ages),
-            total=sum(age * count for age, count in ages),
-            oldest=max(age for age, _ in ages),
-            newest=min(age for age, _ in ages),
-        )
-
-    def _sampled(self) -> Iterator[tuple[int, int]]:
-        return ((version, count) for version, count in self.runs if version != NOT_SAMPLED)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenAge:
-    """Ages of sampled tokens in versions. `oldest` and `newest` are the ages of the oldest and the newest token.
-
-    tokens: how many. total: sum of their ages. All 0 if there are no tokens.
-    """
-
-    tokens: int = 0
-    total: int = 0
-    oldest: int = 0
-    newest: int = 0
-
-    @property
-    def mean(self) -> float:
-        """Token-weighted mean age, 0.0 without tokens."""
-        return self.total / self.tokens if self.tokens else 0.0
-
-    @classmethod
-    def over(cls, ages: Iterable[TokenAge]) -> TokenAge:
-        """The ages of all their tokens together."""
-        parts = [age for age in ages if age.tokens]
-        return cls(
-            tokens=sum(age.tokens for age in parts),
-            total=sum(age.total for age in parts),
-            oldest=max((age.oldest for age in parts), default=0),
-            newest=min((age.newest for age in parts), default=0),
-        )
+        return max((version for version, _ in self.runs if version != NOT_SAMPLED), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +142,7 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> li
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
     """Length of the longest common beginning of `tokens` and `sampled[start:]`."""
     longest = min(len(tokens), len(sampled) - start)
-    for offset in range(longest):
-        if tokens[offset] != sampled[start + offset]:
-            return offset
-    return longest
+    return next((offset for offset in range(longest) if tokens[offset] != sampled[start + offset]), longest)
 
 
 def _with_unsampled(labels: VersionSegments, response_mask: Sequence[int]) -> VersionSegments:

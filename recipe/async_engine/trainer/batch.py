@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.errors import StalenessViolation
-from recipe.async_engine.core.versions import NOT_SAMPLED, TokenAge, VersionSegments
+from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
+from recipe.async_engine.core.versions import NOT_SAMPLED, VersionSegments
 from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
@@ -59,26 +59,31 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     Raises:
         StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
     """
-    rows = [VersionSegments.from_tokens(row) for row in batch.batch[TOKEN_VERSIONS].tolist()]
-    ages = [row.age(version) for row in rows]
-    together = TokenAge.over(ages)
-    if together.oldest > bound:
-        late = [row for row, age in zip(rows, ages, strict=True) if age.oldest > bound]
+    versions = batch.batch[TOKEN_VERSIONS]
+    sampled = versions != NOT_SAMPLED
+    ages = (version - versions).where(sampled, 0)
+    if (ages < 0).any():
+        raise VersionRecordError(f"tokens of version {int(versions.max())} cannot be trained at version {version}")
+    # Of each trajectory: the age of its oldest token, and of its newest; 0 where nothing was sampled.
+    oldest = ages.amax(1)
+    newest = ages.where(sampled, oldest[:, None]).amin(1)
+    if oldest.max() > bound:
+        late = (version - oldest[oldest > bound]).tolist()
         raise StalenessViolation(
             f"{len(late)} trajectories have tokens more than async_training.max_staleness={bound} versions old at "
-            f"version {version}: {late[:3]}"
+            f"version {version}, of the versions {sorted(set(late))}"
         )
-    spanning = [row.distinct > 1 for row in rows]
+    spans = oldest - newest
     return {
-        "fully_async/staleness/oldest_token_max": together.oldest,
-        "fully_async/staleness/oldest_token_mean": float(np.mean([age.oldest for age in ages])),
-        "fully_async/staleness/token_mean": together.mean,
-        "fully_async/staleness/newest_token_mean": float(np.mean([age.newest for age in ages])),
+        "fully_async/staleness/oldest_token_max": int(oldest.max()),
+        "fully_async/staleness/oldest_token_mean": oldest.double().mean().item(),
+        "fully_async/staleness/token_mean": int(ages.sum()) / max(1, int(sampled.sum())),
+        "fully_async/staleness/newest_token_mean": newest.double().mean().item(),
         "fully_async/staleness/bound": bound,
-        "fully_async/count/stale_trajectory_processed": sum(age.oldest > 0 for age in ages),
-        "fully_async/partial/total_partial_num": sum(spanning),
-        "fully_async/partial/partial_ratio": float(np.mean(spanning)),
-        "fully_async/partial/max_partial_span": max(row.span for row in rows),
+        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
+        "fully_async/partial/total_partial_num": int((spans > 0).sum()),
+        "fully_async/partial/partial_ratio": (spans > 0).double().mean().item(),
+        "fully_async/partial/max_partial_span": int(spans.max()),
         "fully_async/partial/inexact_version_ratio": 1.0 - float(np.mean(batch.non_tensor_batch["exact_versions"])),
     }
 
