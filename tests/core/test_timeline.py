@@ -31,7 +31,6 @@ def test_shares_of_a_track_add_up_to_one_and_name_every_phase(clock: Clock) -> N
         clock.now += 5
     assert timeline.shares("trainer") == {IDLE_PHASE: 1 / 8, "wait": 2 / 8, "train": 5 / 8}
     assert timeline.trainer_wait_share == 0.25
-    assert timeline.share("trainer", "save") == 0.0
 
 
 def test_inner_phase_suspends_the_outer_one(clock: Clock) -> None:
@@ -80,41 +79,41 @@ def test_phases_left_out_of_order_are_refused(clock: Clock) -> None:
 def test_rollout_is_idle_only_while_nothing_generates(clock: Clock) -> None:
     timeline = Timeline(clock, rollout_capacity=4)
     clock.now += 1
-    timeline.rollout.set_running(4)
+    timeline.rollout.set(running=4)
     clock.now += 2
-    timeline.rollout.set_running(1)
+    timeline.rollout.set(running=1)
     clock.now += 4
-    timeline.rollout.set_running(0)
+    timeline.rollout.set(running=0)
     clock.now += 1
-    assert timeline.rollout_idle_share == 2 / 8
-    assert timeline.rollout_occupancy == (2 * 4 + 4 * 1) / (8 * 4)
+    assert timeline.rollout.idle_share == 2 / 8
+    assert timeline.rollout.occupancy == (2 * 4 + 4 * 1) / (8 * 4)
 
 
 def test_the_use_of_a_part_of_the_time_is_a_difference(clock: Clock) -> None:
     rollout = Timeline(clock, rollout_capacity=0).rollout
     clock.now += 5
-    rollout.set_capacity(4)
-    before = rollout.offered_seconds, rollout.used_seconds
-    rollout.set_running(3)
+    rollout.set(capacity=4)
+    before = rollout.offered, rollout.used
+    rollout.set(running=3)
     clock.now += 2
-    rollout.set_running(0)
-    rollout.set_capacity(0)
+    rollout.set(running=0)
+    rollout.set(capacity=0)
     clock.now += 7
-    rollout.advance(clock())
-    assert (rollout.offered_seconds - before[0], rollout.used_seconds - before[1]) == (8, 6)
+    rollout.advance()
+    assert (rollout.offered - before[0], rollout.used - before[1]) == (8, 6)
 
 
 def test_idle_time_is_weighted_by_the_capacity_of_its_moment(clock: Clock) -> None:
     timeline = Timeline(clock, rollout_capacity=4)
     clock.now += 1
-    timeline.rollout.set_capacity(1)  # three of four replicas are lost
-    timeline.rollout.set_running(3)
+    timeline.rollout.set(capacity=1)  # three of four replicas are lost
+    timeline.rollout.set(running=3)
     clock.now += 4
-    assert timeline.rollout_idle_share == 4 / 8
-    assert timeline.rollout_occupancy == 4 / 8  # waiting trajectories beyond the capacity do not count
-    timeline.rollout.set_capacity(0)
+    assert timeline.rollout.idle_share == 4 / 8
+    assert timeline.rollout.occupancy == 4 / 8  # waiting trajectories beyond the capacity do not count
+    timeline.rollout.set(capacity=0)
     clock.now += 100
-    assert timeline.rollout_idle_share == 4 / 8
+    assert timeline.rollout.idle_share == 4 / 8
 
 
 def test_restart_leaves_the_start_up_out(clock: Clock) -> None:
@@ -123,11 +122,10 @@ def test_restart_leaves_the_start_up_out(clock: Clock) -> None:
         clock.now += 50
         timeline.restart()
         clock.now += 1
-    timeline.rollout.set_running(1)
+    timeline.rollout.set(running=1)
     clock.now += 3
     assert timeline.seconds("trainer") == {"wait": 1.0, IDLE_PHASE: 3.0}
-    assert timeline.rollout_idle_share == 0.25
-    assert timeline.elapsed == 4.0
+    assert timeline.rollout.idle_share == 0.25
 
 
 def test_nothing_counts_after_the_stop(clock: Clock) -> None:
@@ -138,26 +136,45 @@ def test_nothing_counts_after_the_stop(clock: Clock) -> None:
         clock.now += 9
     timeline.stop()
     assert timeline.shares("trainer") == {"train": 1.0}
-    assert timeline.elapsed == 2.0
-    assert timeline.rollout_idle_share == 1.0
+    assert timeline.rollout.idle_share == 1.0
 
 
 def test_no_time_gives_no_shares(clock: Clock) -> None:
     timeline = Timeline(clock)
     assert timeline.shares("trainer") == {}
     assert timeline.trainer_wait_share == 0.0
-    assert timeline.rollout_idle_share == 0.0
-    assert timeline.rollout_occupancy == 0.0
+    assert timeline.rollout.idle_share == 0.0
+    assert timeline.rollout.occupancy == 0.0
 
 
 def test_clock_that_runs_backwards_and_negative_counts_are_refused(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with pytest.raises(TimelineError, match="-1 running"):
-        timeline.rollout.set_running(-1)
-    with pytest.raises(TimelineError, match="capacity -1"):
-        timeline.rollout.set_capacity(-1)
+    with pytest.raises(TimelineError, match=r"-1 .* running"):
+        timeline.rollout.set(running=-1)
+    with pytest.raises(TimelineError, match=r"-1 .* capacity"):
+        timeline.rollout.set(capacity=-1)
     clock.now -= 1
     with pytest.raises(TimelineError, match="backwards"):
-        timeline.rollout.set_running(1)
+        timeline.rollout.set(running=1)
     with pytest.raises(TimelineError, match="backwards"):
         timeline.shares("trainer")
+
+
+def test_reward_seconds_are_exposed_only_where_nothing_else_goes_on(clock: Clock) -> None:
+    rollout = Timeline(clock).rollout
+    assert (rollout.scored, rollout.hidden_share) == (0.0, 1.0)
+    rollout.set(running=2)
+    clock.now += 5
+    rollout.set(scoring=1, running=1, waiting=True)
+    clock.now += 4  # the other one generates
+    assert (rollout.hidden_share, rollout.scored) == (1.0, 4.0)
+    rollout.set(scoring=2, running=0)
+    clock.now += 3  # two are scored, and the trainer waits for them
+    assert (rollout.hidden_share, rollout.scored) == (pytest.approx(0.4), 10.0)
+    rollout.set(scoring=1, waiting=False)
+    clock.now += 10  # the trainer trains
+    assert (rollout.hidden_share, rollout.scored) == (pytest.approx(0.7), 20.0)
+    rollout.set(scoring=0)
+    clock.now += 100
+    rollout.advance()
+    assert (rollout.scored, rollout.scoring) == (20.0, 0)

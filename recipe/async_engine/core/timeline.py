@@ -3,8 +3,10 @@
 
 Contract. A track is in exactly one phase at any moment, `IDLE_PHASE` when none was entered, so the shares of a track
 add up to 1. A phase entered inside another suspends it. The rollout side is accounted by the number of trajectories
-that generate, against the number that could. Time is counted from construction or the last `restart`, to the clock's
-now or to `stop`. The clock is passed in: seconds, never backwards (`time.monotonic`).
+that generate, against the number that could. Reward seconds are counted once for each trajectory that is being scored.
+They are exposed while nothing generates and the trainer waits for a batch: then only rewards keep the run from going
+on. All others are hidden. Time is counted from construction or the last `restart`, to the clock's now or to `stop`. The
+clock is passed in: seconds, never backwards (`time.monotonic`).
 
 Test: tests/core/test_timeline.py.
 
@@ -21,99 +23,97 @@ from recipe.async_engine.core.errors import TimelineError
 IDLE_PHASE = "other"
 
 
-class _Track:
+class _Laps:
+    """Seconds between two looks at a clock."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+
+    def lap(self, now: float) -> float:
+        if now < self._since:
+            raise TimelineError(f"the clock ran backwards, from {self._since} to {now}")
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+class _Track(_Laps):
     """Seconds of one track by phase; the innermost entered phase is the one that counts."""
 
     def __init__(self, now: float) -> None:
+        super().__init__(now)
         self.seconds: dict[str, float] = {}
         self.entered: list[str] = []
-        self._since = now
 
     def advance(self, now: float) -> None:
-        if now < self._since:
-            raise TimelineError(f"the clock ran backwards, from {self._since} to {now}")
         phase = self.entered[-1] if self.entered else IDLE_PHASE
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
-        self._since = now
-
-    def reset(self, now: float) -> None:
-        self.seconds = {}
-        self._since = now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.lap(now)
 
 
-class RolloutOccupancy:
-    """How much of the rollout side's capacity generated, over time.
+class RolloutTime(_Laps):
+    """What the rollout side did with its capacity, and what its rewards cost, over time.
 
-    capacity: trajectories that can generate at once on all live replicas together. `idle_share` is the share of
-    capacity-seconds during which nothing generated at all, `occupancy` the share of capacity-seconds that generated.
+    running: trajectories that generate. capacity: those that could at once, on all live replicas together; 0 while none
+    is live. scoring: trajectories whose reward is being computed. waiting: whether the trainer waits for a batch.
+    offered, used, idle: capacity-seconds, those of them that generated (what runs above the capacity does not count),
+    and those during which nothing generated at all. scored, exposed: reward seconds, and the exposed ones among them.
     """
 
     def __init__(self, clock: Callable[[], float], capacity: int) -> None:
+        super().__init__(clock())
         self._clock = clock
-        self._since = clock()
-        self._running = 0
-        self._capacity = 0
-        self._offered = self._used = self._idle = 0.0
-        self.set_capacity(capacity)
+        self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
+        self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
+
+    def set(self, **levels: int) -> None:
+        """From now on these are so many."""
+        for name, level in levels.items():
+            if level < 0:
+                raise TimelineError(f"{level} is no number of what is {name}")
+        self.advance()
+        self._levels.update(levels)
 
     @property
-    def running(self) -> int:
-        """Trajectories that generate now."""
-        return self._running
+    def scoring(self) -> int:
+        """Trajectories that are being scored now."""
+        return self._levels["scoring"]
 
-    def set_running(self, running: int) -> None:
-        """From now on this many trajectories generate."""
-        if running < 0:
-            raise TimelineError(f"{running} running trajectories")
-        self.advance(self._clock())
-        self._running = running
-
-    def set_capacity(self, capacity: int) -> None:
-        """From now on this many trajectories can generate at once; 0 while no replica is live."""
-        if capacity < 0:
-            raise TimelineError(f"rollout capacity {capacity}")
-        self.advance(self._clock())
-        self._capacity = capacity
-
-    def advance(self, now: float) -> None:
+    def advance(self) -> None:
         """Account for the time up to now."""
-        seconds = now - self._since
-        if seconds < 0:
-            raise TimelineError(f"the clock ran backwards, from {self._since} to {now}")
-        self._since = now
-        self._offered += seconds * self._capacity
-        self._used += seconds * min(self._running, self._capacity)
-        if self._running == 0:
-            self._idle += seconds * self._capacity
+        running, capacity, scoring, waiting = self._levels.values()
+        seconds = self.lap(self._clock())
+        self.offered += seconds * capacity
+        self.used += seconds * min(running, capacity)
+        self.scored += seconds * scoring
+        if running == 0:
+            self.idle += seconds * capacity
+            self.exposed += seconds * scoring * waiting
 
-    def reset(self, now: float) -> None:
+    def reset(self) -> None:
         """Forget the time before now; what runs goes on running."""
-        self._since = now
-        self._offered = self._used = self._idle = 0.0
-
-    @property
-    def offered_seconds(self) -> float:
-        """Capacity-seconds accounted so far."""
-        return self._offered
-
-    @property
-    def used_seconds(self) -> float:
-        """Capacity-seconds that generated so far."""
-        return self._used
+        self.advance()
+        self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     @property
     def idle_share(self) -> float:
-        """Share of the accounted capacity-seconds in which no trajectory generated, 0.0 if there were none."""
-        return self._idle / self._offered if self._offered else 0.0
+        """Share of the capacity-seconds in which no trajectory generated, 0.0 if there were none."""
+        self.advance()
+        return self.idle / self.offered if self.offered else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Share of the accounted capacity-seconds that were used; trajectories above the capacity do not count."""
-        return self._used / self._offered if self._offered else 0.0
+        """Share of the capacity-seconds that generated, 0.0 if there were none."""
+        self.advance()
+        return self.used / self.offered if self.offered else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the reward seconds that were hidden, 1.0 if there were none."""
+        self.advance()
+        return 1.0 - self.exposed / self.scored if self.scored else 1.0
 
 
 class Timeline:
-    """Named tracks of exclusive phases, and the rollout's occupancy, on one clock."""
+    """Named tracks of exclusive phases, and the rollout side's time, on one clock."""
 
     def __init__(self, clock: Callable[[], float], rollout_capacity: int = 1) -> None:
         self._clock = clock
@@ -122,7 +122,7 @@ class Timeline:
         self._tracks: dict[str, _Track] = {}
         self._noted: dict[str, float] = {}
         self.note("the run began")
-        self.rollout = RolloutOccupancy(self._now, rollout_capacity)
+        self.rollout = RolloutTime(self._now, rollout_capacity)
 
     def note(self, what: str) -> None:
         """Something has begun or been finished: the run is not standing still. Callable from any thread."""
@@ -167,39 +167,19 @@ class Timeline:
         total = sum(seconds.values())
         return {phase: part / total for phase, part in seconds.items()}
 
-    def share(self, track: str, name: str) -> float:
-        """Share of one phase, 0.0 if it was never entered."""
-        return self.shares(track).get(name, 0.0)
-
     @property
     def trainer_wait_share(self) -> float:
         """Share of its time that the trainer waited for a batch: phase `wait` of track `trainer`."""
-        return self.share("trainer", "wait")
-
-    @property
-    def rollout_idle_share(self) -> float:
-        """Share of the rollout's capacity-seconds in which no trajectory generated."""
-        self.rollout.advance(self._now())
-        return self.rollout.idle_share
-
-    @property
-    def rollout_occupancy(self) -> float:
-        """Share of the rollout's capacity-seconds in which its slots generated."""
-        self.rollout.advance(self._now())
-        return self.rollout.occupancy
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds accounted for."""
-        return self._now() - self._began
+        return self.shares("trainer").get("wait", 0.0)
 
     def restart(self) -> None:
         """Count from now on: what came before (starting up, loading) is not part of the run."""
         self._stopped = None
         self._began = self._now()
         for track in self._tracks.values():
-            track.reset(self._began)
-        self.rollout.reset(self._began)
+            track.advance(self._began)
+            track.seconds.clear()
+        self.rollout.reset()
 
     def stop(self) -> None:
         """Count no further: the last step is trained."""

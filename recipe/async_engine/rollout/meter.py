@@ -4,13 +4,11 @@
 The scheduler tells it under its lock. Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON
 from recipe.async_engine.core.ledger import LedgerCounts
-from recipe.async_engine.core.overlap import RewardOverlap
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
@@ -35,27 +33,24 @@ class RolloutMeter:
         self._timeline = timeline
         self._places = places
         self._turns = turns
-        self._overlap = RewardOverlap(time.monotonic)
         self._interruptions = 0
         self._turn_began = (0.0, 0.0)
         self._turn_occupancy = 0.0
         self.complete: Counter[str] = Counter()
         if turns:
-            timeline.rollout.set_capacity(0)
+            timeline.rollout.set(capacity=0)
 
     def generating(self, trajectories: int) -> None:
         """So many generate from now on."""
-        rollout = self._timeline.rollout
-        self._overlap.change(generating=trajectories - rollout.running)
-        rollout.set_running(trajectories)
+        self._timeline.rollout.set(running=trajectories)
 
     def scoring(self, change: int) -> None:
         """So many more, or fewer, wait for their rewards from now on."""
-        self._overlap.change(scoring=change)
+        self._timeline.rollout.set(scoring=self._timeline.rollout.scoring + change)
 
     def waiting(self, waits: bool) -> None:
         """Whether the trainer waits for a batch from now on."""
-        self._overlap.wait(waits)
+        self._timeline.rollout.set(waiting=waits)
 
     def completed(self, trajectories: Sequence[TrajectoryScored]) -> None:
         """A group is complete."""
@@ -66,22 +61,22 @@ class RolloutMeter:
     def begin_turn(self) -> None:
         """A generation turn begins."""
         rollout = self._timeline.rollout
-        rollout.set_capacity(self._places)
-        self._turn_began = rollout.offered_seconds, rollout.used_seconds
+        rollout.set(capacity=self._places)
+        self._turn_began = rollout.offered, rollout.used
 
     def end_turn(self, interrupted: int) -> None:
         """It is over, and interrupted so many trajectories."""
         self._interruptions += interrupted
         rollout = self._timeline.rollout
-        rollout.set_capacity(0)
+        rollout.set(capacity=0)
         offered, used = self._turn_began
-        offered, used = rollout.offered_seconds - offered, rollout.used_seconds - used
+        offered, used = rollout.offered - offered, rollout.used - used
         self._turn_occupancy = used / offered if offered else 0.0
 
     @property
     def idle_share(self) -> float:
         """Share of the rollout's time so far in which no trajectory generated."""
-        return self._timeline.rollout_idle_share
+        return self._timeline.rollout.idle_share
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
         """In the keys of docs/run-record.md; those of docs/partial-rollout.md beside them in turns."""
@@ -98,10 +93,10 @@ class RolloutMeter:
             "fully_async/rollouter/groups_running": groups.running,
             "fully_async/rollouter/groups_ready": groups.ready,
             "fully_async/rollouter/idle_ratio": self.idle_share,
-            "fully_async/rollouter/occupancy": self._timeline.rollout_occupancy,
-            "fully_async/rewards/scoring": self._overlap.scoring,
-            "fully_async/rewards/seconds": self._overlap.seconds,
-            "fully_async/rewards/hidden_share": self._overlap.hidden_share,
+            "fully_async/rollouter/occupancy": self._timeline.rollout.occupancy,
+            "fully_async/rewards/scoring": self._timeline.rollout.scoring,
+            "fully_async/rewards/seconds": self._timeline.rollout.scored,
+            "fully_async/rewards/hidden_share": self._timeline.rollout.hidden_share,
             **{f"fully_async/partial/{name}": self.complete[name] for name in ("interrupted_trajectories", *SUMMED)},
             "fully_async/ledger/filtered_uniform": groups.filtered_by_reason.get(UNIFORM_REASON, 0),
             "fully_async/ledger/non_finite": groups.filtered_by_reason.get(NON_FINITE_REASON, 0)
