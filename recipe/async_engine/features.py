@@ -7,7 +7,7 @@
   library (tests/integration/test_plugin_import.py).
 - A feature that was asked for and cannot be installed ends the process, with the traceback. verl logs a failing plugin
   at DEBUG and goes on (verl/__init__.py:71-74), and the run would then fail later, somewhere else.
-- Installing twice is harmless, since a module may be loaded by the entry point and by VERL_USE_EXTERNAL_MODULES.
+- A module may be loaded by the entry point and by VERL_USE_EXTERNAL_MODULES, so installing twice is harmless.
 
 `check_loaded` is for the mains of this package: it refuses to start a run whose workers would not load the plugin.
 """
@@ -18,7 +18,6 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from recipe.async_engine.core.errors import RecipeError
 
@@ -33,58 +32,37 @@ class PluginNotLoadedError(RecipeError):
     """verl does not load this plugin in the present environment."""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """An override of verl that takes effect only in processes whose environment asks for it.
-
-    Attributes:
-        variable: the environment variable that asks for it.
-        value: what the variable must be (compared without case and blanks).
-        module: the module whose ``install()`` does it. It is imported only when asked for, and must be idempotent.
-    """
-
-    variable: str
-    value: str
-    module: str
-
-    def requested(self, environ: Mapping[str, str]) -> bool:
-        return environ.get(self.variable, "").strip().lower() == self.value
-
-
-FEATURES: tuple[Feature, ...] = (
-    Feature("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),
-    Feature("RECIPE_V1_TRAINERS", "1", "recipe.async_engine.flags.register"),
+# Environment variable, what it must be (compared without case and blanks), and the module whose ``install()`` then does
+# it: imported only when asked for, and harmless when called twice.
+FEATURES = (
+    ("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),
+    ("RECIPE_V1_TRAINERS", "1", "recipe.async_engine.flags.register"),
 )
 
 
-def install_requested(environ: Mapping[str, str] | None = None) -> list[str]:
+def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Install every requested feature and return the modules that were installed.
 
     Raises:
         SystemExit: a requested feature failed. verl swallows any ``Exception`` of a plugin, so this is the one way to
             stop a run that would go on without what was asked for.
     """
-    environ = os.environ if environ is None else environ
-    installed = []
-    for feature in FEATURES:
-        if not feature.requested(environ):
-            continue
+    requested = [item for item in FEATURES if environ.get(item[0], "").strip().lower() == item[1]]
+    for variable, value, module in requested:
         try:
-            importlib.import_module(feature.module).install()
+            importlib.import_module(module).install()
         except Exception as error:
             message = (
-                f"recipe: {feature.variable}={feature.value} asks for {feature.module}, which failed to load "
-                f"({type(error).__name__}: {error}). Unset {feature.variable} or repair the cause above."
+                f"recipe: {variable}={value} asks for {module}, which failed to load "
+                f"({type(error).__name__}: {error}). Unset {variable} or repair the cause above."
             )
             logger.critical(message, exc_info=True)
             raise SystemExit(message) from error
-        installed.append(feature.module)
-    return installed
+    return [module for _, _, module in requested]
 
 
-def loading_routes(environ: Mapping[str, str] | None = None) -> list[str]:
+def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Name the ways by which ``import verl`` loads this module in a process with this environment."""
-    environ = os.environ if environ is None else environ
     routes = []
     external = [name.strip() for name in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
     if MODULE_NAME in external:
@@ -96,16 +74,12 @@ def loading_routes(environ: Mapping[str, str] | None = None) -> list[str]:
     return routes
 
 
-def check_loaded(environ: Mapping[str, str] | None = None) -> None:
-    """Refuse to go on when verl would not load this plugin in the workers of this run.
-
-    Args:
-        environ: the environment that the workers will have; this process's by default.
+def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to go on when verl would not load this plugin in workers with this environment.
 
     Raises:
         PluginNotLoadedError: with the setting to change.
     """
-    environ = os.environ if environ is None else environ
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")

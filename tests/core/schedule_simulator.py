@@ -227,7 +227,7 @@ class Schedule:
     def train(self) -> None:
         staleness = self.ledger.mark_trained()
         if staleness.sum != sum(self.version - self.starts[group_id] for group_id in self.leased):
-            raise Violation("identity", f"staleness {staleness.histogram()} of {self.leased}")
+            raise Violation("identity", f"staleness {staleness} of {self.leased}")
         self.tally.trained += len(self.leased)
         self.leased = []
         self.check_counts()

@@ -57,7 +57,7 @@ def test_group_goes_from_issue_to_trained_and_is_counted_once() -> None:
     counts = ledger.counts()
     assert (counts.running, counts.ready, counts.taken, counts.live) == (1, 0, 2, 3)
     stats = ledger.mark_trained()
-    assert (stats.count, stats.sum, stats.max) == (2, 0, 0)
+    assert (stats.total(), stats.sum, stats.max) == (2, 0, 0)
     counts = ledger.counts()
     assert (counts.issued, counts.trained, counts.filtered, counts.failed, counts.live) == (3, 2, 0, 0, 1)
     assert ledger.trained_prompts() == [[0, 0, 2]]
@@ -241,7 +241,7 @@ def test_staleness_is_recorded_exactly() -> None:
     ready(ledger, issue(ledger, 6))
     seen = [train_version(ledger) for _ in range(3)]
     assert seen == [[0, 1], [2, 3], [4, 5]]
-    assert ledger.staleness.histogram() == {0: 2, 1: 2, 2: 2}
+    assert ledger.staleness == {0: 2, 1: 2, 2: 2}
     assert (ledger.staleness.max, ledger.staleness.sum, ledger.staleness.mean) == (2, 6, 1.0)
 
 
@@ -256,7 +256,7 @@ def test_restored_groups_keep_their_states_and_starts() -> None:
     assert [(g.id, g.start) for g in restored.in_state(GroupState.RUNNING)] == [(3, 0), (4, 0), (5, 0)]
     assert restored.find(3) == Group(3, PromptRef(3, 0, "uid-3"), 0, GroupState.RUNNING)
     assert restored.counts() == ledger.counts()
-    assert restored.staleness.histogram() == ledger.staleness.histogram()
+    assert restored.staleness == ledger.staleness
     with pytest.raises(LedgerError, match="issued before"):
         issue(restored, 1, first=0)
     assert issue(restored, 1)[0].id == 6

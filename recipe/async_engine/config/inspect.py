@@ -6,13 +6,13 @@ the model hub at most once (with a deadline), changes nothing, and starts nothin
 are programs. The judgement is `validate`'s.
 """
 
-import ast
 import contextlib
 import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import symtable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from recipe.async_engine.core.case import has_critic
 from recipe.async_engine.core.config import RunPlan, derive, lookup
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.shapes import well_formed
-from recipe.async_engine.core.validation import ConfigError, notices, validate
+from recipe.async_engine.core.validation import ConfigError, notices, training_rows, validate
 from recipe.async_engine.rewards import programs
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,7 @@ REWARD_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing."""
     node = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    result = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(result, dict)
-    return {str(key): value for key, value in result.items()}
+    return dict(OmegaConf.to_container(node, resolve=True))
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
@@ -72,23 +70,12 @@ def check_plain(settings: Mapping[str, Any], *, available: Resources | None = No
     logical = lookup(usable, "ray_kwargs.ray_init.num_gpus")
     if available is None and logical is not None and not lookup(usable, "ray_kwargs.ray_init.address"):
         available = Resources(accelerators=logical)
-    rows = training_rows(usable, facts)
-    problems = validate(settings, dataset_rows=rows, available=available, files=facts)
+    problems = validate(settings, available=available, files=facts)
     if problems:
         raise ConfigError(problems)
     for notice in notices(settings):
         logger.warning(notice)
-    return derive(settings, dataset_rows=rows)
-
-
-def training_rows(config: Mapping[str, Any], facts: Sequence[FileFact]) -> int | None:
-    """Prompts in the training data, or None where a file's rows are not known without loading it."""
-    counts = [fact.rows for fact in facts if fact.setting == "data.train_files"]
-    known = [count for count in counts if count is not None]
-    if not known or len(known) < len(counts):
-        return None
-    limit = lookup(config, "data.train_max_samples", -1)
-    return min(sum(known), limit) if isinstance(limit, int) and limit > 0 else sum(known)
+    return derive(settings, dataset_rows=training_rows(settings, facts))
 
 
 def _is_remote(path: str) -> bool:
@@ -173,18 +160,17 @@ def _data(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 def _data_file(setting: str, path: str, config: Mapping[str, Any]) -> FileFact:
     local = Path(path).expanduser()
+    # A data set class of the user's reads the file in its own way.
+    own = lookup(config, "data.custom_cls.path") is not None
     if not local.is_file():
         return FileFact(setting, path, "data", fault="does not exist" if not local.exists() else "is no file")
     if local.suffix not in DATA_SUFFIXES:
-        known = lookup(config, "data.custom_cls.path") is not None
-        return FileFact(setting, path, "data", fault=None if known else f"is none of {', '.join(DATA_SUFFIXES)}")
+        return FileFact(setting, path, "data", fault=None if own else f"is none of {', '.join(DATA_SUFFIXES)}")
     rows, columns = None, None
     try:
         if local.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(local) as file:
                 rows, columns = file.metadata.num_rows, tuple(file.schema_arrow.names)
-        # A data set class of the user's reads the file in its own way.
-        own = lookup(config, "data.custom_cls.path") is not None
         return FileFact(setting, path, "data", None, rows, columns, row_faults=() if own else row_faults(local, config))
     except pyarrow.ArrowException as error:
         return FileFact(setting, path, "data", fault=f"is not a {local.suffix[1:]} file ({error})")
@@ -217,17 +203,10 @@ def _code_fault(path: Path, function: str) -> str | None:
     if not path.is_file():
         return "does not exist"
     try:
-        tree = ast.parse(path.read_bytes())
+        source = path.read_text("utf-8")
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
-    names = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif not isinstance(node, ast.Expr | ast.ClassDef | ast.AnnAssign):
-            return None  # defined under a condition, perhaps: only running it can tell
-    return None if function in names or "*" in names else f"defines no function {function}"
+    names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}
+    # What a star import brings, only running it can tell.
+    return None if function in names or "import *" in source else f"defines no function {function}"

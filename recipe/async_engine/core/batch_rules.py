@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
-from recipe.async_engine.core.config import SHARED, soft_depth, staleness_bound, step_limits, synchronous_batch
+from recipe.async_engine.core.config import SHARED, group_limits, soft_depth, staleness_bound, synchronous_batch
 from recipe.async_engine.core.problems import Problem
 
 
@@ -47,8 +46,9 @@ def batch(case: Case) -> Iterator[Problem]:
         allowed = f"a batch of at most {case.dataset_rows} prompts, the rows of data.train_files"
         advice = f"A step needs {batch} (times async_training.require_batches). Lower it, or use more data."
         yield case.problem(setting, allowed, advice)
-    for name, steps in step_limits(_countable(case), batch, case.dataset_rows, training).items():
-        if steps < 1 and name != "trainer.total_training_steps":
+    epochs = case.count("trainer.total_epochs")
+    for name, groups in group_limits(epochs, case.settings, batch, case.dataset_rows).items():
+        if groups < batch:
             yield case.problem(name, f"enough for one batch of {batch} prompts", f"Raise it, or lower {setting}.")
 
 
@@ -102,13 +102,6 @@ def shared_placement(case: Case) -> Iterator[Problem]:
         yield case.problem("async_training.whole_batches", "false with placement=shared", advice)
 
 
-def _countable(case: Case) -> Mapping[str, Any]:
-    """The settings that limit the steps, without the ones that other rules report as malformed."""
-    names = ("trainer.total_training_steps", "trainer.total_epochs")
-    trainer = {name.rpartition(".")[2]: case.count(name) for name in names}
-    return {"trainer": trainer, "rollout": {"total_rollout_steps": case.settings.rollout.total_rollout_steps}}
-
-
 def division(case: Case) -> Iterator[Problem]:
     mini, answers = case.count(f"{ACTOR}.ppo_mini_batch_size"), case.count(f"{ROLLOUT}.n")
     nodes, per_node = case.count("trainer.nnodes"), case.count("trainer.n_gpus_per_node")
@@ -139,7 +132,4 @@ def _model_parallel_size(case: Case) -> int:
         names = [f"{ACTOR}.megatron.{size}" for size in sizes]
     else:
         names = [f"{ACTOR}.ulysses_sequence_parallel_size"]
-    product = 1
-    for name in names:
-        product *= case.count(name) or 1
-    return product
+    return math.prod(case.count(name) or 1 for name in names)

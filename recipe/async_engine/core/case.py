@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.core.config import Settings, batch_size, lookup
-from recipe.async_engine.core.knobs import render
+from recipe.async_engine.core.knobs import is_count, render
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.problems import Problem
 
@@ -42,9 +42,9 @@ class Case:
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:
-        """A setting's value if it is an integer of at least 1; `_amounts` reports it where it is not."""
+        """A setting's value if it is an integer of at least 1; `shapes` reports it where it is not."""
         value = self.get(setting)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+        return value if is_count(value) else None
 
     @property
     def batch_groups(self) -> int | None:

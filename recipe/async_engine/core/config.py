@@ -11,77 +11,58 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.async_engine.core.knobs import knob, read_section, subsection
+from recipe.async_engine.core.knobs import knob, read_section, seconds, subsection
 from recipe.async_engine.core.problems import ConfigError, Problem
-from recipe.async_engine.core.server_settings import LogProbServers, Proximal, proximal
+from recipe.async_engine.core.server_settings import LogProbServers, Proximal
 
 SHARED = "shared"
+VERSIONS: dict[str, Any] = {"unit": "versions", "minimum": 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeouts:
     """Deadlines. A wait that passes its deadline ends with an error that names the deadline's setting."""
 
-    startup: float = knob(1800.0, "Until all workers, servers and models are up.", unit="s", above=0)
-    first_weights: float = knob(
-        1800.0,
-        "How long a request to a rollout server waits for the first committed version before it fails.",
-        unit="s",
-        above=0,
+    startup: float = seconds(1800.0, "Until all workers, servers and models are up.")
+    first_weights: float = seconds(
+        1800.0, "How long a request to a rollout server waits for the first committed version before it fails."
     )
-    weight_sync: float = knob(
-        600.0, "One weight sync, from the pause of generation to the last replica's commit.", unit="s", above=0
+    weight_sync: float = seconds(600.0, "One weight sync, from the pause of generation to the last replica's commit.")
+    generation: float = seconds(
+        1800.0, "One generation request to a rollout replica; a group that fails by it is retried."
     )
-    generation: float = knob(
-        1800.0, "One generation request to a rollout replica; a group that fails by it is retried.", unit="s", above=0
-    )
-    prompt: float = knob(
-        600.0, "How long the training data's loader may take for one prompt before the run ends.", unit="s", above=0
-    )
-    trajectory: float = knob(
+    prompt: float = seconds(600.0, "How long the training data's loader may take for one prompt before the run ends.")
+    trajectory: float = seconds(
         2400.0,
         "One trajectory to its last token, all requests and tools of its agent loop included; one that fails by it is"
         " retried. Time between generation turns does not count. With its retries it should end within `batch_wait`.",
-        unit="s",
-        above=0,
     )
-    agent_worker: float = knob(
+    agent_worker: float = seconds(
         180.0,
         "How long an agent-loop worker may not answer, because its process stopped or a tool blocks its event loop,"
         " before it is ended and started again (`max_replica_restarts`).",
-        unit="s",
-        above=0,
     )
-    reward: float = knob(300.0, "The reward of one trajectory; a group that fails by it is retried.", unit="s", above=0)
-    batch_wait: float = knob(
-        3600.0, "How long the trainer waits for the next batch before the run ends with an error.", unit="s", above=0
+    reward: float = seconds(300.0, "The reward of one trajectory; a group that fails by it is retried.")
+    batch_wait: float = seconds(
+        3600.0, "How long the trainer waits for the next batch before the run ends with an error."
     )
-    drain: float = knob(
-        1800.0, "How long a weight sync waits for running answers when `partial_rollout` is false.", unit="s", above=0
-    )
-    validation: float = knob(3600.0, "One validation pass over all prompts.", unit="s", above=0)
-    checkpoint: float = knob(1800.0, "Writing or reading one checkpoint.", unit="s", above=0)
-    stall: float = knob(
+    drain: float = seconds(1800.0, "How long a weight sync waits for running answers when `partial_rollout` is false.")
+    validation: float = seconds(3600.0, "One validation pass over all prompts.")
+    checkpoint: float = seconds(1800.0, "Writing or reading one checkpoint.")
+    stall: float = seconds(
         5400.0,
         "Longest time in which nothing at all begins or ends: no answer, no reward, no stage of the trainer. Then the"
         " run ends and says who waits for whom. Longer than the longest stage, and than the deadlines that name a"
         " cause themselves.",
-        unit="s",
-        above=0,
     )
-    heartbeat: float = knob(
+    heartbeat: float = seconds(
         300.0,
         "How long the main waits for a sign of life of the trainer's process, which a thread there gives every second,"
         " before it ends the run. It is missed by a process that is stopped, or in which one call keeps Python's lock;"
         " longer than the longest such call (unpickling a large batch, say).",
-        unit="s",
-        above=0,
     )
-    stop: float = knob(
-        900.0,
-        "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off.",
-        unit="s",
-        above=0,
+    stop: float = seconds(
+        900.0, "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off."
     )
 
 
@@ -93,21 +74,18 @@ class AsyncTraining:
         0.1,
         "How far generation runs ahead of training: with 0 it starts only what the current version needs, with 1 it"
         " may hold one more version's worth of groups. The soft depth of the pipeline (see `pipeline_depth`).",
-        unit="versions",
-        minimum=0,
+        **VERSIONS,
     )
     max_staleness: int | None = knob(
         None,
         "The hard bound: no group is trained more versions after its oldest token than this, and nothing is dropped"
         " for it. null: 0 if `staleness_threshold` is 0, else the threshold rounded up.",
-        unit="versions",
-        minimum=0,
+        **VERSIONS,
     )
     pipeline_depth: float | None = knob(
         None,
         "How far generation runs ahead, fractions allowed; at most `max_staleness`. null: `staleness_threshold`.",
-        unit="versions",
-        minimum=0,
+        **VERSIONS,
     )
     on_overdue: str = knob(
         "wait",
@@ -142,8 +120,7 @@ class AsyncTraining:
         None,
         "Tokens that were sampled more versions ago than this give no policy gradient (0: off-policy tokens give none);"
         " the rest of their answers does. null: every token does.",
-        unit="versions",
-        minimum=0,
+        **VERSIONS,
     )
     require_batches: int = knob(
         1,
@@ -318,36 +295,20 @@ def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run does, derived from its configuration.
+    """What a run does, derived from its configuration."""
 
-    Attributes:
-        batch_groups: b, prompt groups trained by one step.
-        batches_per_version: k, steps from one weight sync to the next.
-        answers_per_group: n.
-        max_staleness: S, the hard bound in versions.
-        pipeline_depth: How far generation runs ahead, in versions; at most S.
-        trainer_ranks: Processes of the training engine.
-        rollout_replicas: Replicas that generate.
-        total_steps: Steps at most; filtered and failed groups can only make it fewer.
-        total_groups: Prompt groups issued at most, or None where only `total_steps` bounds them.
-        max_concurrent_trajectories: Trajectories at the engines at the same time, over all replicas.
-        engine_places: How many of these the engines generate at once; the others wait at them.
-        proximal: Where the proximal log-probs come from.
-        settings: The settings it was derived from.
-    """
-
-    batch_groups: int
-    batches_per_version: int
-    answers_per_group: int
-    max_staleness: int
-    pipeline_depth: float
-    trainer_ranks: int
+    batch_groups: int  # b, prompt groups trained by one step
+    batches_per_version: int  # k, steps from one weight sync to the next
+    answers_per_group: int  # n
+    max_staleness: int  # S, the hard bound in versions
+    pipeline_depth: float  # how far generation runs ahead, in versions; at most S
+    trainer_ranks: int  # processes of the training engine
     rollout_replicas: int
-    total_steps: int
-    total_groups: int | None
-    max_concurrent_trajectories: int
-    engine_places: int
-    proximal: Proximal
+    total_steps: int  # at most; filtered and failed groups can only make it fewer
+    total_groups: int | None  # prompt groups issued at most; None where only `total_steps` bounds them
+    max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
+    engine_places: int  # how many of these the engines generate at once; the others wait at them
+    proximal: Proximal  # where the proximal log-probs come from
     settings: Settings
 
     @property
@@ -434,27 +395,21 @@ def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining)
 
 
 def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
-    """Where the run's proximal log-probs come from."""
-    bypass = bool(lookup(config, "algorithm.rollout_correction.bypass_mode"))
-    return proximal(settings.async_training.proximal_log_probs, settings.servers, bypass)
+    """Where a run's proximal log-probs come from: what is asked for, else what follows from the rest."""
+    if settings.async_training.proximal_log_probs is not None:
+        return Proximal(settings.async_training.proximal_log_probs)
+    if settings.servers.enabled:
+        return Proximal.SERVER
+    return Proximal.BYPASS if lookup(config, "algorithm.rollout_correction.bypass_mode") else Proximal.RECOMPUTE
 
 
-def step_limits(
-    config: Mapping[str, Any], batch_groups: int, dataset_rows: int | None, training: AsyncTraining
-) -> dict[str, int]:
-    """The limits on the number of steps that are set, by the setting each comes from."""
+def group_limits(epochs: int | None, settings: Settings, batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
+    """Prompt groups that may be issued at most, by the setting that says so."""
     limits = {}
-    steps = lookup(config, "trainer.total_training_steps")
-    if steps is not None:
-        limits["trainer.total_training_steps"] = int(steps)
-    groups = lookup(config, "rollout.total_rollout_steps")
-    if groups is not None:
-        limits["rollout.total_rollout_steps"] = int(groups) // batch_groups
-    epochs = lookup(config, "trainer.total_epochs")
+    if settings.rollout.total_rollout_steps is not None:
+        limits["rollout.total_rollout_steps"] = settings.rollout.total_rollout_steps
     if epochs is not None and dataset_rows is not None:
-        limits["trainer.total_epochs"] = (
-            int(epochs) * epoch_prompts(dataset_rows, batch_groups, training) // batch_groups
-        )
+        limits["trainer.total_epochs"] = epochs * epoch_prompts(dataset_rows, batch_groups, settings.async_training)
     return limits
 
 
@@ -469,21 +424,17 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
         ConfigError: A section of this package does not read, or nothing bounds the number of steps.
     """
     settings, problems = read_settings(config)
-    training = settings.async_training
-    batch_groups = 0 if problems else batch_size(config, training)
-    if not problems and batch_groups < 1:
-        setting = "actor_rollout_ref.actor.ppo_mini_batch_size"
-        problems = [Problem(setting, str(lookup(config, setting)), "an integer >= 1", "Set the prompts of a batch.")]
-    limits = {} if problems else step_limits(config, batch_groups, dataset_rows, training)
-    if not problems and not limits:
-        advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
-        problems = [Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)]
     if problems:
         raise ConfigError(problems)
-    epochs = lookup(config, "trainer.total_epochs")
-    issued = [] if settings.rollout.total_rollout_steps is None else [settings.rollout.total_rollout_steps]
-    if dataset_rows is not None and epochs is not None:
-        issued.append(int(epochs) * epoch_prompts(dataset_rows, batch_groups, training))
+    training = settings.async_training
+    batch_groups = batch_size(config, training)
+    groups = group_limits(lookup(config, "trainer.total_epochs"), settings, batch_groups, dataset_rows).values()
+    steps = [limit // batch_groups for limit in groups]
+    if (asked := lookup(config, "trainer.total_training_steps")) is not None:
+        steps.append(asked)
+    if not steps:
+        advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
+        raise ConfigError([Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)])
     replicas = rollout_accelerators(config, settings) // replica_size(config)
     return RunPlan(
         batch_groups=batch_groups,
@@ -493,8 +444,8 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
         pipeline_depth=soft_depth(training),
         trainer_ranks=trainer_ranks(config),
         rollout_replicas=replicas,
-        total_steps=min(limits.values()),
-        total_groups=min(issued) if issued else None,
+        total_steps=min(steps),
+        total_groups=min(groups, default=None),
         max_concurrent_trajectories=replicas * slots_per_replica(config, training),
         engine_places=replicas * places_per_replica(config, training),
         proximal=proximal_source(config, settings),

@@ -32,9 +32,7 @@ def _require_int(setting: str, value: object, minimum: int) -> None:
 
 def _exact(setting: str, value: object) -> Fraction:
     """The number as it is written: 0.1 means 1/10, so that 0.1 * B is exact."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)):
-        raise SettingError(setting, value, "a number >= 0")
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not math.isfinite(value):
         raise SettingError(setting, value, "a finite number >= 0")
     return value if isinstance(value, Fraction) else Fraction(str(value))
 

@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from recipe.async_engine.core.problems import Problem
 
@@ -32,9 +32,19 @@ def knob(
     return dataclasses.field(default=default, metadata={"meaning": meaning, "unit": unit, **limits})
 
 
+def seconds(default: float, meaning: str) -> Any:
+    """A deadline."""
+    return knob(default, meaning, unit="s", above=0)
+
+
 def subsection(cls: type[Any], meaning: str) -> Any:
     """A nested section, at its defaults where the mapping has none."""
     return dataclasses.field(default_factory=cls, metadata={"meaning": meaning})
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether it is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def render(value: object) -> str:
@@ -48,11 +58,7 @@ def render(value: object) -> str:
 
 def field_types(cls: type[Any]) -> dict[str, tuple[type[Any], ...]]:
     """The types a setting accepts, by name; `NoneType` among them if it may be null."""
-    result = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        result[name] = typing.get_args(hint) if is_union else (hint,)
-    return result
+    return {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(cls).items()}
 
 
 def allowed_values(field: dataclasses.Field[Any], accepted: tuple[type[Any], ...]) -> str:
@@ -73,25 +79,18 @@ _TYPE_NAMES: dict[type[Any], str] = {int: "an integer", float: "a number", bool:
 
 
 def _has_type(value: object, accepted: tuple[type[Any], ...]) -> bool:
-    if isinstance(value, bool):
-        return bool in accepted
-    if isinstance(value, int):
-        return int in accepted or float in accepted
-    return isinstance(value, accepted)
+    return type(value) in accepted or (type(value) is int and float in accepted)
 
 
-def _in_range(value: object, limits: Mapping[str, Any]) -> bool:
+def _in_range(value: Any, limits: Mapping[str, Any]) -> bool:
     if value is None:
         return True
     if limits["choices"]:
         return value in limits["choices"]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            return False
-        if limits["minimum"] is not None and not value >= limits["minimum"]:
-            return False
-        return limits["above"] is None or value > limits["above"]
-    return True
+    if not isinstance(value, int | float):
+        return True
+    least, above = limits["minimum"], limits["above"]
+    return math.isfinite(value) and (least is None or value >= least) and (above is None or value > above)
 
 
 def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: str) -> tuple[Section, list[Problem]]:

@@ -171,15 +171,11 @@ class SampleLedger:
 
     def filter(self, group_id: int, reason: str) -> Group:
         """Leave a group out of training on purpose; its place is free again. `reason` is one of a few short words."""
-        group = self._live_group(group_id, "filter", GroupState.RUNNING, GroupState.READY)
-        self._filtered[reason] += 1
-        return self._give_up(group, GroupState.FILTERED, reason)
+        return self._give_up(group_id, "filter", GroupState.FILTERED, self._filtered, reason)
 
     def fail(self, group_id: int, reason: str) -> Group:
         """Give a group up because it cannot be generated; its place is free again. `reason`: a short word."""
-        group = self._live_group(group_id, "fail", GroupState.RUNNING, GroupState.READY)
-        self._failed[reason] += 1
-        return self._give_up(group, GroupState.FAILED, reason)
+        return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def next_batch(self) -> list[Group] | None:
         """The b oldest ready groups, or the next whole batch, if they may be trained now, else None."""
@@ -238,7 +234,7 @@ class SampleLedger:
             del self._live[group.id]
             self._trained += 1
             for stats in (self.staleness, batch_staleness):
-                stats.record(self.version - group.start)
+                stats[self.version - group.start] += 1
         self._leased = []
         self.check_identity()
         return batch_staleness
@@ -275,7 +271,7 @@ class SampleLedger:
             "live = running + ready + taken": counts.live == counts.running + counts.ready + counts.taken,
             "every issued prompt is recorded": len(self._issued_prompts) == counts.issued,
             "every trained prompt is recorded": len(self._trained_prompts) == counts.trained,
-            "every trained group's staleness is recorded": self.staleness.count == counts.trained,
+            "every trained group's staleness is recorded": self.staleness.total() == counts.trained,
             "the lease is what is taken": len(self._leased) == counts.taken,
             "the gate knows the running and ready groups": self._gate.starts() == dict(sorted(open_starts.items())),
         }
@@ -301,7 +297,7 @@ class SampleLedger:
             "trained": self._trained,
             "filtered": dict(self._filtered),
             "failed": dict(self._failed),
-            "staleness": [list(row) for row in self.staleness.histogram().items()],
+            "staleness": [list(row) for row in sorted(self.staleness.items())],
             "issued_prompts": self._issued_prompts.to_rows(),
             "trained_prompts": self._trained_prompts.to_rows(),
             "live": [group.to_row() for group in self._live.values()],
@@ -313,9 +309,8 @@ class SampleLedger:
         snapshot: Mapping[str, Any],
         settings: GateSettings,
         *,
-        target_groups: int | None = None,
-        issue_limit: int | None = None,
         whole_batches: bool = False,
+        **limits: int | None,
     ) -> Self:
         """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
 
@@ -323,7 +318,7 @@ class SampleLedger:
         batch that was leased is ready again, so it is trained exactly once relative to the weights of the checkpoint.
         """
         check_restorable(snapshot, settings, whole_batches)
-        ledger = cls(settings, target_groups=target_groups, issue_limit=issue_limit, whole_batches=whole_batches)
+        ledger = cls(settings, whole_batches=whole_batches, **limits)
         version = snapshot["version"]
         groups = [Group.from_row(row) for row in snapshot["live"]]
         ledger._live = {group.id: group for group in groups}
@@ -343,7 +338,7 @@ class SampleLedger:
         ledger._trained = snapshot["trained"]
         ledger._filtered = Counter(snapshot["filtered"])
         ledger._failed = Counter(snapshot["failed"])
-        ledger.staleness = StalenessStats((staleness, groups) for staleness, groups in snapshot["staleness"])
+        ledger.staleness = StalenessStats(dict(snapshot["staleness"]))
         ledger._issued_prompts = PromptSet(snapshot["issued_prompts"])
         ledger._trained_prompts = PromptSet(snapshot["trained_prompts"])
         ledger.check_identity()
@@ -382,7 +377,9 @@ class SampleLedger:
         self._live[group.id] = group
         return group
 
-    def _give_up(self, group: Group, state: GroupState, reason: str) -> Group:
+    def _give_up(self, group_id: int, transition: str, state: GroupState, reasons: Counter[str], reason: str) -> Group:
+        group = self._live_group(group_id, transition, GroupState.RUNNING, GroupState.READY)
+        reasons[reason] += 1
         self._gate.remove(group.start)
         del self._live[group.id]
         return replace(group, state=state, reason=reason)

@@ -7,54 +7,31 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a cluster, or this machine, has to place workers on.
+    """What a cluster, or this machine, has to place workers on."""
 
-    Attributes:
-        accelerators: Places for a trainer rank or a part of a rollout replica; on a CPU, Ray's logical count.
-    """
-
-    accelerators: int
+    accelerators: int  # places for a trainer rank or a part of a rollout replica; on a CPU, Ray's logical count
 
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """Rows of a data file that cannot be used.
-
-    Attributes:
-        column: Where the fault is.
-        what: What it is.
-        first: The first such row, from 0.
-        count: How many rows have it, at least.
-        most: Of prompts that are too long, the tokens of the longest one.
-    """
+    """Rows of a data file that cannot be used."""
 
     column: str
     what: Literal["empty", "too long"]
-    first: int
-    count: int
-    most: int = 0
+    first: int  # the first such row, from 0
+    count: int  # how many rows have it, at least
+    most: int = 0  # of prompts that are too long, the tokens of the longest one
 
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """What was found at a path that a setting names.
-
-    Attributes:
-        setting: The setting that names it.
-        path: The path as configured.
-        kind: What it should be: a model, a data file, a file of Python code, or the reward of programming tasks.
-        fault: Why it cannot be used (`does not exist`, ...), or None.
-        rows: Rows of a data file, where known.
-        columns: Columns of a data file, where known.
-        row_faults: Rows of a data file that cannot be used.
-        largest_tensor: Name and number of elements of a model's largest tensor, where known and needed.
-    """
+    """What was found at a path that a setting names."""
 
     setting: str
-    path: str
-    kind: Literal["model", "data", "code", "programs"]
-    fault: str | None = None
-    rows: int | None = None
-    columns: tuple[str, ...] | None = None
-    largest_tensor: tuple[str, int] | None = None
+    path: str  # as configured
+    kind: Literal["model", "data", "code", "programs"]  # programs: the reward of programming tasks
+    fault: str | None = None  # why it cannot be used ("does not exist")
+    rows: int | None = None  # of a data file, where known
+    columns: tuple[str, ...] | None = None  # of a data file, where known
+    largest_tensor: tuple[str, int] | None = None  # of a model: name and number of elements, where known and needed
     row_faults: tuple[RowFault, ...] = ()

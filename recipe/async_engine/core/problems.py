@@ -9,19 +9,12 @@ from recipe.async_engine.core.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One setting that cannot be used.
+    """One setting that cannot be used."""
 
-    Attributes:
-        setting: The dotted path of the setting, as written on the command line.
-        value: Its value, rendered.
-        allowed: What would be accepted.
-        advice: What to change.
-    """
-
-    setting: str
-    value: str
-    allowed: str
-    advice: str
+    setting: str  # its dotted path, as written on the command line
+    value: str  # rendered
+    allowed: str  # what would be accepted
+    advice: str  # what to change
 
     def __str__(self) -> str:
         return f"{self.setting}={self.value}: allowed is {self.allowed}. {self.advice}"
@@ -33,11 +26,8 @@ class ConfigError(RecipeError, ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         noun = "problem" if len(self.problems) == 1 else "problems"
-        lines = [
-            f"The configuration has {len(self.problems)} {noun}:",
-            *(f"  - {problem}" for problem in self.problems),
-        ]
-        super().__init__("\n".join(lines))
+        lines = "".join(f"\n  - {problem}" for problem in self.problems)
+        super().__init__(f"The configuration has {len(self.problems)} {noun}:{lines}")
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
         # Exceptions are rebuilt from `args` when they cross processes; ours are built from problems.

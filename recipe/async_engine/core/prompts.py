@@ -8,7 +8,7 @@ gone through completely is a single run. Test: tests/core/test_ledger.py.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,19 +33,17 @@ class PromptRef:
 
 
 class PromptSet:
-    """A set of (epoch, index) pairs, kept per epoch as disjoint, sorted, non-adjacent runs [first, end)."""
+    """A set of (epoch, index) pairs, kept per epoch as the ascending edges of its runs: first, end, first, end, ..."""
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
         """From the form that `to_rows` gives."""
-        self._firsts: dict[int, list[int]] = {}
-        self._ends: dict[int, list[int]] = {}
+        self._edges: dict[int, list[int]] = {}
         self._size = 0
         for epoch, first, end in runs:
-            firsts, ends = self._firsts.setdefault(epoch, []), self._ends.setdefault(epoch, [])
-            if not 0 <= first < end or (ends and first <= ends[-1]):
+            edges = self._edges.setdefault(epoch, [])
+            if not 0 <= first < end or (edges and first <= edges[-1]):
                 raise ValueError(f"runs of epoch {epoch} are not sorted and disjoint at [{first}, {end})")
-            firsts.append(first)
-            ends.append(end)
+            edges += (first, end)
             self._size += end - first
 
     def __len__(self) -> int:
@@ -53,28 +51,21 @@ class PromptSet:
 
     def __contains__(self, key: tuple[int, int]) -> bool:
         epoch, index = key
-        place = bisect_right(self._firsts.get(epoch, []), index) - 1
-        return place >= 0 and index < self._ends[epoch][place]
+        return bisect_right(self._edges.get(epoch, []), index) % 2 == 1
 
     def add(self, key: tuple[int, int]) -> bool:
         """Add the pair; False if it was in the set."""
         if key in self:
             return False
         epoch, index = key
-        firsts, ends = self._firsts.setdefault(epoch, []), self._ends.setdefault(epoch, [])
-        after = bisect_right(firsts, index)
-        joins_before = after > 0 and ends[after - 1] == index
-        joins_after = after < len(firsts) and firsts[after] == index + 1
-        if joins_before and joins_after:
-            ends[after - 1] = ends.pop(after)
-            del firsts[after]
-        elif joins_before:
-            ends[after - 1] = index + 1
-        elif joins_after:
-            firsts[after] = index
-        else:
-            firsts.insert(after, index)
-            ends.insert(after, index + 1)
+        edges = self._edges.setdefault(epoch, [])
+        # The pair is a run of its own; where one of its edges is another run's too, the two are one.
+        for edge in (index, index + 1):
+            place = bisect_left(edges, edge)
+            if place < len(edges) and edges[place] == edge:
+                del edges[place]
+            else:
+                edges.insert(place, edge)
         self._size += 1
         return True
 
@@ -82,6 +73,6 @@ class PromptSet:
         """[epoch, first, end] for every run of consecutive indices first..end-1, sorted."""
         return [
             [epoch, first, end]
-            for epoch in sorted(self._firsts)
-            for first, end in zip(self._firsts[epoch], self._ends[epoch], strict=True)
+            for epoch, edges in sorted(self._edges.items())
+            for first, end in zip(edges[::2], edges[1::2], strict=True)
         ]

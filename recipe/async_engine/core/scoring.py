@@ -49,21 +49,13 @@ class ScoringSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequest:
-    """One sequence to score.
+    """One sequence to score."""
 
-    Attributes:
-        id: unique at its server.
-        version: the version that sampled the tokens, or, with ``anchor: latest``, the oldest that will do.
-        tokens: length of the sequence.
-        start: of its prompt group; the oldest are trained first.
-        arrived: when it came.
-    """
-
-    id: int
-    version: int
-    tokens: int
-    start: int
-    arrived: float
+    id: int  # unique at its server
+    version: int  # that sampled the tokens, or, with ``anchor: latest``, the oldest that will do
+    tokens: int  # length of the sequence
+    start: int  # of its prompt group; the oldest are trained first
+    arrived: float  # when it came
 
 
 @dataclass(frozen=True, slots=True)

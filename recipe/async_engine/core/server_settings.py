@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from recipe.async_engine.core.knobs import knob
+from recipe.async_engine.core.knobs import knob, seconds
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 
 DISABLED = "disabled"
@@ -67,11 +67,8 @@ class LogProbServers:
         "Where new weights gather beside the live ones until all of them are there.",
         choices=("device", "host"),
     )
-    timeout: float = knob(
-        120.0,
-        "One request, whichever server answers it; after it the trainer computes those log-probs itself.",
-        unit="s",
-        above=0,
+    timeout: float = seconds(
+        120.0, "One request, whichever server answers it; after it the trainer computes those log-probs itself."
     )
 
     @property
@@ -103,12 +100,3 @@ class LogProbServers:
             drain_s=self.drain,
             answer_stale=self.while_loading == "old_version",
         )
-
-
-def proximal(asked: str | None, servers: LogProbServers, bypass_mode: bool) -> Proximal:
-    """Where a run's proximal log-probs come from, by `async_training.proximal_log_probs` and, if null, by the rest."""
-    if asked is not None:
-        return Proximal(asked)
-    if servers.enabled:
-        return Proximal.SERVER
-    return Proximal.BYPASS if bypass_mode else Proximal.RECOMPUTE

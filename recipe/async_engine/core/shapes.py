@@ -3,7 +3,7 @@
 
 Contract: `well_formed` reports every such setting whose value is of another type than the rules and the shells expect,
 and gives a configuration in which each of them has a harmless value, so that all other rules can still be applied.
-This package's own settings have their types in `config`, and those that `validation._amounts` reports are not here.
+This package's own settings have their types in `config`.
 Shown by tests/integration/test_config_fuzz.py.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from recipe.async_engine.core.case import ACTOR, ROLLOUT
 from recipe.async_engine.core.config import lookup
-from recipe.async_engine.core.knobs import render
+from recipe.async_engine.core.knobs import is_count, render
 from recipe.async_engine.core.problems import Problem
 
 
@@ -26,100 +26,99 @@ class Shape:
     allowed: str
     fits: Callable[[Any], bool]
     harmless: Any
+    advice: str = "Correct the value, or remove the setting."
+    needed: bool = False  # a setting that is absent is as one that is null
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _or_null(shape: Shape) -> Shape:
+    return Shape(f"{shape.allowed}, or null", lambda value: value is None or shape.fits(value), None)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_paths(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) and item for item in value))
+    if isinstance(value, list):
+        return all(isinstance(item, str) and item for item in value)
+    return value is None or isinstance(value, str)
 
 
 SECTION = Shape("a section of settings", lambda value: isinstance(value, Mapping), {})
-MAYBE_SECTION = Shape("a section of settings, or null", lambda value: value is None or SECTION.fits(value), None)
-COUNT = Shape("an integer >= 1", _is_count, 1)
-MAYBE_COUNT = Shape("an integer >= 1, or null", lambda value: value is None or _is_count(value), None)
-NATURAL = Shape(
-    "an integer >= 0, or null", lambda value: (value in (0, None) and value is not False) or _is_count(value), 0
+COUNT = Shape("an integer >= 1", is_count, 1)
+# Without a harmless value: rules leave out what they would have said of it.
+AMOUNT = Shape("an integer >= 1", is_count, None, "Set it to at least 1.", needed=True)
+FREQUENCY = Shape(
+    "an integer >= 1 (versions), or -1 for never",
+    lambda value: _is_integer(value) and value >= -1,
+    -1,
+    "It counts weight versions.",
+    needed=True,
 )
-MAYBE_INTEGER = Shape(
-    "an integer, or null", lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)), None
-)
+NATURAL = Shape("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), 0)
 FLAG = Shape("true or false", lambda value: isinstance(value, bool), False)
-MAYBE_FLAG = Shape("true or false, or null", lambda value: value is None or isinstance(value, bool), None)
-TEXT = Shape("a name", lambda value: isinstance(value, str) and value != "", "")
-MAYBE_TEXT = Shape("a path or name, or null", lambda value: value is None or isinstance(value, str), None)
-PATHS = Shape("a path, or a list of paths", lambda value: value is None or _is_paths(value), None)
+NAME = Shape("a name", lambda value: isinstance(value, str) and value != "", "")
+TEXT = Shape("a path or name", lambda value: isinstance(value, str), "")
+PATHS = Shape("a path, or a list of paths", _is_paths, None)
+MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
+MAYBE_INTEGER = _or_null(Shape("an integer", _is_integer, 0))
+
+
+def _of(section: str, shape: Shape, *names: str) -> dict[str, Shape]:
+    return {f"{section}.{name}" if section else name: shape for name in names}
+
 
 # Outer sections first: what is inside a wrong one is not looked at.
 SHAPES: Mapping[str, Shape] = {
-    **dict.fromkeys(("data", "trainer", "reward", "algorithm", "actor_rollout_ref"), SECTION),
-    **dict.fromkeys(("actor_rollout_ref.model", ROLLOUT, ACTOR, f"{ROLLOUT}.agent"), SECTION),
-    **dict.fromkeys((f"{ROLLOUT}.checkpoint_engine", f"{ACTOR}.checkpoint"), SECTION),
-    **dict.fromkeys(("critic", "ray_kwargs", "ray_kwargs.ray_init", f"{ACTOR}.fsdp_config"), MAYBE_SECTION),
-    **dict.fromkeys(("reward.reward_manager", "reward.reward_model", "reward.custom_reward_function"), MAYBE_SECTION),
-    **dict.fromkeys(("custom_reward_function", "data.custom_cls", f"{ACTOR}.megatron"), MAYBE_SECTION),
-    f"{ROLLOUT}.tensor_model_parallel_size": COUNT,
-    f"{ROLLOUT}.data_parallel_size": COUNT,
-    f"{ROLLOUT}.pipeline_model_parallel_size": COUNT,
-    f"{ROLLOUT}.max_model_len": MAYBE_COUNT,
-    f"{ROLLOUT}.max_num_seqs": COUNT,
-    f"{ROLLOUT}.max_num_batched_tokens": COUNT,
-    f"{ROLLOUT}.enable_chunked_prefill": FLAG,
-    f"{ROLLOUT}.calculate_log_probs": FLAG,
-    f"{ROLLOUT}.full_determinism": FLAG,
-    f"{ROLLOUT}.free_cache_engine": FLAG,
-    f"{ROLLOUT}.enable_sleep_mode": FLAG,
-    f"{ROLLOUT}.name": TEXT,
-    f"{ROLLOUT}.checkpoint_engine.backend": TEXT,
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": COUNT,
-    f"{ACTOR}.strategy": TEXT,
-    f"{ACTOR}.use_dynamic_bsz": FLAG,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": MAYBE_COUNT,
-    f"{ACTOR}.ulysses_sequence_parallel_size": COUNT,
-    f"{ACTOR}.fsdp_config.model_dtype": TEXT,
-    f"{ACTOR}.checkpoint.async_save": FLAG,
-    "actor_rollout_ref.hybrid_engine": FLAG,
-    "actor_rollout_ref.model.path": MAYBE_TEXT,
-    "algorithm.adv_estimator": TEXT,
-    "algorithm.filter_groups": MAYBE_SECTION,
-    "algorithm.filter_groups.enable": FLAG,
-    "algorithm.filter_groups.metric": MAYBE_TEXT,
-    "algorithm.filter_groups.max_num_gen_batches": MAYBE_INTEGER,
-    "critic.enable": MAYBE_FLAG,
-    "critic.model": MAYBE_SECTION,
-    "critic.model.path": MAYBE_TEXT,
-    "critic.checkpoint": MAYBE_SECTION,
-    "critic.checkpoint.async_save": FLAG,
-    "critic.strategy": TEXT,
-    "critic.use_dynamic_bsz": FLAG,
-    "critic.ppo_micro_batch_size": MAYBE_COUNT,
-    "critic.ppo_micro_batch_size_per_gpu": MAYBE_COUNT,
-    "data.train_files": PATHS,
-    "data.val_files": PATHS,
-    "data.train_batch_size": NATURAL,
-    "data.gen_batch_size": NATURAL,
-    "data.prompt_key": TEXT,
-    "data.reward_fn_key": TEXT,
-    "data.filter_overlong_prompts": FLAG,
-    "data.train_max_samples": MAYBE_INTEGER,
-    "data.custom_cls.path": MAYBE_TEXT,
-    "trainer.device": MAYBE_TEXT,
-    "trainer.resume_mode": TEXT,
-    "trainer.resume_from_path": MAYBE_TEXT,
-    "trainer.default_local_dir": TEXT,
-    "trainer.default_hdfs_dir": MAYBE_TEXT,
-    "trainer.max_actor_ckpt_to_keep": MAYBE_COUNT,
-    "reward.custom_reward_function.path": MAYBE_TEXT,
-    "reward.custom_reward_function.name": MAYBE_TEXT,
-    "reward.reward_manager.source": TEXT,
-    "reward.reward_model.enable": FLAG,
-    "reward.reward_model.enable_resource_pool": FLAG,
-    "reward.reward_model.nnodes": MAYBE_INTEGER,
-    "reward.reward_model.n_gpus_per_node": MAYBE_INTEGER,
-    "ray_kwargs.ray_init.num_gpus": NATURAL,
-    "ray_kwargs.ray_init.address": MAYBE_TEXT,
+    **_of("", SECTION, "data", "trainer", "reward", "algorithm", "actor_rollout_ref", "actor_rollout_ref.model"),
+    **_of("", SECTION, ROLLOUT, ACTOR, f"{ROLLOUT}.agent", f"{ROLLOUT}.checkpoint_engine", f"{ACTOR}.checkpoint"),
+    **_of("", MAYBE_SECTION, "critic", "critic.model", "critic.checkpoint", "ray_kwargs", "ray_kwargs.ray_init"),
+    **_of("reward", MAYBE_SECTION, "reward_manager", "reward_model", "custom_reward_function"),
+    **_of("", MAYBE_SECTION, "custom_reward_function", "data.custom_cls", "algorithm.filter_groups"),
+    **_of(ACTOR, MAYBE_SECTION, "fsdp_config", "megatron"),
+    **_of(ROLLOUT, AMOUNT, "n", "agent.num_workers"),
+    **_of(ROLLOUT, COUNT, "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
+    **_of(ROLLOUT, COUNT, "max_num_seqs", "max_num_batched_tokens"),
+    **_of(ROLLOUT, COUNT, "checkpoint_engine.update_weights_bucket_megabytes"),
+    **_of(ROLLOUT, MAYBE_COUNT, "max_model_len"),
+    **_of(ROLLOUT, FLAG, "enable_chunked_prefill", "calculate_log_probs", "full_determinism"),
+    **_of(ROLLOUT, FLAG, "free_cache_engine", "enable_sleep_mode"),
+    **_of(ROLLOUT, NAME, "name", "checkpoint_engine.backend"),
+    **_of(ACTOR, AMOUNT, "ppo_mini_batch_size"),
+    **_of(ACTOR, COUNT, "ulysses_sequence_parallel_size"),
+    **_of(ACTOR, MAYBE_COUNT, "ppo_micro_batch_size_per_gpu"),
+    **_of(ACTOR, FLAG, "use_dynamic_bsz", "checkpoint.async_save"),
+    **_of(ACTOR, NAME, "strategy", "fsdp_config.model_dtype"),
+    **_of("actor_rollout_ref", FLAG, "hybrid_engine"),
+    **_of("actor_rollout_ref", MAYBE_TEXT, "model.path"),
+    **_of("algorithm", NAME, "adv_estimator"),
+    **_of("algorithm.filter_groups", FLAG, "enable"),
+    **_of("algorithm.filter_groups", MAYBE_TEXT, "metric"),
+    **_of("algorithm.filter_groups", MAYBE_INTEGER, "max_num_gen_batches"),
+    **_of("critic", MAYBE_FLAG, "enable"),
+    **_of("critic", FLAG, "checkpoint.async_save", "use_dynamic_bsz"),
+    **_of("critic", NAME, "strategy"),
+    **_of("critic", MAYBE_TEXT, "model.path"),
+    **_of("critic", MAYBE_COUNT, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu"),
+    **_of("data", AMOUNT, "max_prompt_length", "max_response_length"),
+    **_of("data", PATHS, "train_files", "val_files"),
+    **_of("data", NATURAL, "train_batch_size", "gen_batch_size"),
+    **_of("data", NAME, "prompt_key", "reward_fn_key"),
+    **_of("data", FLAG, "filter_overlong_prompts"),
+    **_of("data", MAYBE_INTEGER, "train_max_samples"),
+    **_of("data", MAYBE_TEXT, "custom_cls.path"),
+    **_of("trainer", AMOUNT, "nnodes", "n_gpus_per_node", "total_epochs"),
+    **_of("trainer", MAYBE_COUNT, "total_training_steps", "max_actor_ckpt_to_keep"),
+    **_of("trainer", FREQUENCY, "save_freq", "test_freq"),
+    **_of("trainer", NAME, "resume_mode", "default_local_dir"),
+    **_of("trainer", MAYBE_TEXT, "device", "resume_from_path", "default_hdfs_dir"),
+    **_of("reward", AMOUNT, "num_workers"),
+    **_of("reward", MAYBE_TEXT, "custom_reward_function.path", "custom_reward_function.name"),
+    **_of("reward", NAME, "reward_manager.source"),
+    **_of("reward.reward_model", FLAG, "enable", "enable_resource_pool"),
+    **_of("reward.reward_model", MAYBE_INTEGER, "nnodes", "n_gpus_per_node"),
+    **_of("ray_kwargs.ray_init", NATURAL, "num_gpus"),
+    **_of("ray_kwargs.ray_init", MAYBE_TEXT, "address"),
 }
 ABSENT = object()
 
@@ -130,8 +129,10 @@ def well_formed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     problems = []
     for setting, shape in SHAPES.items():
         value = lookup(repaired, setting, ABSENT)
-        if value is not ABSENT and not shape.fits(value):
-            problems.append(Problem(setting, render(value), shape.allowed, "Correct the value, or remove the setting."))
+        if value is ABSENT and shape.needed:
+            problems.append(Problem(setting, "null", shape.allowed, shape.advice))
+        elif value is not ABSENT and not shape.fits(value):
+            problems.append(Problem(setting, render(value), shape.allowed, shape.advice))
             _replace(repaired, setting.split("."), shape.harmless)
     return repaired, problems
 

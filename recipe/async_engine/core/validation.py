@@ -11,39 +11,15 @@ from typing import Any
 
 from recipe.async_engine.core import algorithm_rules, batch_rules, data_rules, reward_rules, saving_rules, server_rules
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
-from recipe.async_engine.core.config import SHARED, read_settings, replica_size, rollout_accelerators
+from recipe.async_engine.core.config import SHARED, lookup, read_settings, replica_size, rollout_accelerators
 from recipe.async_engine.core.outside import FileFact, Resources
 from recipe.async_engine.core.problems import ConfigError, Problem
 from recipe.async_engine.core.shapes import well_formed
 
-__all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "validate"]
+__all__ = ["ConfigError", "FileFact", "Problem", "Resources", "notices", "training_rows", "validate"]
 
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
-
-
-def _amounts(case: Case) -> Iterator[Problem]:
-    for setting in (
-        f"{ROLLOUT}.n",
-        f"{ACTOR}.ppo_mini_batch_size",
-        f"{ROLLOUT}.agent.num_workers",
-        "reward.num_workers",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.total_epochs",
-        "data.max_prompt_length",
-        "data.max_response_length",
-    ):
-        if case.count(setting) is None:
-            yield case.problem(setting, "an integer >= 1", "Set it to at least 1.")
-    if case.get("trainer.total_training_steps") is not None and case.count("trainer.total_training_steps") is None:
-        yield case.problem(
-            "trainer.total_training_steps", "an integer >= 1, or null", "null leaves it to other limits."
-        )
-    for setting in ("trainer.save_freq", "trainer.test_freq"):
-        value = case.get(setting)
-        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-            yield case.problem(setting, "an integer >= 1 (versions), or -1 for never", "It counts weight versions.")
 
 
 def _rollout(case: Case) -> Iterator[Problem]:
@@ -190,7 +166,6 @@ def _builtin_task(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
-    _amounts,
     batch_rules.staleness,
     batch_rules.whole_batches,
     batch_rules.shared_placement,
@@ -225,7 +200,7 @@ def validate(
 
     Args:
         config: The composed configuration as a plain, resolved mapping.
-        dataset_rows: Prompts in the training data, where known; else the sum over `files`.
+        dataset_rows: Prompts in the training data, where known; else `training_rows`.
         available: What there is to place workers on, where known.
         files: What was found at the paths that the configuration names.
     """
@@ -233,22 +208,26 @@ def validate(
     settings, own = read_settings(config)
     problems += own
     if dataset_rows is None:
-        rows = [fact.rows for fact in files if fact.setting == "data.train_files"]
-        known = [count for count in rows if count is not None]
-        dataset_rows = sum(known) if known and len(known) == len(rows) else None
+        dataset_rows = training_rows(config, files)
     case = Case(config, settings, dataset_rows, available, files)
     for rule in RULES:
         problems += rule(case)
     return problems
 
 
+def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:
+    """Prompts in the training data, or None where a file's rows are not known without loading it."""
+    counts = [fact.rows for fact in files if fact.setting == "data.train_files"]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts):
+        return None
+    limit = lookup(config, "data.train_max_samples")
+    return min(sum(known), limit) if limit is not None and limit > 0 else sum(known)
+
+
 def notices(config: Mapping[str, Any]) -> list[str]:
     """Settings that are accepted and have no effect, each with the reason; to be logged once at start-up."""
-    training = read_settings(config)[0].async_training
-    found = []
-    if training.use_trainer_do_validate:
-        found.append(
-            "async_training.use_trainer_do_validate=true has no effect: validation runs on the rollout replicas only,"
-            " with the same scores."
-        )
-    return found
+    if not read_settings(config)[0].async_training.use_trainer_do_validate:
+        return []
+    setting = "async_training.use_trainer_do_validate"
+    return [f"{setting}=true has no effect: validation runs on the rollout replicas only, with the same scores."]

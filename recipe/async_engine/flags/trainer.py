@@ -42,20 +42,14 @@ class NoAgentLoops:
 
 
 class FlaggedTrainer(PPOTrainer):
-    """See the module's contract.
+    """See the module's contract."""
 
-    Attributes:
-        name: what ``trainer.v1.trainer_mode`` is.
-        mode: the mode.
-        trainer_class: its trainer, by name.
-        batch_by_updates: a step's batch is counted in mini-batches (``async_training.require_batches``), where verl has
-            ``data.train_batch_size``.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # what ``trainer.v1.trainer_mode`` is
     mode: ClassVar[str]
     trainer_class: ClassVar[str]
     batch_by_updates: ClassVar[bool] = False
+    """A step's batch is counted in mini-batches (``async_training.require_batches``), where verl has
+    ``data.train_batch_size``."""
 
     def __init__(self, config: DictConfig) -> None:
         # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
@@ -91,20 +85,10 @@ class FlaggedTrainer(PPOTrainer):
     def init(self) -> None:
         """The run's processes start in `fit`."""
 
-    def get_llm_client(self) -> None:
-        """Agent loops get theirs from the mode."""
+    def _nothing(self) -> None:
+        """What verl's loop asks for is the modes' own affair, and its loop does not run here."""
 
-    def get_teacher_client(self) -> None:
-        """As `get_llm_client`."""
-
-    def get_reward_handles(self) -> None:
-        """As `get_llm_client`."""
-
-    def on_sample_end(self) -> None:
-        """verl's loop calls it, which does not run here."""
-
-    def on_step_end(self) -> None:
-        """As `on_sample_end`."""
+    get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
         """Run to the end.
