@@ -74,14 +74,14 @@ def test_trainer_computes_only_what_servers_did_not() -> None:
     servers = LogProbServers(backend="fsdp2")
     by_servers = source(Proximal.SERVER, recompute, servers)
     batch = batch_of([scores([2, 2, 3]), None])
-    metrics = by_servers.compute(batch, version=5)
+    metrics = by_servers(batch, 5)
     assert asked == [2]
     assert batch.batch["old_log_probs"].tolist() == [[-1, -1, -1, 0], [-9] * 4]
     assert batch.batch[SCORED_BY].tolist() == [[2, 2, 3, -1], [5, -1, 5, 5]]
     assert metrics["model_engine_server/fallback_rows"] == 1
     # The next batch is the servers' again.
     batch = batch_of([scores([2, 2, 3]), scores([3, -1, 3, 3])])
-    metrics = by_servers.compute(batch, version=5)
+    metrics = by_servers(batch, 5)
     assert asked == [2] and metrics["model_engine_server/fallback_rows"] == 0
     assert batch.batch["entropys"].tolist() == [[2, 2, 2, 0], [2, 0, 2, 2]]
 

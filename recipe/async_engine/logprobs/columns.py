@@ -20,25 +20,15 @@ from recipe.async_engine.rollout.part_scores import ResponseScores
 
 @dataclass(frozen=True)
 class ServerColumns:
-    """Of a batch of rows with responses padded to R tokens; 0, and version -1, where nothing was sampled.
+    """Of a batch of rows with responses padded to R tokens; 0, and version -1, where nothing was sampled."""
 
-    Attributes:
-        log_probs: float32 (rows, R).
-        entropy: float32 (rows, R).
-        versions: int64 (rows, R), the version that computed each token's.
-        missing: bool (rows,), rows that have none.
-        wrong: of these, rows whose scores were computed by a version that will not do.
-        late_tokens: tokens that another version computed than the one wanted.
-        queued_s: longest time that a request of the batch waited at a server.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
-    versions: torch.Tensor
-    missing: torch.Tensor
-    wrong: int
-    late_tokens: int
-    queued_s: float
+    log_probs: torch.Tensor  # float32 (rows, R)
+    entropy: torch.Tensor  # float32 (rows, R)
+    versions: torch.Tensor  # int64 (rows, R), the version that computed each token's
+    missing: torch.Tensor  # bool (rows,), rows that have none
+    wrong: int  # of these, rows whose scores were computed by a version that will not do
+    late_tokens: int  # tokens that another version computed than the one wanted
+    queued_s: float  # longest time that a request of the batch waited at a server
 
 
 @dataclass(frozen=True)

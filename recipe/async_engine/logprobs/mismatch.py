@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the proximal policy is from the one that sampled, whether or not anything is corrected for it.
+"""How far the proximal policy is from the one that sampled, whether or not anything is corrected for it; its entropy.
 
 verl's metrics under verl's names (``rollout_corr/*``); those of the importance weights it computes only where weights
 are applied, so they are computed here. Shown by tests/integration/test_log_prob_columns.py.
@@ -7,7 +7,10 @@ are applied, so they are computed here. Shown by tests/integration/test_log_prob
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
 
 SAFETY_BOUND = 20.0
@@ -46,3 +49,20 @@ def neutral(
     (utils/metric/utils.py:143), so these report what a policy that equals the sampling one does.
     """
     return log_prob.detach(), torch.zeros_like(advantages), torch.ones_like(response_mask)
+
+
+def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
+    """``actor/entropy`` of a batch, aggregated as the loss is (verl/experimental/separation/ray_trainer.py:522).
+
+    Args:
+        entropy: of each token's distribution, (rows, R).
+        response_mask: 1 for the tokens that are trained, (rows, R).
+        actor: verl's section ``actor_rollout_ref.actor``.
+    """
+    total = agg_loss(
+        loss_mat=entropy,
+        loss_mask=response_mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    return {"actor/entropy": total.item()}

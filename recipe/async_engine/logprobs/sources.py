@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four sources of proximal log-probs, behind one interface.
 
-Contract: after `LogProbSource.compute` a batch has ``old_log_probs``, whatever happened to servers: rows that they did
+Contract: after a `LogProbSource` a batch has ``old_log_probs``, whatever happened to servers: rows that they did
 not score are computed by the trainer, with a warning and a metric, and the next batch is theirs again. Shown by
 tests/integration/test_log_prob_columns.py and tests/e2e/test_model_engine.py.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import ray
@@ -37,103 +38,80 @@ Recompute = Callable[[DataProto], tuple[torch.Tensor, torch.Tensor]]
 """By the trainer: log-probs and entropies, float32 (rows, R) each, of a batch by the newest published version."""
 
 
-class LogProbSource(Protocol):
-    """Where proximal log-probs come from."""
-
-    def compute(self, batch: DataProto, version: int) -> dict[str, float]:
-        """Give ``batch``, trained at ``version``, the column ``old_log_probs``. Returns metrics; ``entropy`` among
-        them if it was computed."""
-
-
-class Bypass:
-    """Those of the policy that sampled."""
-
-    def compute(self, batch: DataProto, version: int) -> dict[str, float]:
-        """See `LogProbSource.compute`. The loss reports the mismatch, by the current policy."""
-        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        return {}
-
-
-class LogLinear:
-    """Interpolated in the loss, see :mod:`recipe.async_engine.logprobs.loglinear`."""
-
-    def compute(self, batch: DataProto, version: int) -> dict[str, float]:
-        """See `LogProbSource.compute`."""
-        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
-        return {}
-
-
-class ByTrainer:
-    """Those of the newest published version, by a forward pass of the trainer."""
-
-    def __init__(self, recompute: Recompute) -> None:
-        self._recompute = recompute
-
-    def compute(self, batch: DataProto, version: int) -> dict[str, float]:
-        """See `LogProbSource.compute`."""
-        log_probs, entropy = self._recompute(batch)
-        return _taken(batch, log_probs, entropy)
-
-
-class ByServers:
-    """Those that log-prob servers computed while the samples were generated, or waited."""
-
-    def __init__(self, recompute: Recompute, servers: LogProbServers) -> None:
-        self._recompute = recompute
-        self._anchor = Anchor(servers.anchor)
-        self._older_will_do = servers.while_loading == "old_version"
-        self._timeout_s = servers.timeout
-
-    def compute(self, batch: DataProto, version: int) -> dict[str, float]:
-        """See `LogProbSource.compute`; also the column ``old_log_prob_versions``."""
-        rows = self._rows(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)))
-        sampled_by = batch.batch[TOKEN_VERSIONS]
-        columns = server_columns(rows, sampled_by, Wanted(self._anchor, version, self._older_will_do))
-        log_probs, entropy, scored_by = columns.log_probs, columns.entropy, columns.versions
-        missing = columns.missing
-        if missing.any():
-            logger.warning(
-                "log-prob servers scored %d of %d trajectories (%d by another version than the one wanted); the "
-                "trainer computes the rest",
-                int((~missing).sum()),
-                len(rows),
-                columns.wrong,
-            )
-            computed, entropies = self._recompute(batch)
-            log_probs = torch.where(missing[:, None], computed, log_probs)
-            entropy = torch.where(missing[:, None], entropies, entropy)
-            scored_by = torch.where(missing[:, None] & (sampled_by >= 0), version, scored_by)
-        batch.batch[SCORED_BY] = scored_by
-        return _taken(batch, log_probs, entropy) | {
-            "model_engine_server/fallback_rows": int(missing.sum()),
-            "model_engine_server/wrong_version_rows": columns.wrong,
-            "model_engine_server/late_tokens": columns.late_tokens,
-            "model_engine_server/queue_seconds_max": columns.queued_s,
-        }
-
-    def _rows(self, scores: Sequence[Any]) -> list[ResponseScores | None]:
-        """With object references resolved; what is lost or late is None."""
-        deadline = time.monotonic() + self._timeout_s
-        rows: list[ResponseScores | None] = []
-        for item in scores:
-            if isinstance(item, ObjectRef):
-                try:
-                    item = ray.get(item, timeout=max(0.0, deadline - time.monotonic()))
-                except (GetTimeoutError, RayError) as error:
-                    logger.warning("the scores of a trajectory are lost: %s", error)
-                    item = None
-            rows.append(item)
-        return rows
+LogProbSource = Callable[[DataProto, int], dict[str, float]]
+"""Gives a batch, trained at a version, the column ``old_log_probs``, and ``entropys`` if they were computed; returns
+metrics."""
 
 
 def source(which: Proximal, recompute: Recompute, servers: LogProbServers) -> LogProbSource:
     """The source of this name."""
     if which is Proximal.BYPASS:
-        return Bypass()
+        return bypass
     if which is Proximal.LOGLINEAR:
-        return LogLinear()
-    return ByServers(recompute, servers) if which is Proximal.SERVER else ByTrainer(recompute)
+        return loglinear
+    return partial(by_servers, recompute, servers) if which is Proximal.SERVER else partial(by_trainer, recompute)
+
+
+def bypass(batch: DataProto, version: int) -> dict[str, float]:
+    """Those of the policy that sampled. The loss reports the mismatch, by the current policy."""
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    return {}
+
+
+def loglinear(batch: DataProto, version: int) -> dict[str, float]:
+    """Interpolated in the loss, see :mod:`recipe.async_engine.logprobs.loglinear`."""
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
+    return {}
+
+
+def by_trainer(recompute: Recompute, batch: DataProto, version: int) -> dict[str, float]:
+    """Those of the newest published version, by a forward pass of the trainer."""
+    return _taken(batch, *recompute(batch))
+
+
+def by_servers(recompute: Recompute, servers: LogProbServers, batch: DataProto, version: int) -> dict[str, float]:
+    """Those that log-prob servers computed while the samples were generated, or waited; also the column `SCORED_BY`."""
+    rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), servers.timeout)
+    sampled_by = batch.batch[TOKEN_VERSIONS]
+    wanted = Wanted(Anchor(servers.anchor), version, servers.while_loading == "old_version")
+    columns = server_columns(rows, sampled_by, wanted)
+    log_probs, entropy, scored_by = columns.log_probs, columns.entropy, columns.versions
+    missing = columns.missing
+    if missing.any():
+        logger.warning(
+            "log-prob servers scored %d of %d trajectories (%d by another version than the one wanted); the "
+            "trainer computes the rest",
+            int((~missing).sum()),
+            len(rows),
+            columns.wrong,
+        )
+        computed, entropies = recompute(batch)
+        log_probs = torch.where(missing[:, None], computed, log_probs)
+        entropy = torch.where(missing[:, None], entropies, entropy)
+        scored_by = torch.where(missing[:, None] & (sampled_by >= 0), version, scored_by)
+    batch.batch[SCORED_BY] = scored_by
+    return _taken(batch, log_probs, entropy) | {
+        "model_engine_server/fallback_rows": int(missing.sum()),
+        "model_engine_server/wrong_version_rows": columns.wrong,
+        "model_engine_server/late_tokens": columns.late_tokens,
+        "model_engine_server/queue_seconds_max": columns.queued_s,
+    }
+
+
+def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
+    """What object references stand for; what is lost or late is None."""
+    deadline = time.monotonic() + timeout_s
+    rows: list[ResponseScores | None] = []
+    for item in scores:
+        if isinstance(item, ObjectRef):
+            try:
+                item = ray.get(item, timeout=max(0.0, deadline - time.monotonic()))
+            except (GetTimeoutError, RayError) as error:
+                logger.warning("the scores of a trajectory are lost: %s", error)
+                item = None
+        rows.append(item)
+    return rows
 
 
 def scores_column(scores: Sequence[Any]) -> np.ndarray:

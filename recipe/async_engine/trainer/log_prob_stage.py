@@ -16,7 +16,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 
 from recipe.async_engine.logprobs.columns import reference_column
-from recipe.async_engine.logprobs.entropy import entropy_metric
+from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.rollout.part_scores import REFERENCE
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LogProbStage:
         # Present in every run: seconds of log-prob work that training waited for.
         self.timing_raw.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
-        self.metrics.update(self._log_probs.compute(batch, self.ledger.version))
+        self.metrics.update(self._log_probs(batch, self.ledger.version))
         self.metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
         if "entropys" in batch.batch:
             self._report_entropy(batch)

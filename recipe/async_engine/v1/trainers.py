@@ -36,7 +36,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.config.inspect import plain
 from recipe.async_engine.core.v1_rules import read_v1
-from recipe.async_engine.logprobs.entropy import entropy_metric
+from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.shadowing import check_not_shadowed
