@@ -394,11 +394,11 @@ def test_the_bound_and_the_depth_follow_from_the_threshold(given: dict[str, Any]
 
 def test_a_plan_has_the_amounts_of_the_run() -> None:
     plan = derive(configured({}), dataset_rows=500)
-    assert (plan.batch_groups, plan.batches_per_version, plan.version_groups) == (32, 2, 64)
+    assert (plan.batch_groups, plan.batches_per_version) == (32, 2)
     assert (plan.trainer_ranks, plan.rollout_replicas, plan.answers_per_group) == (4, 2, 8)
     # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
     assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
-    assert (plan.total_steps, plan.total_versions, plan.total_groups) == (31, 16, 1000)
+    assert (plan.total_steps, plan.total_groups) == (31, 1000)
 
 
 @pytest.mark.parametrize(

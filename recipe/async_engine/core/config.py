@@ -311,16 +311,6 @@ class RunPlan:
     proximal: Proximal  # where the proximal log-probs come from
     settings: Settings
 
-    @property
-    def version_groups(self) -> int:
-        """B = k * b, prompt groups trained by one version."""
-        return self.batches_per_version * self.batch_groups
-
-    @property
-    def total_versions(self) -> int:
-        """Weight syncs after training steps, the last one included."""
-        return math.ceil(self.total_steps / self.batches_per_version)
-
 
 def staleness_bound(training: AsyncTraining) -> int:
     """S, the hard bound in versions."""

@@ -32,17 +32,15 @@ def place(
     sequence = [*prompt, *response]
     places, covered = [], [False] * len(response)
     for part in parts:
-        begin = len(part.context)
-        end = min(begin + len(part.tokens), len(sequence))
+        begin, known = len(part.context), [*part.context, *part.tokens][: len(sequence)]
         if begin > len(sequence):
             places.append((len(response), 0))
             continue
-        if begin < len(prompt) or sequence[:begin] != list(part.context):
+        if begin < len(prompt) or sequence[: len(known)] != known:
             return None
-        if sequence[begin:end] != list(part.tokens[: end - begin]):
-            return None
-        places.append((begin - len(prompt), end - begin))
-        covered[begin - len(prompt) : end - len(prompt)] = [True] * (end - begin)
+        first, used = begin - len(prompt), len(known) - begin
+        places.append((first, used))
+        covered[first : first + used] = [True] * used
     if any(sampled and not found for sampled, found in zip(mask, covered, strict=True)):
         return None
     return places

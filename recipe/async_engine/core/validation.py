@@ -9,7 +9,7 @@ case for each rule.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe.async_engine.core import algorithm_rules, batch_rules, data_rules, reward_rules, saving_rules, server_rules
+from recipe.async_engine.core import algorithm_rules, batch_rules, data_rules, reward_rules, server_rules
 from recipe.async_engine.core.case import ACTOR, ROLLOUT, Case
 from recipe.async_engine.core.config import SHARED, lookup, read_settings, replica_size, rollout_accelerators
 from recipe.async_engine.core.outside import FileFact, Resources
@@ -185,7 +185,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _resources,
     _builtin_task,
     data_rules.files,
-    saving_rules.saving,
+    data_rules.saving,
 )
 
 
