@@ -160,8 +160,7 @@ def test_stopped_trainer_lost_control_process_and_killed_main_end_a_run_that_goe
     "faults",
     [
         pytest.param([CONTROL_STOPPED, RAYLET_STOPPED, RAYLET_KILLED, RANK_STOPPED], id="Ray and a training worker"),
-        pytest.param([LOADER_STOPPED, LOADER_KILLED], id="data loader"),
-        pytest.param([FORK_SERVER_KILLED], id="fork server"),
+        pytest.param([FORK_SERVER_KILLED, LOADER_STOPPED, LOADER_KILLED], id="fork server and data loader"),
     ],
 )
 def test_run_that_loses_what_it_cannot_do_without_ends_in_time_and_goes_on_from_its_checkpoints(
@@ -177,4 +176,50 @@ def test_run_that_loses_what_it_cannot_do_without_ends_in_time_and_goes_on_from_
     ]
     for fault in faults:
         live(overrides, folder, fault)
+    finish(overrides, folder)
+
+
+SPARE = {
+    "reward worker": "fully_async/rewards/worker_restarts",
+    "agent-loop worker": "fully_async/count/agent_loop_worker_restarts",
+    "rollout server": "fully_async/count/restarts",
+}
+"""What a run has two of here, and the column that counts those that were started in a lost one's place."""
+REPLACED_S = 180.0
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "balancer"),
+    [
+        pytest.param(STOP, Fault("load balancer", STOP, "load balancer .* DOES NOT ANSWER", 45), id="stopped"),
+        pytest.param(KILL, Fault("load balancer", KILL, "load balancer .* died", 20), id="killed"),
+    ],
+)
+def test_run_goes_on_without_one_of_two_and_replaces_it_but_ends_without_the_load_balancer(
+    number: int, balancer: Fault, task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    folder = tmp_path / "run"
+    timeouts = {"agent_worker": 15, "reward": 10, "weight_sync": 15, "stall": 45}
+    overrides = [
+        *small(task, folder, ray_dir),
+        *(f"async_training.timeouts.{name}={seconds}" for name, seconds in timeouts.items()),
+        "trainer.save_freq=10",
+        "rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "reward.num_workers=2",
+    ]
+    with drilled(FULLY_ASYNC, [*overrides, "trainer.total_training_steps=100000"], folder) as run:
+        run.wait_for_steps(3)
+        for part, restarts in SPARE.items():
+            began = time.monotonic()
+            lost = run.signal(part, number)
+            run.wait_for(lambda counted=restarts: run.steps()[-1][counted] == 1, f"another {part}", REPLACED_S)
+            logger.info("%s %s: replaced after %.0f s", part, lost.pid, time.monotonic() - began)
+            run.wait_for_steps(3)
+        run.wait_for(lambda: run.steps()[-1]["fully_async/count/live_replicas"] == 2, "two replicas", REPLACED_S)
+        run.wait_for(lambda: committed_steps(folder), "a checkpoint")
+        end_by(run, balancer)
     finish(overrides, folder)

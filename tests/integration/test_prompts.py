@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from recipe.async_engine.rollout.prompts import (
     DATASET_INDEX,
     DataFailed,
     IndexedDataset,
+    Prompt,
     PromptFeed,
     PromptSource,
     sample_of,
@@ -189,6 +192,29 @@ def test_worker_process_of_a_data_loader_that_stopped_or_died_is_named(signal_nu
 
     with pytest.raises(DataFailed, match=said):
         asyncio.run(feed())
+
+
+def test_checkpoint_does_not_wait_again_for_a_loader_that_was_late_already() -> None:
+    hangs = threading.Event()
+
+    class Hanging(PromptSource):
+        def take(self) -> Prompt | None:
+            hangs.wait(60)
+            return None
+
+    async def feed() -> float:
+        prompts = PromptFeed(Hanging(make_loader(4), epochs=1), timeout_s=2.0)
+        with pytest.raises(DataFailed, match="gave no prompt within 2 s"):
+            await prompts.take()
+        began = time.monotonic()
+        with pytest.raises(DataFailed, match="gave no prompt within 2 s"):
+            async with prompts.standstill():
+                pass
+        hangs.set()
+        prompts.close()
+        return time.monotonic() - began
+
+    assert asyncio.run(feed()) < 1.0
 
 
 def test_feed_gives_every_prompt_once_and_its_position_is_that_of_what_it_gave() -> None:

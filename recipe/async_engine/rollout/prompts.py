@@ -178,6 +178,7 @@ class PromptFeed:
         self._source = source
         self._timeout_s = timeout_s
         self._ahead: Prompt | None = None
+        self._late: DataFailed | None = None
         # One thing at a time, so that a position is that of a moment.
         self._lock = asyncio.Lock()
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]] | None] = queue.SimpleQueue()
@@ -219,6 +220,8 @@ class PromptFeed:
         self._asked.put(None)
 
     async def _do(self, work: Callable[[], Any], what: str) -> Any:
+        if self._late is not None:
+            raise self._late  # its thread hangs in the loader
         if not self._thread.is_alive():
             self._thread.start()
         result: Future[Any] = Future()
@@ -226,10 +229,11 @@ class PromptFeed:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(result), self._timeout_s)
         except TimeoutError:
-            raise DataFailed(
+            self._late = DataFailed(
                 f"the training data's loader {what} within {self._timeout_s:g} s; look at the data set and at its "
                 "worker processes (data.dataloader_num_workers), or raise async_training.timeouts.prompt"
-            ) from None
+            )
+            raise self._late from None
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
