@@ -284,6 +284,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.agent.num_workers": 0}, f"{ROLLOUT}.agent.num_workers", ">= 1"),
         ({"actor_rollout_ref.hybrid_engine": True}, "actor_rollout_ref.hybrid_engine", "false"),
         ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "model_engine=megatron"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
+        ({f"{ACTOR}.ppo_micro_batch_size": 4}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "remove ppo_micro_batch_size"),
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 5}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
         ({"trainer.n_gpus_per_node": 3}, f"{ACTOR}.ppo_mini_batch_size", "divide by 3 data-parallel ranks"),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "trainer.n_gpus_per_node", "a multiple of the model's 3"),

@@ -76,10 +76,17 @@ def _critic(case: Case) -> Iterator[Problem]:
     if batch is not None and (mini is None or batch % mini):
         advice = "A step trains the critic in mini-batches of so many prompts."
         yield case.problem("critic.ppo_mini_batch_size", f"a divisor of the batch of {batch} prompts", advice)
-    micro = [case.get(f"critic.ppo_micro_batch_size{suffix}") for suffix in ("", "_per_gpu")]
-    if not case.get("critic.use_dynamic_bsz") and micro == [None, None]:
-        allowed = "an integer >= 1 where critic.use_dynamic_bsz=false"
-        yield case.problem("critic.ppo_micro_batch_size_per_gpu", allowed, "Set it, or critic.use_dynamic_bsz=True.")
+
+
+def _micro_batches(case: Case) -> Iterator[Problem]:
+    """What verl asserts when the workers are up (verl/workers/config/actor.py:199-209, critic.py)."""
+    for section in case.trained:
+        micro = [case.get(f"{section}.ppo_micro_batch_size{suffix}") for suffix in ("", "_per_gpu")]
+        if case.get(f"{section}.use_dynamic_bsz") or micro.count(None) == 1:
+            continue
+        allowed = f"an integer >= 1 where {section}.use_dynamic_bsz=false, and {section}.ppo_micro_batch_size null"
+        advice = f"Set it, or {section}.use_dynamic_bsz=True, and remove ppo_micro_batch_size."
+        yield case.problem(f"{section}.ppo_micro_batch_size_per_gpu", allowed, advice)
 
 
 def _cpu(case: Case) -> Iterator[Problem]:
@@ -176,6 +183,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     algorithm_rules.correction,
     _engine,
     _critic,
+    _micro_batches,
     _rollout,
     _cpu,
     server_rules.proximal_log_probs,
