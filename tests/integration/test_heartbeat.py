@@ -156,6 +156,21 @@ def test_what_the_trainers_watch_said_is_the_cause_of_its_processs_end(runs: Cal
     assert list(run.hear()) == [0, Ended({}, {**words, "traceback": ""})]
 
 
+def test_what_the_trainers_watch_said_is_the_cause_also_where_its_end_is_not_seen(runs: Callable[..., Run]) -> None:
+    """A stopped fork of the trainer's process, a worker of its data loader for example, keeps its connections."""
+    run = runs(3, "waits")
+    words = {"name": "Stalled", "message": "who waits for whom"}
+    ray.get(run.call("say", words), timeout=SOON_S)
+    pid = ray.get(run.call("pid"), timeout=SOON_S)
+    heard = run.hear()
+    assert [next(heard) for _ in range(3)] == [0, 1, 2]  # and heartbeats
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert list(heard) == [Ended({}, {**words, "traceback": ""})]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_death_of_a_trainer_without_a_word_is_rays_error(runs: Callable[..., Run]) -> None:
     with pytest.raises(RayActorError):
         list(runs(1, "dies").hear())

@@ -28,6 +28,8 @@ from recipe.async_engine.run.runner import Ended
 BEAT_S = 1.0
 CONTROL_S = 40.0
 CLOSE_S = 60.0
+LEAVE_S = 20.0
+"""The watch ends its process within 10 s of its last words; a stopped fork of it may keep its connections open."""
 
 
 class TrainerSilent(RecipeError):
@@ -92,7 +94,8 @@ def listen(
         if asked in ready:
             with suppress(RayActorError):  # the events end with it
                 last_words = ray.get(asked, timeout=timeouts.heartbeat) or last_words
-                trainer, has_started = Silence(timeouts.heartbeat, time.monotonic()), True
+                limit_s = timeouts.heartbeat if last_words is None else min(timeouts.heartbeat, LEAVE_S)
+                trainer, has_started = Silence(limit_s, time.monotonic()), True
             asked, ask_at = None, time.monotonic() + BEAT_S
         if events in ready:
             try:
@@ -112,6 +115,9 @@ def listen(
                 "node is gone; its log is gcs_server.out in Ray's session folder"
             )
         if trainer.look(time.monotonic()):
+            if last_words is not None and closing is None:
+                yield Ended({}, {**last_words, "traceback": ""})
+                return
             raise TrainerSilent(_why_silent(trainer.limit_s, has_started))
 
 
