@@ -25,7 +25,6 @@ class FSDP2Shards:
         self._accepted: set[int] = set()
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Shards.accept`."""
         if name not in self._live:
             raise StagingError(f"the model has no tensor {name}")
         live, local = self._live[name], self._local[name]
@@ -35,12 +34,11 @@ class FSDP2Shards:
         return [(local, _shard_like(live, tensor))]
 
     def missing(self) -> list[str]:
-        """See `Shards.missing`. A rank that has nothing of a tensor misses nothing: another rank does."""
+        """A rank that has nothing of a tensor misses nothing: another rank does."""
         held = {name: local.data_ptr() for name, local in self._local.items() if local.numel() > 0}
         return [name for name, address in held.items() if address not in self._accepted]
 
     def reset(self) -> None:
-        """See `Shards.reset`."""
         self._accepted.clear()
 
 

@@ -23,7 +23,6 @@ def launch(
     config: Any,
     servers: LogProbServers,
     timeout_s: float,
-    replica_class: type[ModelEngineReplica] = ModelEngineReplica,
     numbers: Sequence[int] | None = None,
     static: bool = False,
 ) -> list[ModelEngineReplica]:
@@ -33,7 +32,6 @@ def launch(
         config: the whole configuration.
         servers: its settings of them.
         timeout_s: longest wait of a server for weights and for its ranks.
-        replica_class: what a server is made of.
         numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
         static: they keep these weights.
     """
@@ -46,7 +44,7 @@ def launch(
         timeout_s=timeout_s,
     )
     replicas = [
-        replica_class(
+        ModelEngineReplica(
             replica_rank=rank,
             config=actor.rollout,
             model_config=actor.model,

@@ -67,7 +67,6 @@ class MegatronShards:
         self._known = {name for own in names for name in own} | ({TIED_HEAD} if tied else set())
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Shards.accept`."""
         if name not in self._known:
             raise StagingError(f"the model has no tensor {name}")
         accepted = []
@@ -81,12 +80,10 @@ class MegatronShards:
         return accepted
 
     def missing(self) -> list[str]:
-        """See `Shards.missing`."""
         incomplete = [parameter for parameter in self._parameters if not parameter.complete]
         return sorted({part for parameter in incomplete for part in parameter.parts if part not in parameter.here})
 
     def reset(self) -> None:
-        """See `Shards.reset`."""
         for parameter in self._parameters:
             parameter.here.clear()
             parameter.complete = False

@@ -36,7 +36,6 @@ class ModelEngineReplica(RolloutReplica):
     """
 
     generates = False
-    worker_class: type[ModelEngineWorker] = ModelEngineWorker
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class ModelEngineReplica(RolloutReplica):
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """The workers of this replica."""
         return RayClassWithInitArgs(
-            cls=ray.remote(self.worker_class),
+            cls=ray.remote(ModelEngineWorker),
             rollout_config=self.config,
             model_config=self.model_config,
             replica_rank=self.replica_rank,

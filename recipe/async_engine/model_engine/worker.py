@@ -85,7 +85,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._use_device)
 
     def place(self) -> Place:
-        """See :class:`Place`."""
         engine = self.server_adapter.worker.engine
         return Place(
             engine.get_data_parallel_rank(), engine.get_data_parallel_size(), engine.is_mp_src_rank_with_outputs()

@@ -24,18 +24,17 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from recipe.async_engine.core.parts import Part
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rollout.part_scores import score
-from recipe.async_engine.v1.services import ENTROPY, OLD_LOG_PROBS, LogProbServices
+from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS
 
 logger = logging.getLogger(__name__)
 
 
 class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """See the module's contract. ``llm_client.log_prob_services`` is a :class:`LogProbServices`, or None."""
+    """See the module's contract. ``llm_client.log_prob_servers`` is a :class:`ScoringClient`, or None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        services: LogProbServices | None = getattr(self.llm_client, "log_prob_services", None)
-        self._scoring = None if services is None else ScoringClient(services.servers, services.timeout_s)
+        self._scoring: ScoringClient | None = getattr(self.llm_client, "log_prob_servers", None)
 
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any

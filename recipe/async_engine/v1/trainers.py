@@ -37,11 +37,12 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from recipe.async_engine.config.inspect import plain
 from recipe.async_engine.core.v1_rules import read_v1
 from recipe.async_engine.logprobs.mismatch import entropy_metric
+from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.trainer.verl_settings import tell_servers
-from recipe.async_engine.v1.services import ENTROPY, OLD_LOG_PROBS, LogProbServices
+from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS
 from recipe.partial_rollout.actor_worker import HybridActorWorker
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,11 @@ class Beside(PPOTrainer):
     def _setup(self) -> None:
         RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
         super()._setup()
-        self._services: LogProbServices | None = None
+        self._scoring: ScoringClient | None = None
         if self._servers.enabled:
             replicas = launch(self.config, self._servers, self._timeouts.weight_sync)
             handles = {replica.server_address: replica.server_handle for replica in replicas}
-            self._services = LogProbServices(handles, self._servers.timeout)
+            self._scoring = ScoringClient(handles, self._servers.timeout)
             # Not verl's manager of the rollout replicas: the servers have a version before the first answer of it.
             self._server_sync = CheckpointEngineManager(
                 config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
@@ -97,7 +98,7 @@ class Beside(PPOTrainer):
     def get_llm_client(self) -> LLMServerClient:
         """verl's, which takes the log-prob servers to the agent loops."""
         client = super().get_llm_client()
-        client.log_prob_services = self._services
+        client.log_prob_servers = self._scoring
         return client
 
     def on_init_end(self) -> None:
@@ -112,12 +113,12 @@ class Beside(PPOTrainer):
         super().on_step_end()
 
     def _publish_to_servers(self) -> None:
-        if self._services is not None:
+        if self._scoring is not None:
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Take the log-prob servers', or compute them where one is missing."""
-        if self._services is None:
+        if self._scoring is None:
             return super()._compute_old_log_prob(batch, metrics)
         scored = self._scored(batch)
         missing = int(scored.batch[OLD_LOG_PROBS].isnan().any(dim=1).sum())
@@ -152,7 +153,7 @@ class SeparateAsync(Beside, PPOTrainerSeparateAsync):
     of_verl = "separate_async"
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if self._services is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
+        if self._scoring is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
             # verl computes later batches of a version with these; it may have to.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
