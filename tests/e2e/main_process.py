@@ -29,7 +29,7 @@ def shared_forks(environment: Mapping[str, str]) -> Prefork:
     A run has one of its own otherwise, and its first 15 seconds of CPU time. `end_shared_forks` ends them all.
     """
     # What is imported once must have read nothing that differs between runs.
-    names = [*sorted({feature.variable for feature in FEATURES}), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
+    names = [*sorted(variable for variable, _, _ in FEATURES), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
     key = tuple(environment.get(name, os.environ.get(name)) for name in names)
     if key not in _servers:
         _servers[key] = Prefork(environment)
