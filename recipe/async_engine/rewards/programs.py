@@ -8,7 +8,7 @@
 must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
 The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits);
 all cases of an answer together have ``answer_s``. Whatever an answer does costs its own score and nothing else. Shown
-by tests/integration/test_programs.py and test_hostile_programs.py.
+by tests/integration/test_programs.py and test_sandbox.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ ledger which prompts are accounted for; verl's own stages compute rewards, log-p
 trains one batch of ``b`` groups; ``k`` steps make a version. Saving and validation happen at versions. ``fit`` yields
 after every step, so whoever drives it sees progress and may stop it.
 
-Shown by tests/e2e/test_fully_async.py, test_resume.py and test_faults.py.
+Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 """
 
 import logging
