@@ -236,6 +236,7 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "actor_rollout_ref.model.lora_rank",
             "does not take adapters",
         ),
+        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora.merge", "the frozen base"),
         (
             {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": False},
             f"{ACTOR}.ulysses_sequence_parallel_size",
@@ -307,7 +308,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         (SERVERS | {"model_engine_server.replicas": 3}, "model_engine_server.replicas", "a divisor of 8"),
         ({REFERENCE: 1, KL: True}, REFERENCE, "0 without log-prob servers"),
         (SERVERS | {REFERENCE: 1}, REFERENCE, "set actor_rollout_ref.actor.use_kl_loss"),
-        (SERVERS | {REFERENCE: 1, KL: True, "actor_rollout_ref.model.lora_rank": 8}, REFERENCE, "0 with LoRA"),
+        (
+            SERVERS | {REFERENCE: 1, KL: True, "actor_rollout_ref.model": {"lora_rank": 8, "lora": {"merge": True}}},
+            REFERENCE,
+            "0 with LoRA",
+        ),
         (
             SERVERS
             | {

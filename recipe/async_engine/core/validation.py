@@ -89,6 +89,21 @@ def _micro_batches(case: Case) -> Iterator[Problem]:
         yield case.problem(f"{section}.ppo_micro_batch_size_per_gpu", allowed, advice)
 
 
+def _lora(case: Case) -> Iterator[Problem]:
+    model = "actor_rollout_ref.model"
+    for setting in (f"{model}.lora_rank", f"{model}.lora.rank"):
+        if case.count(setting) is None:
+            continue
+        if case.on_cpu:
+            advice = "vLLM's CPU build does not take adapters over the weight sync yet; train the whole model there."
+            yield case.problem(setting, "0 where trainer.device=cpu", advice)
+        elif not case.get(f"{model}.lora.merge"):
+            advice = (
+                "Otherwise verl 0.9.1 sends the frozen base alone (verl #7495), and nothing generates with the adapter."
+            )
+            yield case.problem(f"{model}.lora.merge", f"true with {setting}", advice)
+
+
 def _cpu(case: Case) -> Iterator[Problem]:
     if not case.on_cpu:
         return
@@ -96,10 +111,6 @@ def _cpu(case: Case) -> Iterator[Problem]:
         if case.get(f"{section}.strategy") == "fsdp":
             advice = f"FSDP1 cannot start from parameters on the CPU; set {section}.strategy=fsdp2."
             yield case.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)
-    for setting in ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"):
-        if case.count(setting) is not None:
-            advice = "vLLM's CPU build does not take adapters over the weight sync yet; train the whole model there."
-            yield case.problem(setting, "0 where trainer.device=cpu", advice)
     for engine in case.engines:
         for setting in (f"{engine}.free_cache_engine", f"{engine}.enable_sleep_mode"):
             if case.get(setting, True):
@@ -184,6 +195,7 @@ RULES: tuple[Callable[[Case], Iterator[Problem]], ...] = (
     _engine,
     _critic,
     _micro_batches,
+    _lora,
     _rollout,
     _cpu,
     server_rules.proximal_log_probs,
