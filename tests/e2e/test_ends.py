@@ -64,6 +64,9 @@ def test_death_of_rays_control_process_ends_the_run_and_no_secret_is_in_any_file
 def cluster(ray_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head without an accelerator, and two nodes with a logical one each."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    # Ray notes there that this machine has a cluster, for everyone who starts one meanwhile to join.
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_dir))
+    (ray_dir / "ray").mkdir()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 20, "num_gpus": 0, "temp_dir": str(ray_dir)})
     try:
         for _ in range(2):

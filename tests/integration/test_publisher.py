@@ -405,3 +405,21 @@ def test_log_prob_servers_alone_do_not_keep_a_run_going() -> None:
     fleet, _ = with_server(("die",))
     with pytest.raises(NoReplicaLeft):
         fleet.publish(0)
+
+
+@pytest.mark.parametrize("late_s", [0.5, 60.0])
+def test_load_balancer_has_as_long_as_a_sync_and_one_that_does_not_answer_is_named(late_s: float) -> None:
+    """At the first sync its process may still be importing; that took more than 10 s on a busy machine."""
+    fleet = Fleet((), timeout_s=2.0)
+
+    async def add_servers(servers: dict[str, Any]) -> None:
+        await asyncio.sleep(late_s)
+        fleet.balancer.add_servers(servers)
+
+    fleet.publisher.known.load_balancer = SimpleNamespace(add_servers=SimpleNamespace(remote=add_servers))
+    if late_s < fleet.publisher.known.timeout_s:
+        fleet.publish(0)
+        assert fleet.routed == ["server-0"]
+    else:
+        with pytest.raises(TimeoutError, match=r"load balancer did not answer within 2 s .*timeouts.weight_sync"):
+            fleet.publish(0)

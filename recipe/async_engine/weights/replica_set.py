@@ -121,7 +121,7 @@ class ReplicaSet:
         fresh = [record for record in records if record.generates and not record.routed]
         if fresh:
             servers = {record.server_id: record.replica.server_handle for record in fresh}
-            await asyncio.wait_for(self.load_balancer.add_servers.remote(servers), PING_TIMEOUT_S)
+            await self._balanced(self.load_balancer.add_servers.remote(servers))
         for record in fresh:
             record.routed = True
 
@@ -133,5 +133,13 @@ class ReplicaSet:
             record.routed = False
         if records:
             servers = [record.server_id for record in records]
-            await asyncio.wait_for(self.load_balancer.remove_servers.remote(servers), PING_TIMEOUT_S)
+            await self._balanced(self.load_balancer.remove_servers.remote(servers))
         return leaving
+
+    async def _balanced(self, answer: Any) -> None:
+        # Not in a moment: at the first sync its process may still be importing.
+        try:
+            await asyncio.wait_for(answer, self.timeout_s)
+        except TimeoutError:
+            late = f"the load balancer did not answer within {self.timeout_s:g} s (async_training.timeouts.weight_sync)"
+            raise TimeoutError(late) from None
