@@ -79,7 +79,7 @@ async def test_what_vllm_offers_beyond_generation_is_refused_also_with_weights(m
         answer = await client.request(method, path)
         assert (answer.status_code, client.reached - before) == ((200, 1) if path in SERVED else (403, 0)), path
     assert not harmful & SERVED
-    assert all(path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize")) for path in SERVED)
+    assert all(path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize", "/classify")) for path in SERVED)
 
 
 @pytest.mark.parametrize("path", ["/sleep/", "//sleep", "/v1/../sleep", "/SLEEP", "/v1/completions/", "/no_such"])

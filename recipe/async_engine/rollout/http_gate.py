@@ -2,11 +2,11 @@
 """The gate of a rollout server over its HTTP endpoints, as middleware of vLLM's application.
 
 Contract: what reads (GET, HEAD, OPTIONS) passes. Of what else vLLM offers, only the endpoints in ``SERVED`` are there,
-which generate or count tokens and change nothing; whatever else a version of vLLM has or will have (to sleep, to pause,
-to scale, to load weights or adapters, to call its workers) is answered with status 403, and WebSockets are refused. A
-request that passes waits like one over the actor's interface: for the first complete weights, through a load, and
-through a pause; what waits too long, or finds a server that has left routing, is answered with status 503 and the
-reason. Shown by tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
+which generate, score or count tokens and change nothing; whatever else a version of vLLM has or will have (to sleep, to
+pause, to scale, to load weights or adapters, to call its workers) is answered with status 403, and WebSockets are
+refused. A request that passes waits like one over the actor's interface: for the first complete weights, through a
+load, and through a pause; what waits too long, or finds a server that has left routing, is answered with status 503 and
+the reason. Shown by tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ SERVED = frozenset(
         "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
+        # Of a reward model (verl/experimental/reward_loop/reward_loop.py:238-265).
+        "/classify",
+        "/v1/embeddings",
     }
 )
 WEBSOCKET_REFUSED = 1008
