@@ -13,6 +13,7 @@ def cluster() -> Iterator[None]:
     import ray
 
     with ray_folder() as folder:
+        ray.shutdown()  # Ray starts itself where a test before has called it without one
         ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
         yield
         ray.shutdown()

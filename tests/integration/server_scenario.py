@@ -104,10 +104,10 @@ class Sync(WeightPublisher):
 
     def load(self, version: int) -> dict[str, str | None]:
         """Each server's error, None if it has the version."""
-        for record in self._records:
+        for record in self.known.records:
             record.error = None
-        asyncio.run(self._load(self._records, version))
-        return {record.server_id: None if record.error is None else str(record.error) for record in self._records}
+        asyncio.run(self._load(self.known.records, version))
+        return {record.server_id: None if record.error is None else str(record.error) for record in self.known.records}
 
 
 def sequences() -> list[np.ndarray]:

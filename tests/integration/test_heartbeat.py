@@ -32,6 +32,7 @@ def own_ray() -> Iterator[None]:
     # Actors have their class from here: Ray's workers cannot import this module.
     register_pickle_by_value(sys.modules[__name__])
     with ray_folder() as folder:
+        ray.shutdown()  # Ray starts itself where a test before has called it without one
         ray.init(num_cpus=16, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
         yield
         ray.shutdown()
