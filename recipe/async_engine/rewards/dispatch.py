@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.run.worker_set import WorkerSet
+from recipe.async_engine.run.worker_set import WorkerDied, WorkerSet
 
 ANSWER_S = 30.0
 """How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that
@@ -49,12 +49,16 @@ class LeastBusyWorker:
     async def _score(self, data: Any) -> dict[str, Any]:
         while (name := self._workers.choose()) in self._workers.silent:
             await self._workers.news()
-        if name is None:
-            raise NoRewardWorker("every reward worker has died; the first one's error is in the log above")
         try:
-            async with self._workers.one(name) as worker:
-                return await worker.compute_score.remote(data)
+            if name is not None:
+                async with self._workers.one(name) as worker:
+                    return await worker.compute_score.remote(data)
+        except WorkerDied:
+            # It may have been waited for in vain, and have been the last one.
+            if not self._workers.lost:
+                raise
         except asyncio.CancelledError:
             # Past its deadline, usually.
             self._workers.doubt(name)
             raise
+        raise NoRewardWorker("every reward worker has died; the first one's error is in the log above")
