@@ -24,3 +24,15 @@ def ray_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def fresh_ray(**settings: int) -> Iterator[None]:
+    """A Ray of this process, with a folder of its own and ``settings`` of `ray.init`, and none after it."""
+    import ray
+
+    with ray_folder() as folder:
+        ray.shutdown()  # Ray starts itself where a test before has called it without one
+        ray.init(include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, **settings)
+        yield
+        ray.shutdown()

@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray.cloudpickle import register_pickle_by_value
 from ray.exceptions import RayActorError
-from surroundings import ray_folder
+from surroundings import fresh_ray
 
 from recipe.async_engine.core.config import Timeouts
 from recipe.async_engine.run import heartbeat
@@ -31,11 +31,8 @@ LIMIT_S, SOON_S = 4.0, 60.0
 def own_ray() -> Iterator[None]:
     # Actors have their class from here: Ray's workers cannot import this module.
     register_pickle_by_value(sys.modules[__name__])
-    with ray_folder() as folder:
-        ray.shutdown()  # Ray starts itself where a test before has called it without one
-        ray.init(num_cpus=16, include_dashboard=False, _temp_dir=str(folder), log_to_driver=False)
+    with fresh_ray(num_cpus=16):
         yield
-        ray.shutdown()
 
 
 class Trainer:

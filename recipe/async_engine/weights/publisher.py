@@ -158,9 +158,6 @@ class WeightPublisher(CheckpointEngineManager):
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
         return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
 
-    def _candidates(self) -> list[ReplicaRecord]:
-        return [record for record in self.known.records if not record.dead and not record.absent]
-
     @staticmethod
     async def _pause(record: ReplicaRecord) -> None:
         await record.replica.abort_all_requests()
