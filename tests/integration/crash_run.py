@@ -142,6 +142,7 @@ class Life:
             self.ledger = SampleLedger.restore(snapshot["ledger"], gate, whole_batches=self.settings["whole"])
             self.groups = snapshot["groups"]
             found = {"step": self.step, "ready": self.ledger.counts().ready}
+            assert found["ready"] == weights["ready"], "complete answers of the checkpoint are gone"
         self.check()
         return found
 
@@ -220,7 +221,8 @@ class Life:
         """The files of verl's checkpoint, in its order, the tracker last and not atomically."""
         folder = checkpoints.folder_of(self.root, self.step)
         self.phases.enter("write model")
-        (folder / "model.json").write_text(json.dumps({"trained": self.model, "step": self.step}))
+        saved = {"trained": self.model, "step": self.step, "ready": self.ledger.counts().ready}
+        (folder / "model.json").write_text(json.dumps(saved))
         torch.save({}, folder / "data.pt")
         self.phases.enter("write tracker")
         with open(self.root / checkpoints.TRACKER, "w") as file:
