@@ -22,7 +22,7 @@ help:
 	@echo 'make test      set up, then run the tests'
 	@echo 'make test-all  the same with the long drills'
 	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
-	@echo 'make lint      ruff, and strict type checking of the core'
+	@echo 'make lint      ruff, and strict type checking of core and settings'
 	@echo 'make docs      write docs/configuration.md from the config types'
 	@echo 'make lock      make requirements/cpu.lock again from requirements/cpu.in'
 
@@ -67,7 +67,7 @@ test-gpu:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p recipe.async_engine.core
+	$(BIN)/mypy -p recipe.async_engine.core -p recipe.async_engine.settings
 
 docs: setup
 	$(BIN)/python tools/config_docs.py docs/configuration.md

@@ -18,10 +18,10 @@ import torch
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.debug import marked_timer
 
-from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.fully_async.trainer import FullyAsyncTrainer
 from recipe.one_step_off.trainer import OneStepOffTrainer
 

@@ -11,7 +11,7 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("recipe/*/README.md")])
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-TEST = re.compile(r"`((?:tests/(?:core|integration|e2e)/)?test_\w+\.py)`")
+TEST = re.compile(r"`((?:tests/(?:core|settings|integration|e2e)/)?test_\w+\.py)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))

@@ -30,10 +30,10 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipe.async_engine.core import algorithm_rules
-from recipe.async_engine.core.case import Case
-from recipe.async_engine.core.config import read_settings
 from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.settings.rules import algorithm
+from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.sections import read_settings
 
 ACTOR = "actor_rollout_ref.actor"
 GENERATOR = torch.Generator().manual_seed(0)
@@ -56,8 +56,8 @@ def refused(**settings: Any) -> set[str]:
     for name, value in settings.items():
         OmegaConf.update(config, name, value, force_add=True)
     plain = OmegaConf.to_container(config)
-    case = Case(plain, read_settings(plain)[0], None, None, ())
-    rules = (algorithm_rules.advantages, algorithm_rules.losses, algorithm_rules.correction)
+    case = RuleContext(plain, read_settings(plain)[0], None, None, ())
+    rules = (algorithm.advantages, algorithm.losses, algorithm.correction)
     return {problem.setting for rule in rules for problem in rule(case)}
 
 
@@ -83,12 +83,10 @@ def batch_of(settings: Mapping[str, Any]) -> DataProto:
 
 
 def runs_advantages(estimator: str, settings: Mapping[str, Any]) -> bool:
-    algorithm = OmegaConf.create(
-        {"adv_estimator": estimator, "norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0}
-    )
-    algorithm.gdpo_reward_keys = settings.get("algorithm.gdpo_reward_keys")
+    config = OmegaConf.create({"adv_estimator": estimator, "norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0})
+    config.gdpo_reward_keys = settings.get("algorithm.gdpo_reward_keys")
     try:
-        batch = compute_advantage(batch_of(settings), estimator, 1.0, 1.0, 2, True, algorithm)
+        batch = compute_advantage(batch_of(settings), estimator, 1.0, 1.0, 2, True, config)
     except (AssertionError, KeyError, TypeError, ValueError):
         return False
     return bool(torch.isfinite(batch.batch["advantages"][MASK.bool()]).all())
@@ -110,7 +108,7 @@ def test_estimators_run_as_soon_as_nothing_is_refused(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["bypass", "server", "loglinear"])
-@pytest.mark.parametrize("estimator", algorithm_rules.TOKEN_BASELINES)
+@pytest.mark.parametrize("estimator", algorithm.TOKEN_BASELINES)
 def test_token_baselines_are_refused_where_the_trainer_does_not_compute(estimator: str, source: str) -> None:
     settings = {"algorithm.adv_estimator": estimator, "async_training.proximal_log_probs": source, **HELP[estimator]}
     assert refused(**settings) == {"async_training.proximal_log_probs"}
@@ -159,7 +157,7 @@ def test_losses_that_follow_from_the_source_of_log_probs_are_refused_by_their_na
         assert refused(**{name: mode}) == {name}
 
 
-@pytest.mark.parametrize("name", [*algorithm_rules.KL_ESTIMATORS, "k3+", "low_var_kl+", "full", "k4", "+"])
+@pytest.mark.parametrize("name", [*algorithm.KL_ESTIMATORS, "k3+", "low_var_kl+", "full", "k4", "+"])
 def test_kl_estimates_that_are_accepted_are_verls(name: str) -> None:
     try:
         kl_penalty(PROXIMAL, SAMPLED, name)
@@ -201,5 +199,5 @@ def test_corrections_that_are_accepted_run_in_the_trainer_and_in_the_losses(give
 
 
 def test_rejections_are_verls() -> None:
-    assert set(algorithm_rules.REJECTIONS) == SUPPORTED_ROLLOUT_RS_OPTIONS
+    assert set(algorithm.REJECTIONS) == SUPPORTED_ROLLOUT_RS_OPTIONS
     assert PRESETS

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from recipe.async_engine.core.config import AsyncTraining
+from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, RunState
 

@@ -16,9 +16,12 @@ from hydra.errors import ConfigCompositionException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_engine.config.inspect import plain
-from recipe.async_engine.core.config import AsyncTraining, BuiltinTask, RolloutResources, derive, read_section
-from recipe.async_engine.core.validation import Resources, validate
+from recipe.async_engine.inspection.check import plain
+from recipe.async_engine.settings.facts import Resources
+from recipe.async_engine.settings.fields import read_section
+from recipe.async_engine.settings.plan import derive
+from recipe.async_engine.settings.sections import AsyncTraining, BuiltinTask, RolloutResources
+from recipe.async_engine.settings.validation import validate
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FSDP = "fully_async_ppo_trainer"

@@ -14,9 +14,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save_file
 
-from recipe.async_engine.config.inspect import check, file_facts, plain
-from recipe.async_engine.core.problems import ConfigError
+from recipe.async_engine.inspection.check import check, file_facts, plain
 from recipe.async_engine.rewards import programs, sandbox
+from recipe.async_engine.settings.problems import ConfigError
 
 ROWS = 40
 

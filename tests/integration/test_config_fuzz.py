@@ -16,10 +16,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.config.inspect import check_plain, plain
-from recipe.async_engine.core.config import SECTIONS, RunPlan
-from recipe.async_engine.core.knobs import field_types
-from recipe.async_engine.core.problems import ConfigError
+from recipe.async_engine.inspection.check import check_plain, plain
+from recipe.async_engine.settings.fields import field_types
+from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.sections import SECTIONS
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

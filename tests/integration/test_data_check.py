@@ -14,8 +14,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from recipe.async_engine.config.inspect import check
-from recipe.async_engine.core.problems import ConfigError
+from recipe.async_engine.inspection.check import check
+from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 ROWS = 40

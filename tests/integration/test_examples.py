@@ -14,12 +14,13 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipe.async_engine.config.inspect import plain
-from recipe.async_engine.core.config import SHARED, derive, rollout_accelerators
-from recipe.async_engine.core.outside import Resources
-from recipe.async_engine.core.server_settings import Proximal
-from recipe.async_engine.core.validation import validate
+from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.model_engine.launch import engine_config
+from recipe.async_engine.settings.facts import Resources
+from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.settings.plan import derive, rollout_accelerators
+from recipe.async_engine.settings.sections import SHARED
+from recipe.async_engine.settings.validation import validate
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.sh"))
 SHOW_ARGUMENTS = 'python() { printf "%s\\n" "$@"; }; export -f python; exec bash "$0"'

@@ -18,11 +18,11 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
-from recipe.async_engine.config.inspect import plain
-from recipe.async_engine.core.problems import ConfigError
-from recipe.async_engine.core.v1_rules import read_v1
-from recipe.async_engine.core.validation import validate
 from recipe.async_engine.flags.register import VARIABLE
+from recipe.async_engine.inspection.check import plain
+from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.v1_validation import read_v1
+from recipe.async_engine.settings.validation import validate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K

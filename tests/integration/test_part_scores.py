@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from recipe.async_engine.core.parts import Part
+from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.model_engine.client import Unscored
 from recipe.async_engine.model_engine.service import Answer
 from recipe.async_engine.rollout.part_scores import PartScorer, score

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recipe.async_engine.core.server_settings import Proximal
+from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
 
 RANKS_S = 120

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_engine.core.config import AsyncTraining
 from recipe.async_engine.run.owner import FolderTaken
+from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, CheckpointError, RunState
 

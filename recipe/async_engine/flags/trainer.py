@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from recipe.async_engine.config.inspect import check
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.inspection.check import check
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner

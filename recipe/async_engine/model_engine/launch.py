@@ -13,10 +13,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import WorkerSettings
 from recipe.async_engine.rollout.clearing import cleared_on_failure
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
 
 
 def launch(

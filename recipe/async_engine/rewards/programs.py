@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.reward_rules import PROGRAMS_S
 from recipe.async_engine.rewards import sandbox
 from recipe.async_engine.rewards.sandbox import Ending, Limits, Outcome
+from recipe.async_engine.settings.rules.rewards import PROGRAMS_S
 
 FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 

@@ -39,8 +39,8 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.utils.rollout_trace import rollout_trace_attr
 
+from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.parts import Part
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored

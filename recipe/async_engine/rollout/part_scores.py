@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe.async_engine.core.parts import Part, place
+from recipe.async_engine.core.alignment import Part, place
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.model_engine.service import Answer

@@ -24,11 +24,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
-from recipe.async_engine.config.inspect import check
-from recipe.async_engine.core.config import RunPlan
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.outside import Resources
-from recipe.async_engine.core.secrets import without_secrets
+from recipe.async_engine.inspection.check import check
 from recipe.async_engine.platform.detect import (
     PlatformChoice,
     choose_platform,
@@ -50,6 +47,9 @@ from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+from recipe.async_engine.settings.facts import Resources
+from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.async_engine.core.config import read_settings
 from recipe.async_engine.run.watch import RunWatch
+from recipe.async_engine.settings.sections import read_settings
 
 logger = logging.getLogger(__name__)
 

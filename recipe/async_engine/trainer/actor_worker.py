@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 
-from recipe.async_engine.core.config import RunPlan
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.server_settings import Proximal
 from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.settings.plan import RunPlan
 
 # The losses that verl finds by their names in this process.
 LOSSES = (bypass.LOSS, loglinear.LOSS)

@@ -25,12 +25,10 @@ from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, n
 from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
-from recipe.async_engine.core.config import RunPlan, derive, epoch_prompts
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.secrets import without_secrets
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
@@ -43,6 +41,8 @@ from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, Pro
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
 from recipe.async_engine.run.watch import RunWatch
+from recipe.async_engine.settings.plan import RunPlan, derive, epoch_prompts
+from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of

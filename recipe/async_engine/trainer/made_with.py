@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from recipe.async_engine.core.config import RunPlan
 from recipe.async_engine.core.snapshots import BATCH, PER_VERSION
 from recipe.async_engine.core.snapshots import WHOLE as WHOLE_BATCHES
+from recipe.async_engine.settings.plan import RunPlan
 
 WHOLE, PART = 256 << 20, 16 << 20
 

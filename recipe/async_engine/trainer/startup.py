@@ -25,7 +25,6 @@ from verl.workers.engine_workers import TrainingWorkerConfig
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.server_settings import LogProbServers
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.rewards.workers import ScoringManager
@@ -34,6 +33,7 @@ from recipe.async_engine.rollout.clearing import clear_replica
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.replacement import Replacements
 from recipe.async_engine.rollout.replicas import ReplicaManager
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.weights.publisher import WeightPublisher

@@ -5,9 +5,10 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.core.config import SHARED, RunPlan, Timeouts
-from recipe.async_engine.core.server_settings import Proximal
 from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.sections import SHARED, Timeouts
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:

@@ -21,7 +21,7 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from recipe.async_engine.core.parts import Part
+from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rollout.part_scores import score
 from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS

@@ -34,12 +34,12 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from recipe.async_engine.config.inspect import plain
-from recipe.async_engine.core.v1_rules import read_v1
+from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.rollout.server import GatedVLLMReplica
+from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS

@@ -2,7 +2,7 @@
 """Where the answered parts of a trajectory ended up in its response.
 
 A part is what one generation request returned, with all that came before it as context. Pure. Shown by
-tests/core/test_parts.py.
+tests/core/test_alignment.py.
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
-from recipe.async_engine.config.prompt_check import row_faults
-from recipe.async_engine.core.case import has_critic
-from recipe.async_engine.core.config import RunPlan, derive, lookup
-from recipe.async_engine.core.outside import FileFact, Resources
-from recipe.async_engine.core.shapes import well_formed
-from recipe.async_engine.core.validation import ConfigError, notices, training_rows, validate
+from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
+from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.plan import RunPlan, derive, has_critic
+from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.sections import lookup
+from recipe.async_engine.settings.validation import notices, training_rows, validate
+from recipe.async_engine.settings.verl_types import well_formed
 
 logger = logging.getLogger(__name__)
 

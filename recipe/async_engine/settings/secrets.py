@@ -4,7 +4,7 @@
 Contract: values of environment variables never appear, whatever their names; of other settings those whose name says
 that they are a secret, and what stands before the host of a URL. Everything else is as it was. Applied to whatever
 leaves a run's processes: ``config.yaml`` in its folder, and the configuration that trackers get.
-Test: tests/core/test_secrets.py.
+Test: tests/settings/test_secrets.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.parts import Part, place
+from recipe.async_engine.core.alignment import Part, place
 
 PROMPT = [1, 2]
 

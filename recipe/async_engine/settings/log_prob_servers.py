@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from recipe.async_engine.core.knobs import knob, seconds
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
+from recipe.async_engine.settings.fields import field, seconds
 
 DISABLED = "disabled"
 
@@ -29,40 +29,40 @@ class LogProbServers:
     configuration of that training engine.
     """
 
-    backend: str = knob(DISABLED, "The training engine.", choices=(DISABLED, "fsdp2", "megatron"))
-    nnodes: int = knob(1, "Nodes for log-prob servers.", minimum=1)
-    n_gpus_per_node: int = knob(8, "Accelerators for log-prob servers on each node.", minimum=1)
-    replicas: int = knob(1, "Servers that share these accelerators evenly.", minimum=1)
-    reference_replicas: int = knob(
+    backend: str = field(DISABLED, "The training engine.", choices=(DISABLED, "fsdp2", "megatron"))
+    nnodes: int = field(1, "Nodes for log-prob servers.", minimum=1)
+    n_gpus_per_node: int = field(8, "Accelerators for log-prob servers on each node.", minimum=1)
+    replicas: int = field(1, "Servers that share these accelerators evenly.", minimum=1)
+    reference_replicas: int = field(
         0,
         "Servers beside these, each with as many accelerators as one of them, that keep the initial weights and compute"
         " the log-probs of the reference policy. What they do not answer the trainer's reference workers compute.",
         minimum=0,
     )
-    anchor: str = knob(
+    anchor: str = field(
         "generation",
         "Whose log-probs: `generation`, for each token those of the version that sampled it; `latest`, those of the"
         " newest published version, computed anew for samples that wait when it changes.",
         choices=tuple(Anchor),
     )
-    max_batch_tokens: int = knob(
+    max_batch_tokens: int = field(
         16384, "Tokens of a batch, prompts included; a longer sequence is a batch of its own.", unit="tokens", minimum=1
     )
-    max_delay: float = knob(0.05, "How long a request waits for others to fill its batch.", unit="s", minimum=0)
-    drain: float = knob(
+    max_delay: float = field(0.05, "How long a request waits for others to fill its batch.", unit="s", minimum=0)
+    drain: float = field(
         10.0,
         "With `anchor: generation`: how long complete new weights wait for requests of the version before. Later ones"
         " are computed by the newer version, marked and counted.",
         unit="s",
         minimum=0,
     )
-    while_loading: str = knob(
+    while_loading: str = field(
         "wait",
         "With `anchor: latest`, for requests of a version that is still on its way: `wait` for it, or `old_version`"
         " answers.",
         choices=("wait", "old_version"),
     )
-    staging: str = knob(
+    staging: str = field(
         "device",
         "Where new weights gather beside the live ones until all of them are there.",
         choices=("device", "host"),

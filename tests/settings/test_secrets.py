@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.secrets import HIDDEN, without_secrets
+from recipe.async_engine.settings.secrets import HIDDEN, without_secrets
 
 MARK = "hunter2-marker"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed config sections: one declaration of each setting serves reading, checking and documentation.
 
-A section is a frozen dataclass whose fields are made by `knob`. `read_section` builds it from a plain mapping and
+A section is a frozen dataclass whose fields are made by `field`. `read_section` builds it from a plain mapping and
 reports every fault at once: unknown keys (with the closest known name), wrong types, values out of range.
 """
 
@@ -13,12 +13,12 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
-from recipe.async_engine.core.problems import Problem
+from recipe.async_engine.settings.problems import Problem
 
 Section = TypeVar("Section")
 
 
-def knob(
+def field(
     default: Any,
     meaning: str,
     *,
@@ -34,7 +34,7 @@ def knob(
 
 def seconds(default: float, meaning: str) -> Any:
     """A deadline."""
-    return knob(default, meaning, unit="s", above=0)
+    return field(default, meaning, unit="s", above=0)
 
 
 def subsection(cls: type[Any], meaning: str) -> Any:

@@ -21,8 +21,8 @@ import pyarrow.json
 import pyarrow.parquet
 from huggingface_hub import try_to_load_from_cache
 
-from recipe.async_engine.core.config import lookup
-from recipe.async_engine.core.outside import RowFault
+from recipe.async_engine.settings.facts import RowFault
+from recipe.async_engine.settings.sections import lookup
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of validation on data files, checkpoints and other paths; `core.validation` applies them."""
+"""Rules over data files, checkpoints and other paths; see :mod:`recipe.async_engine.settings.validation`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from recipe.async_engine.core.case import Case
-from recipe.async_engine.core.outside import FileFact, RowFault
-from recipe.async_engine.core.problems import Problem
+from recipe.async_engine.settings.facts import FileFact, RowFault
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules.context import RuleContext
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 REWARD_COLUMNS = ("reward_model",)
@@ -19,21 +19,21 @@ WANTED = {
 }
 
 
-def files(case: Case) -> Iterator[Problem]:
+def files(context: RuleContext) -> Iterator[Problem]:
     """Paths that cannot be used, columns that are missing, rows whose prompts cannot be used."""
-    needed = [str(case.get("data.prompt_key", "prompt"))]
-    if case.get("reward.reward_manager.source", "register") == "register":
-        needed += [str(case.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
-    for fact in case.files:
+    needed = [str(context.get("data.prompt_key", "prompt"))]
+    if context.get("reward.reward_manager.source", "register") == "register":
+        needed += [str(context.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
+    for fact in context.files:
         if fact.kind not in WANTED:
             continue
         if fact.fault is not None:
             yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the path.")
-        elif case.get("data.custom_cls.path") is None:
-            yield from _data(case, fact, needed)
+        elif context.get("data.custom_cls.path") is None:
+            yield from _data(context, fact, needed)
 
 
-def _data(case: Case, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
+def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
     missing = [name for name in needed if fact.columns is not None and name not in fact.columns]
     if missing:
         advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(fact.columns or ())}."
@@ -41,16 +41,16 @@ def _data(case: Case, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
     if fact.rows == 0:
         yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
     for fault in fact.row_faults:
-        yield _row(case, fact, fault)
+        yield _row(context, fact, fault)
 
 
-def _row(case: Case, fact: FileFact, fault: RowFault) -> Problem:
+def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
     others = "" if fault.count == 1 else f" and {fault.count - 1} more"
     place = f"Row {fault.first}{others} (counted from 0), column {fault.column}:"
     if fault.what == "empty":
         allowed, advice = "data whose prompts have text", f"{place} no text. Remove the rows, or fill them."
     else:
-        allowed = f"prompts of at most data.max_prompt_length={case.get('data.max_prompt_length')} tokens"
+        allowed = f"prompts of at most data.max_prompt_length={context.get('data.max_prompt_length')} tokens"
         advice = (
             f"{place} up to {fault.most} tokens without the chat template. Raise data.max_prompt_length, shorten or"
             " remove the rows, or set data.filter_overlong_prompts=True to leave them out."
@@ -58,20 +58,20 @@ def _row(case: Case, fact: FileFact, fault: RowFault) -> Problem:
     return Problem(fact.setting, fact.path, allowed, advice)
 
 
-def saving(case: Case) -> Iterator[Problem]:
+def saving(context: RuleContext) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
-    for section in case.trained:
-        if case.get(f"{section}.checkpoint.async_save"):
+    for section in context.trained:
+        if context.get(f"{section}.checkpoint.async_save"):
             advice = "A checkpoint is committed when all of it is written; remove the setting."
-            yield case.problem(f"{section}.checkpoint.async_save", "false", advice)
-    mode = case.get("trainer.resume_mode", "auto")
+            yield context.problem(f"{section}.checkpoint.async_save", "false", advice)
+    mode = context.get("trainer.resume_mode", "auto")
     if mode not in RESUME_MODES:
         advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."
-        yield case.problem("trainer.resume_mode", f"one of {', '.join(RESUME_MODES)}", advice)
-    path = case.get("trainer.resume_from_path")
+        yield context.problem("trainer.resume_mode", f"one of {', '.join(RESUME_MODES)}", advice)
+    path = context.get("trainer.resume_from_path")
     if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):
-        advice = "Name the checkpoint's folder, global_step_N."
-        yield case.problem("trainer.resume_from_path", "a folder of a checkpoint with resume_mode=resume_path", advice)
-    if mode != "disable" and case.get("trainer.default_hdfs_dir") is not None:
+        allowed, advice = "a folder of a checkpoint with resume_mode=resume_path", "Name global_step_N itself."
+        yield context.problem("trainer.resume_from_path", allowed, advice)
+    if mode != "disable" and context.get("trainer.default_hdfs_dir") is not None:
         advice = "verl cannot load from there. Set it to null, or trainer.resume_mode=disable."
-        yield case.problem("trainer.default_hdfs_dir", "null where a run may resume", advice)
+        yield context.problem("trainer.default_hdfs_dir", "null where a run may resume", advice)

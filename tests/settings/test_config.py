@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.core.config import SECTIONS, AsyncTraining, derive, read_settings
-from recipe.async_engine.core.knobs import read_section
-from recipe.async_engine.core.problems import ConfigError, Problem
-from recipe.async_engine.core.validation import FileFact, Resources, notices, validate
+from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.fields import read_section
+from recipe.async_engine.settings.plan import derive
+from recipe.async_engine.settings.problems import ConfigError, Problem
+from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
+from recipe.async_engine.settings.validation import notices, validate
 from tools.config_docs import main as write_documentation
 from tools.config_docs import render_document
 

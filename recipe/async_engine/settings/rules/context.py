@@ -7,24 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.core.config import Settings, batch_size, lookup
-from recipe.async_engine.core.knobs import is_count, render
-from recipe.async_engine.core.outside import FileFact, Resources
-from recipe.async_engine.core.problems import Problem
+from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.fields import is_count, render
+from recipe.async_engine.settings.plan import batch_size, has_critic
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.sections import Settings, lookup
+from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
-ROLLOUT = "actor_rollout_ref.rollout"
-ACTOR = "actor_rollout_ref.actor"
 REWARD_MODEL = "reward.reward_model"
 
 
-def has_critic(config: Mapping[str, Any]) -> bool:
-    """Whether verl trains a critic (verl/trainer/ppo/utils.py:96)."""
-    enabled = lookup(config, "critic.enable")
-    return bool(lookup(config, "algorithm.adv_estimator") == "gae" if enabled is None else enabled)
-
-
 @dataclass(frozen=True, slots=True)
-class Case:
+class RuleContext:
     """All that a rule may look at."""
 
     config: Mapping[str, Any]
@@ -42,7 +36,7 @@ class Case:
         return Problem(setting, render(self.get(setting)), allowed, advice)
 
     def count(self, setting: str) -> int | None:
-        """A setting's value if it is an integer of at least 1; `shapes` reports it where it is not."""
+        """A setting's value if it is an integer of at least 1; `verl_types` reports it where it is not."""
         value = self.get(setting)
         return value if is_count(value) else None
 

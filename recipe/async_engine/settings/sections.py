@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings this package adds to verl's, as types, and the facts derived from them.
+"""The settings this package adds to verl's, as types.
 
 Contract: a setting has one meaning, stands here once with its default, unit, limits and meaning, and is documented from
-here (docs/configuration.md is generated). What can be derived is derived by `derive` and nowhere else. Everything works
-on plain mappings (`OmegaConf.to_container(config, resolve=True)`), so it needs no process and no heavy import.
+here (docs/configuration.md is generated). They are read from plain mappings
+(`OmegaConf.to_container(config, resolve=True)`).
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.async_engine.core.knobs import knob, read_section, seconds, subsection
-from recipe.async_engine.core.problems import ConfigError, Problem
-from recipe.async_engine.core.server_settings import LogProbServers, Proximal
+from recipe.async_engine.settings.fields import field, read_section, seconds, subsection
+from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
+from recipe.async_engine.settings.problems import Problem
 
 SHARED = "shared"
 VERSIONS: dict[str, Any] = {"unit": "versions", "minimum": 0}
@@ -70,30 +69,30 @@ class Timeouts:
 class AsyncTraining:
     """How far generation and training may run apart, and what happens at a weight sync."""
 
-    staleness_threshold: float = knob(
+    staleness_threshold: float = field(
         0.1,
         "How far generation runs ahead of training: with 0 it starts only what the current version needs, with 1 it"
         " may hold one more version's worth of groups. The soft depth of the pipeline (see `pipeline_depth`).",
         **VERSIONS,
     )
-    max_staleness: int | None = knob(
+    max_staleness: int | None = field(
         None,
         "The hard bound: no group is trained more versions after its oldest token than this, and nothing is dropped"
         " for it. null: 0 if `staleness_threshold` is 0, else the threshold rounded up.",
         **VERSIONS,
     )
-    pipeline_depth: float | None = knob(
+    pipeline_depth: float | None = field(
         None,
         "How far generation runs ahead, fractions allowed; at most `max_staleness`. null: `staleness_threshold`.",
         **VERSIONS,
     )
-    on_overdue: str = knob(
+    on_overdue: str = field(
         "wait",
         "What happens to a running group that keeps the next batch from being taken: `wait` for it, or `drop` it (it"
         " is cancelled and counted as filtered; this starves long answers).",
         choices=("wait", "drop"),
     )
-    on_non_finite: str = knob(
+    on_non_finite: str = field(
         "fail",
         "What a group counts as in which a reward, what groups are filtered by, or a log-prob of the rollout is NaN or"
         " infinite: `fail`, failed (after `max_group_retries` where another attempt may help, which it may not for a"
@@ -101,50 +100,50 @@ class AsyncTraining:
         " groups in a row came to nothing.",
         choices=("fail", "drop"),
     )
-    max_skipped_updates: int = knob(
+    max_skipped_updates: int = field(
         3,
         "The run ends after so many updates in a row that the optimizer skipped because the norm of the gradient was"
         " not finite; those of actor and critic are counted apart.",
         unit="updates",
         minimum=1,
     )
-    trigger_parameter_sync_step: int = knob(4, "Batches trained from one weight sync to the next.", minimum=1)
-    placement: str = knob(
+    trigger_parameter_sync_step: int = field(4, "Batches trained from one weight sync to the next.", minimum=1)
+    placement: str = field(
         "separate",
         "Where the two sides run: `separate` gives the rollout replicas accelerators of their own (`rollout.nnodes`,"
         " `rollout.n_gpus_per_node`); `shared` has both sides take turns on the trainer's, and the two settings have no"
         " effect. Each mode's own configuration sets it.",
         choices=("separate", "shared"),
     )
-    off_policy_mask: int | None = knob(
+    off_policy_mask: int | None = field(
         None,
         "Tokens that were sampled more versions ago than this give no policy gradient (0: off-policy tokens give none);"
         " the rest of their answers does. null: every token does.",
         **VERSIONS,
     )
-    require_batches: int = knob(
+    require_batches: int = field(
         1,
         "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
         minimum=1,
     )
-    whole_batches: bool = knob(
+    whole_batches: bool = field(
         False,
         "One-step-off: a prompt's batch is fixed when the prompt is issued, as in synchronous training, and batches are"
         " trained in that order. false: a step trains the oldest prompts whose answers are ready.",
     )
-    partial_rollout: bool = knob(
+    partial_rollout: bool = field(
         True,
         "At a weight sync: true interrupts running answers and continues them under the new version; false waits for"
         " them (`timeouts.drain`). No interrupted answer is trained as a complete one either way.",
     )
-    concurrent_samples_per_replica: int | None = knob(
+    concurrent_samples_per_replica: int | None = field(
         16,
         "Prompt groups a rollout replica works on at the same time. null: a quarter more answers than its engine has"
         " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends.",
         unit="groups",
         minimum=1,
     )
-    proximal_log_probs: str | None = knob(
+    proximal_log_probs: str | None = field(
         None,
         "Whose log-probs an update starts from: `bypass`, those of the policy that sampled; `recompute`, those of the"
         " newest published version, by the trainer; `server`, by the log-prob servers; `loglinear`, interpolated"
@@ -152,12 +151,12 @@ class AsyncTraining:
         " `algorithm.rollout_correction.bypass_mode`, which otherwise follows from this.",
         choices=tuple(Proximal),
     )
-    max_group_retries: int = knob(
+    max_group_retries: int = field(
         2,
         "How often a failed group is generated again, on another replica if there is one, before it counts as failed.",
         minimum=0,
     )
-    max_replica_restarts: int = knob(
+    max_replica_restarts: int = field(
         3,
         "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
         " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
@@ -165,45 +164,45 @@ class AsyncTraining:
         " started again as often.",
         minimum=0,
     )
-    partial_tokens_interval: float | None = knob(
+    partial_tokens_interval: float | None = field(
         2.0,
         "How often the tokens of answers under way are fetched from the rollout servers: an answer whose server dies"
         " goes on elsewhere from them. null: never; it then goes on from its last interruption.",
         unit="seconds",
         above=0,
     )
-    reward_processes: int = knob(
+    reward_processes: int = field(
         1,
         "Processes of each reward worker (`reward.num_workers`) that call a synchronous reward function, with"
         " `timeouts.reward` for each call. 0: threads of the reward worker, as in verl; a call that never returns is"
         " given up, but goes on.",
         minimum=0,
     )
-    reward_memory_gib: float | None = knob(
+    reward_memory_gib: float | None = field(
         None, "Address space of each process that scores; null: no limit.", unit="GiB", above=0
     )
-    prefork_workers: bool = knob(
+    prefork_workers: bool = field(
         True,
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
         " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
     )
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
-    use_trainer_do_validate: bool = knob(
+    use_trainer_do_validate: bool = field(
         False,
         "Stock: validate on the trainer's accelerators too. Accepted without effect, with a notice: validation runs on"
         " the rollout replicas and gives the same scores.",
     )
-    use_dynamic_resource_scheduling: bool = knob(
+    use_dynamic_resource_scheduling: bool = field(
         False,
         "Stock: lend the trainer's accelerators to generation. Only false is accepted: placement is fixed here.",
     )
-    dynamic_schedule_policy: str = knob(
+    dynamic_schedule_policy: str = field(
         "default", "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
     )
-    dynamic_schedule_deactivate_ratio: float = knob(
+    dynamic_schedule_deactivate_ratio: float = field(
         0.3, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect.", minimum=0
     )
-    dynamic_schedule_enable_rebalance: bool = knob(
+    dynamic_schedule_enable_rebalance: bool = field(
         True, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
     )
 
@@ -212,15 +211,15 @@ class AsyncTraining:
 class RolloutResources:
     """Resources of the rollout replicas, and how much they generate in all."""
 
-    nnodes: int = knob(1, "Nodes for rollout replicas.", minimum=1)
-    n_gpus_per_node: int = knob(8, "Accelerators for rollout replicas on each node.", minimum=1)
-    n: int | None = knob(
+    nnodes: int = field(1, "Nodes for rollout replicas.", minimum=1)
+    n_gpus_per_node: int = field(8, "Accelerators for rollout replicas on each node.", minimum=1)
+    n: int | None = field(
         None,
         "Answers for each prompt; always equal to `actor_rollout_ref.rollout.n`, which is the one to set. (Stock has"
         " this setting and never reads it.)",
         unit="answers",
     )
-    total_rollout_steps: int | None = knob(
+    total_rollout_steps: int | None = field(
         100, "Prompt groups issued in all, at most; null: no limit of its own.", unit="groups", minimum=1
     )
 
@@ -233,15 +232,15 @@ class BuiltinTask:
     `data.train_files`, `reward.custom_reward_function.path`.
     """
 
-    dir: str | None = knob(
+    dir: str | None = field(
         None, "Where it is made, and found again by later runs. null: `task` in `trainer.default_local_dir`."
     )
-    seed: int = knob(0, "Seed of data, model and warm start.", minimum=0)
-    family: str = knob("qwen3", "Architecture of the model.", choices=("qwen3", "qwen2"))
-    lengths: str = knob("uniform", "Distribution of the answers' lengths.", choices=("uniform", "long_tail"))
-    train_size: int = knob(4096, "Prompts to train on.", unit="prompts", minimum=1)
-    val_size: int = knob(256, "Prompts to validate on, none of them trained on.", unit="prompts", minimum=1)
-    permute_rewards: bool = knob(
+    seed: int = field(0, "Seed of data, model and warm start.", minimum=0)
+    family: str = field("qwen3", "Architecture of the model.", choices=("qwen3", "qwen2"))
+    lengths: str = field("uniform", "Distribution of the answers' lengths.", choices=("uniform", "long_tail"))
+    train_size: int = field(4096, "Prompts to train on.", unit="prompts", minimum=1)
+    val_size: int = field(256, "Prompts to validate on, none of them trained on.", unit="prompts", minimum=1)
+    permute_rewards: bool = field(
         False, "A control: training rewards are those of other answers, in permuted order, so nothing can be learned."
     )
 
@@ -291,153 +290,3 @@ def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
             return default
         node = node[part]
     return node
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What a run does, derived from its configuration."""
-
-    batch_groups: int  # b, prompt groups trained by one step
-    batches_per_version: int  # k, steps from one weight sync to the next
-    answers_per_group: int  # n
-    max_staleness: int  # S, the hard bound in versions
-    pipeline_depth: float  # how far generation runs ahead, in versions; at most S
-    trainer_ranks: int  # processes of the training engine
-    rollout_replicas: int
-    total_steps: int  # at most; filtered and failed groups can only make it fewer
-    total_groups: int | None  # prompt groups issued at most; None where only `total_steps` bounds them
-    max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
-    engine_places: int  # how many of these the engines generate at once; the others wait at them
-    proximal: Proximal  # where the proximal log-probs come from
-    settings: Settings
-
-
-def staleness_bound(training: AsyncTraining) -> int:
-    """S, the hard bound in versions."""
-    if training.max_staleness is not None:
-        return training.max_staleness
-    return 0 if training.staleness_threshold == 0 else max(1, math.ceil(training.staleness_threshold))
-
-
-def soft_depth(training: AsyncTraining) -> float:
-    """The depth of the pipeline in versions; `validate` refuses one above the bound."""
-    return training.staleness_threshold if training.pipeline_depth is None else training.pipeline_depth
-
-
-def replica_size(config: Mapping[str, Any]) -> int:
-    """Accelerators of one rollout replica: tensor x data x pipeline parallel size."""
-    rollout = "actor_rollout_ref.rollout."
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
-
-
-def synchronous_batch(training: AsyncTraining) -> bool:
-    """Whether a step trains `data.train_batch_size` prompts in mini-batches, as synchronous training does."""
-    return training.whole_batches or training.placement == SHARED
-
-
-def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
-    """Accelerators that the rollout replicas run on: their own, or those that they share with the trainer."""
-    if settings.async_training.placement == SHARED:
-        return trainer_ranks(config)
-    return settings.rollout.nnodes * settings.rollout.n_gpus_per_node
-
-
-def trainer_ranks(config: Mapping[str, Any]) -> int:
-    """Processes of the training engine, one for each of its accelerators."""
-    return int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1))
-
-
-def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """b, the prompt groups of a step; 0 where the settings do not say.
-
-    `data.train_batch_size` where a step is one of synchronous training (whole batches, shared placement); where that
-    is 0, and in the other modes, `ppo_mini_batch_size * require_batches`.
-    """
-    whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
-    return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
-
-
-# Of an engine's places: how many trajectories wait at it. One that ends is followed by the next in the same step; from
-# farther away the next one would come a step or two later.
-WAITING_SHARE = 0.25
-
-
-def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """Trajectories that one replica has at the same time; at least a group's."""
-    answers = int(lookup(config, "actor_rollout_ref.rollout.n", 1))
-    groups = training.concurrent_samples_per_replica
-    if groups is not None:
-        return groups * answers
-    places = int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", answers))
-    return max(answers, places + int(WAITING_SHARE * places))
-
-
-def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """How many of a replica's trajectories its engine generates at once."""
-    slots = slots_per_replica(config, training)
-    return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", slots)))
-
-
-def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
-    """Prompts used of each pass over the data: whole batches leave out the last, incomplete one, as verl does."""
-    return dataset_rows - dataset_rows % batch_groups if training.whole_batches else dataset_rows
-
-
-def proximal_source(config: Mapping[str, Any], settings: Settings) -> Proximal:
-    """Where a run's proximal log-probs come from: what is asked for, else what follows from the rest."""
-    if settings.async_training.proximal_log_probs is not None:
-        return Proximal(settings.async_training.proximal_log_probs)
-    if settings.servers.enabled:
-        return Proximal.SERVER
-    return Proximal.BYPASS if lookup(config, "algorithm.rollout_correction.bypass_mode") else Proximal.RECOMPUTE
-
-
-def group_limits(epochs: int | None, settings: Settings, batch_groups: int, dataset_rows: int | None) -> dict[str, int]:
-    """Prompt groups that may be issued at most, by the setting that says so."""
-    limits = {}
-    if settings.rollout.total_rollout_steps is not None:
-        limits["rollout.total_rollout_steps"] = settings.rollout.total_rollout_steps
-    if epochs is not None and dataset_rows is not None:
-        limits["trainer.total_epochs"] = epochs * epoch_prompts(dataset_rows, batch_groups, settings.async_training)
-    return limits
-
-
-def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> RunPlan:
-    """Derive the plan of a run from a whole configuration.
-
-    Args:
-        config: The composed configuration as a plain, resolved mapping; validated before (`validate`).
-        dataset_rows: Prompts in the training data after filtering; None where not known yet.
-
-    Raises:
-        ConfigError: A section of this package does not read, or nothing bounds the number of steps.
-    """
-    settings, problems = read_settings(config)
-    if problems:
-        raise ConfigError(problems)
-    training = settings.async_training
-    batch_groups = batch_size(config, training)
-    groups = group_limits(lookup(config, "trainer.total_epochs"), settings, batch_groups, dataset_rows).values()
-    steps = [limit // batch_groups for limit in groups]
-    if (asked := lookup(config, "trainer.total_training_steps")) is not None:
-        steps.append(asked)
-    if not steps:
-        advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
-        raise ConfigError([Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)])
-    replicas = rollout_accelerators(config, settings) // replica_size(config)
-    return RunPlan(
-        batch_groups=batch_groups,
-        batches_per_version=training.trigger_parameter_sync_step,
-        answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n", 1)),
-        max_staleness=staleness_bound(training),
-        pipeline_depth=soft_depth(training),
-        trainer_ranks=trainer_ranks(config),
-        rollout_replicas=replicas,
-        total_steps=min(steps),
-        total_groups=min(groups, default=None),
-        max_concurrent_trajectories=replicas * slots_per_replica(config, training),
-        engine_places=replicas * places_per_replica(config, training),
-        proximal=proximal_source(config, settings),
-        settings=settings,
-    )

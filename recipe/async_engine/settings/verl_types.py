@@ -3,7 +3,7 @@
 
 Contract: `well_formed` reports every such setting whose value is of another type than the rules and the shells expect,
 and gives a configuration in which each of them has a harmless value, so that all other rules can still be applied.
-This package's own settings have their types in `config`.
+This package's own settings have their types in `sections`.
 Shown by tests/integration/test_config_fuzz.py.
 """
 
@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.core.case import ACTOR, ROLLOUT
-from recipe.async_engine.core.config import lookup
-from recipe.async_engine.core.knobs import is_count, render
-from recipe.async_engine.core.problems import Problem
+from recipe.async_engine.settings.fields import is_count, render
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.sections import lookup
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Expected:
     """What a value must be, in words and as a test, and a harmless value in place of a wrong one."""
 
     allowed: str
@@ -30,8 +32,8 @@ class Shape:
     needed: bool = False  # a setting that is absent is as one that is null
 
 
-def _or_null(shape: Shape) -> Shape:
-    return Shape(f"{shape.allowed}, or null", lambda value: value is None or shape.fits(value), None)
+def _or_null(expected: Expected) -> Expected:
+    return Expected(f"{expected.allowed}, or null", lambda value: value is None or expected.fits(value), None)
 
 
 def _is_integer(value: Any) -> bool:
@@ -44,32 +46,32 @@ def _is_paths(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-SECTION = Shape("a section of settings", lambda value: isinstance(value, Mapping), {})
-COUNT = Shape("an integer >= 1", is_count, 1)
+SECTION = Expected("a section of settings", lambda value: isinstance(value, Mapping), {})
+COUNT = Expected("an integer >= 1", is_count, 1)
 # Without a harmless value: rules leave out what they would have said of it.
-AMOUNT = Shape("an integer >= 1", is_count, None, "Set it to at least 1.", needed=True)
-FREQUENCY = Shape(
+AMOUNT = Expected("an integer >= 1", is_count, None, "Set it to at least 1.", needed=True)
+FREQUENCY = Expected(
     "an integer >= 1 (versions), or -1 for never",
     lambda value: _is_integer(value) and value >= -1,
     -1,
     "It counts weight versions.",
     needed=True,
 )
-NATURAL = Shape("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), 0)
-FLAG = Shape("true or false", lambda value: isinstance(value, bool), False)
-NAME = Shape("a name", lambda value: isinstance(value, str) and value != "", "")
-TEXT = Shape("a path or name", lambda value: isinstance(value, str), "")
-PATHS = Shape("a path, or a list of paths", _is_paths, None)
+NATURAL = Expected("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), 0)
+FLAG = Expected("true or false", lambda value: isinstance(value, bool), False)
+NAME = Expected("a name", lambda value: isinstance(value, str) and value != "", "")
+TEXT = Expected("a path or name", lambda value: isinstance(value, str), "")
+PATHS = Expected("a path, or a list of paths", _is_paths, None)
 MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
-MAYBE_INTEGER = _or_null(Shape("an integer", _is_integer, 0))
+MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, 0))
 
 
-def _of(section: str, shape: Shape, *names: str) -> dict[str, Shape]:
-    return {f"{section}.{name}" if section else name: shape for name in names}
+def _of(section: str, expected: Expected, *names: str) -> dict[str, Expected]:
+    return {f"{section}.{name}" if section else name: expected for name in names}
 
 
 # Outer sections first: what is inside a wrong one is not looked at.
-SHAPES: Mapping[str, Shape] = {
+EXPECTED: Mapping[str, Expected] = {
     **_of("", SECTION, "data", "trainer", "reward", "algorithm", "actor_rollout_ref", "actor_rollout_ref.model"),
     **_of("", SECTION, ROLLOUT, ACTOR, f"{ROLLOUT}.agent", f"{ROLLOUT}.checkpoint_engine", f"{ACTOR}.checkpoint"),
     **_of("", MAYBE_SECTION, "critic", "critic.model", "critic.checkpoint", "ray_kwargs", "ray_kwargs.ray_init"),
@@ -127,13 +129,13 @@ def well_formed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     """The configuration with a harmless value for each setting of a wrong type, and these as problems."""
     repaired = dict(config)
     problems = []
-    for setting, shape in SHAPES.items():
+    for setting, expected in EXPECTED.items():
         value = lookup(repaired, setting, ABSENT)
-        if value is ABSENT and shape.needed:
-            problems.append(Problem(setting, "null", shape.allowed, shape.advice))
-        elif value is not ABSENT and not shape.fits(value):
-            problems.append(Problem(setting, render(value), shape.allowed, shape.advice))
-            _replace(repaired, setting.split("."), shape.harmless)
+        if value is ABSENT and expected.needed:
+            problems.append(Problem(setting, "null", expected.allowed, expected.advice))
+        elif value is not ABSENT and not expected.fits(value):
+            problems.append(Problem(setting, render(value), expected.allowed, expected.advice))
+            _replace(repaired, setting.split("."), expected.harmless)
     return repaired, problems
 
 

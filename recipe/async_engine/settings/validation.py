@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses configurations that cannot run, before any process starts.
+
+Contract: `validate` is a pure function of a configuration and of facts about the outside; it finds all problems at
+once, and each names the setting, its value, what is allowed and what to change. The rules are in
+`recipe.async_engine.settings.rules`; tests/settings/test_config.py has one case for each.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules import algorithm, batches, data, engines, rewards, servers
+from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.sections import lookup, read_settings
+from recipe.async_engine.settings.verl_types import well_formed
+
+RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
+    batches.staleness,
+    batches.whole_batches,
+    batches.shared_placement,
+    batches.batch,
+    batches.division,
+    algorithm.advantages,
+    algorithm.losses,
+    algorithm.correction,
+    engines.engine,
+    engines.critic,
+    engines.micro_batches,
+    engines.lora,
+    engines.rollout,
+    engines.cpu,
+    servers.proximal_log_probs,
+    servers.log_prob_servers,
+    rewards.reward_model,
+    rewards.programs,
+    engines.resources,
+    engines.builtin_task,
+    data.files,
+    data.saving,
+)
+
+
+def validate(
+    config: Mapping[str, Any],
+    *,
+    dataset_rows: int | None = None,
+    available: Resources | None = None,
+    files: Sequence[FileFact] = (),
+) -> list[Problem]:
+    """All problems of a configuration; none means that it may run.
+
+    Args:
+        config: The composed configuration as a plain, resolved mapping.
+        dataset_rows: Prompts in the training data, where known; else `training_rows`.
+        available: What there is to place workers on, where known.
+        files: What was found at the paths that the configuration names.
+    """
+    config, problems = well_formed(config)
+    settings, own = read_settings(config)
+    problems += own
+    if dataset_rows is None:
+        dataset_rows = training_rows(config, files)
+    context = RuleContext(config, settings, dataset_rows, available, files)
+    for rule in RULES:
+        problems += rule(context)
+    return problems
+
+
+def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:
+    """Prompts in the training data, or None where a file's rows are not known without loading it."""
+    counts = [fact.rows for fact in files if fact.setting == "data.train_files"]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts):
+        return None
+    limit = lookup(config, "data.train_max_samples")
+    return min(sum(known), limit) if limit is not None and limit > 0 else sum(known)
+
+
+def notices(config: Mapping[str, Any]) -> list[str]:
+    """Settings that are accepted and have no effect, each with the reason; to be logged once at start-up."""
+    if not read_settings(config)[0].async_training.use_trainer_do_validate:
+        return []
+    setting = "async_training.use_trainer_do_validate"
+    return [f"{setting}=true has no effect: validation runs on the rollout replicas only, with the same scores."]
