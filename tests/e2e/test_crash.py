@@ -35,6 +35,7 @@ def kill_trainer(folder: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_run_killed_after_a_checkpoint_trains_every_prompt_once(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     folder = tmp_path / "run"
     overrides = [

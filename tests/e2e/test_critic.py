@@ -26,6 +26,7 @@ def updates(folder: Path, step: int) -> int:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_critic_is_trained_beside_the_actor_and_a_resumed_one_goes_on(
     task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

@@ -157,7 +157,31 @@ def test_bound_zero_equals_synchronous_training_bit_for_bit(
     assert [metrics["fully_async/staleness/token_mean"] for metrics in ours.metrics] == [0] * STEPS
 
 
+@dataclass(frozen=True)
+class OneBitOff(Record):
+    """A record with one weight of the last step moved to the next number there is."""
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        weights = super().weights(step)
+        if step == STEPS:
+            first = next(iter(weights.values())).view(-1)
+            first[0] = torch.nextafter(first[0], first[0] + 1)
+        return weights
+
+
 @pytest.mark.e2e
+def test_the_comparison_sees_the_last_bit_of_a_weight_and_the_order_of_a_batch(baseline: Record) -> None:
+    """A trainer with a fault is compared in the next test, which takes long."""
+    compare(baseline, baseline)
+    with pytest.raises(AssertionError, match=f"after step {STEPS} the weights differ"):
+        compare(OneBitOff(baseline.samples, baseline.metrics, baseline.folder), baseline)
+    turned = [*baseline.samples[:-1], baseline.samples[-1][::-1]]
+    with pytest.raises(AssertionError, match=f"step {STEPS} trained other samples"):
+        compare(Record(turned, baseline.metrics, baseline.folder), baseline)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "found"),
     [

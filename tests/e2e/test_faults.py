@@ -64,6 +64,7 @@ def test_reward_function_that_raises_ends_the_run_with_its_message(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_only_replica_dying_in_a_sync_ends_the_run_and_the_resumed_run_trains_every_prompt_once(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def check_books(run: FinishedRun, steps: int, bound: int, groups: int = 4) -> No
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_bound_zero_is_on_policy_and_both_engines_agree_to_fp32(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

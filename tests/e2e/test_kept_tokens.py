@@ -61,7 +61,10 @@ def account(run: FinishedRun) -> dict[str, int]:
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("main", "loop", "complete_answers"),
-    [(FULLY_ASYNC, "tool_agent_loop.TwoTurnLoop", 1), (ONE_STEP_OFF, "losing.LongAnswers", 0)],
+    [
+        (FULLY_ASYNC, "tool_agent_loop.TwoTurnLoop", 1),
+        pytest.param(ONE_STEP_OFF, "losing.LongAnswers", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_kill_in_the_middle_of_long_answers_costs_no_token_of_the_checkpoint(
     main: str,

@@ -134,6 +134,7 @@ def damage_newest_checkpoint(folder: Path) -> int:
 
 @pytest.mark.e2e
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_stopped_trainer_lost_control_process_and_killed_main_end_a_run_that_goes_on_from_its_checkpoints(
     task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

@@ -27,6 +27,7 @@ APART = ["rollout.n_gpus_per_node=2", "async_training.staleness_threshold=1"]
             ["trainer.n_gpus_per_node=2", "async_training.max_staleness=2"],
             2,
             id="partial_rollout",
+            marks=pytest.mark.slow,
         ),
     ],
 )

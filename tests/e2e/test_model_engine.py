@@ -118,6 +118,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_one_of_two_servers_dies_then_the_other_and_no_sample_is_lost(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +198,7 @@ MISMATCH = ("kl", "k3_kl", "log_ppl_diff", "rollout_is_mean", "rollout_is_max", 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["bypass", "loglinear"])
 def test_sources_without_a_forward_pass_report_the_same_mismatch(
     source: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path

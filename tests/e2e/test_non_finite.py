@@ -18,6 +18,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_reward_that_is_none_for_some_prompts_costs_these_prompts_and_says_so(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_every_batch_is_one_version_late_also_after_a_crash_and_a_resume(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_generation_error_ends_the_run_with_its_own_traceback(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def check_answers(trained: list[dict[str, Any]], task: TaskPaths) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_loop_with_a_tool_gives_the_same_transcripts_interrupted_or_not(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

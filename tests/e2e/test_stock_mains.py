@@ -29,6 +29,7 @@ def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_stock_one_step_off_policy_main_trains_on_a_cpu(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_stock_one_step_off_policy_main_trains_on_a_cpu(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_stock_fully_async_main_trains_on_a_cpu(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     overrides = stock.cpu_overrides(task, tmp_path, ray_dir, devices=2) + stock.fully_async_overrides(STEPS)
     output, steps = run_main(stock.FULLY_ASYNC_MAIN, overrides, tmp_path)
