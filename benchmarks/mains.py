@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 import stock_overrides as stock
-from main_process import run_module, short_run, with_helpers
-from surroundings import ray_folder
+from main_process import run_module, short_run
+from surroundings import ray_folder, with_helpers
 
 __all__ = ["Run", "ray_folder", "run", "short_run", "stock", "with_helpers"]
 

@@ -7,9 +7,20 @@ imported by path, not through `sys.path`, so the folders of their helpers are ad
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from surroundings import end_shared_forks
 
 from recipe.async_engine.platform.detect import choose_platform, inspect_machine
 
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ("core", "integration", "e2e")]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """The processes that workers and runs are forked from end with the session."""
+    yield
+    end_shared_forks()

@@ -4,11 +4,39 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from recipe.async_engine.features import FEATURES
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.prefork.run import Prefork
+
+_servers: dict[tuple[str | None, ...], Prefork] = {}
+
+
+def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which the modules of the end-to-end tests can be named in overrides."""
+    path = filter(None, [str(Path(__file__).parent / "e2e"), environment.get("PYTHONPATH")])
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def shared_forks(environment: Mapping[str, str]) -> Prefork:
+    """The process that has imported the stack for all runs in such an environment; made for the first of them.
+
+    A run has one of its own otherwise, and its first 15 seconds of CPU time. `end_shared_forks` ends them all.
+    """
+    # What is imported once must have read nothing that differs between runs.
+    names = [*sorted(variable for variable, _, _ in FEATURES), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
+    key = tuple(environment.get(name, os.environ.get(name)) for name in names)
+    if key not in _servers:
+        _servers[key] = Prefork(environment)
+    return _servers[key]
+
+
+def end_shared_forks() -> None:
+    while _servers:
+        _servers.popitem()[1].stop()
 
 
 def user_environment() -> dict[str, str]:
@@ -28,11 +56,21 @@ def ray_folder() -> Iterator[Path]:
 
 @contextmanager
 def fresh_ray(**settings: int) -> Iterator[None]:
-    """A Ray of this process, with a folder of its own and ``settings`` of `ray.init`, and none after it."""
+    """A Ray of this process, with a folder of its own and ``settings`` of `ray.init`, and none after it.
+
+    Its workers are forks of the process that the runs of end-to-end tests share.
+    """
     import ray
 
+    forks = shared_forks(with_helpers(user_environment()))
     with ray_folder() as folder:
         ray.shutdown()  # Ray starts itself where a test before has called it without one
-        ray.init(include_dashboard=False, _temp_dir=str(folder), log_to_driver=False, **settings)
+        ray.init(
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            log_to_driver=False,
+            runtime_env=forks.runtime_env,
+            **settings,
+        )
         yield
         ray.shutdown()

@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from main_process import end_shared_forks
 from surroundings import ray_folder
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forks() -> Iterator[None]:
-    """The processes that runs are forked from end with the session."""
-    yield
-    end_shared_forks()
 
 
 @pytest.fixture(scope="session")

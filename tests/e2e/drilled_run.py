@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from main_process import with_helpers
 from main_runs import FinishedRun, as_module, trainer_log
-from surroundings import user_environment
+from surroundings import user_environment, with_helpers
 
 START_S, LEFT_S, POLL_S = 300.0, 30.0, 0.05
 

@@ -3,42 +3,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipe.async_engine.features import FEATURES
-from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, Prefork
+from surroundings import shared_forks
+
+from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE
 from recipe.async_engine.task.settings import TaskPaths
 
 FORKS = "ray_kwargs.ray_init.runtime_env.py_executable"
-_servers: dict[tuple[str | None, ...], Prefork] = {}
-
-
-def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which the modules of this folder can be named in overrides."""
-    path = filter(None, [str(Path(__file__).parent), environment.get("PYTHONPATH")])
-    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def shared_forks(environment: Mapping[str, str]) -> Prefork:
-    """The process that has imported the stack for all runs in such an environment; made for the first of them.
-
-    A run has one of its own otherwise, and its first 15 seconds of CPU time. `end_shared_forks` ends them all.
-    """
-    # What is imported once must have read nothing that differs between runs.
-    names = [*sorted(variable for variable, _, _ in FEATURES), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
-    key = tuple(environment.get(name, os.environ.get(name)) for name in names)
-    if key not in _servers:
-        _servers[key] = Prefork(environment)
-    return _servers[key]
-
-
-def end_shared_forks() -> None:
-    while _servers:
-        _servers.popitem()[1].stop()
 
 
 def forked(overrides: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

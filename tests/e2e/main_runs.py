@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from main_process import forked, run_module, short_run, with_helpers
-from surroundings import user_environment
+from main_process import forked, run_module, short_run
+from surroundings import user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
 

@@ -12,7 +12,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from main_process import forked, run_module, with_helpers
+from main_process import forked, run_module
+from surroundings import with_helpers
 
 from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
