@@ -15,11 +15,12 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-all test-gpu lint docs lock clean
+.PHONY: help setup demo test test-one test-all test-gpu lint docs lock clean
 
 help:
 	@echo 'make demo      set up, then train on the built-in task (writes to runs/demo)'
 	@echo 'make test      set up, then run the tests'
+	@echo 'make test-one T=tests/core/test_gate.py   some of them: files, folders or names as pytest has them'
 	@echo 'make test-all  the same with the long drills'
 	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
 	@echo 'make lint      ruff, and strict type checking of core and settings'
@@ -56,10 +57,15 @@ demo: setup
 	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu trainer.default_local_dir=runs/demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=30
+
+# Slow ones too, where they are named.
+test-one: setup
+	@test -n '$(T)' || { echo 'Name them: make test-one T=tests/core/test_gate.py' >&2; exit 2; }
+	$(BIN)/python -m pytest -m 'not gpu' --durations=5 $(T)
 
 test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' --durations=60
 
 test-gpu:
 	python -m pytest -m gpu

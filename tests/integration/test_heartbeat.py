@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from surroundings import fresh_ray
 
 from recipe.async_engine.run import heartbeat
+from recipe.async_engine.run import watch as watch_of_run
 from recipe.async_engine.run.heartbeat import ControlProcessLost, TrainerSilent, control_probe, listen
 from recipe.async_engine.run.runner import Ended
 from recipe.async_engine.run.watch import PartLost, RunWatch
@@ -109,7 +110,7 @@ def test_trainer_that_is_silent_but_answers_is_waited_for(runs: Callable[..., Ru
     run = runs(1, "waits", 8.0)
     heard = run.hear()
     assert next(heard) == 0
-    threading.Timer(20.0, ray.kill, [run.actor]).start()
+    threading.Timer(12.0, ray.kill, [run.actor]).start()
     with pytest.raises(RayActorError):  # not TrainerSilent, which would have come before
         next(heard)
 
@@ -187,7 +188,10 @@ def test_control_process_that_answers_no_more_ends_the_run(runs: Callable[..., R
         list(runs(1, "waits").hear(ask))
 
 
-def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(tmp_path: Path) -> None:
+def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_of_run, "ASK_AGAIN_S", 2.0)
     remote = ray.remote(Trainer)
     held = {name: remote.options(num_cpus=0).remote() for name in ("training worker 0", "training worker 1")}
     ray.get([actor.pid.remote() for actor in held.values()], timeout=SOON_S)
