@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +105,6 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     assert tokens == {"cut": tokens["trained"], "trained": tokens["trained"], "lost": 0, "cached": 0}
     assert tokens["trained"] > 0
     check_answers(trained, tail_task)
-    interruptions = second.column("partial_rollout/interrupt_seconds")
-    assert statistics.median(interruptions) <= 0.1 + DECODE_STEP_S
 
 
 def check_answers(trained: list[dict[str, Any]], task: TaskPaths) -> None:
