@@ -47,6 +47,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_no_secret_is_in_any_file(
     folder = tmp_path / "run"
     overrides = [
         *small(task, folder, ray_dir),
+        "trainer.save_freq=1000",
         "trainer.total_training_steps=1000",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.ANY_NAME={SECRET}",
         f"+reward.custom_reward_function.reward_kwargs.api_key={SECRET}",
