@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.async_engine.core.errors import TimelineError
 from recipe.async_engine.core.timeline import IDLE_PHASE, Timeline
 
 
@@ -22,58 +21,41 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_shares_of_a_track_add_up_to_one_and_name_every_phase(clock: Clock) -> None:
+def test_shares_add_up_to_one_and_name_every_phase(clock: Clock) -> None:
     timeline = Timeline(clock)
     clock.now += 1
-    with timeline.phase("trainer", "wait"):
+    with timeline.phase("wait"):
         clock.now += 2
-    with timeline.phase("trainer", "train"):
+    with timeline.phase("train"):
         clock.now += 5
-    assert timeline.shares("trainer") == {IDLE_PHASE: 1 / 8, "wait": 2 / 8, "train": 5 / 8}
+    assert timeline.shares() == {IDLE_PHASE: 1 / 8, "wait": 2 / 8, "train": 5 / 8}
     assert timeline.trainer_wait_share == 0.25
 
 
 def test_inner_phase_suspends_the_outer_one(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with timeline.phase("trainer", "sync"):
+    with timeline.phase("sync"):
         clock.now += 1
-        with timeline.phase("trainer", "validate"):
+        with timeline.phase("validate"):
             clock.now += 3
         clock.now += 2
-    assert timeline.seconds("trainer") == {"sync": 3.0, "validate": 3.0}
+    assert timeline.shares() == {"sync": 3 / 6, "validate": 3 / 6}
 
 
 def test_open_phase_counts_up_to_now(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with timeline.phase("trainer", "wait"):
+    with timeline.phase("wait"):
         clock.now += 4
         assert timeline.trainer_wait_share == 1.0
 
 
 def test_phase_that_raises_is_left(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with pytest.raises(ValueError, match="step failed"), timeline.phase("trainer", "train"):
+    with pytest.raises(ValueError, match="step failed"), timeline.phase("train"):
         clock.now += 1
         raise ValueError("step failed")
     clock.now += 3
-    assert timeline.seconds("trainer") == {"train": 1.0, IDLE_PHASE: 3.0}
-
-
-def test_tracks_are_independent(clock: Clock) -> None:
-    timeline = Timeline(clock)
-    with timeline.phase("trainer", "train"), timeline.phase("publisher", "send"):
-        clock.now += 2
-    assert timeline.shares("trainer") == {"train": 1.0}
-    assert timeline.shares("publisher") == {"send": 1.0}
-
-
-def test_phases_left_out_of_order_are_refused(clock: Clock) -> None:
-    timeline = Timeline(clock)
-    outer, inner = timeline.phase("trainer", "train"), timeline.phase("trainer", "sync")
-    outer.__enter__()
-    inner.__enter__()
-    with pytest.raises(TimelineError, match="'train' of 'trainer' ends while"):
-        outer.__exit__(None, None, None)
+    assert timeline.shares() == {"train": 1 / 4, IDLE_PHASE: 3 / 4}
 
 
 def test_rollout_is_idle_only_while_nothing_generates(clock: Clock) -> None:
@@ -118,46 +100,33 @@ def test_idle_time_is_weighted_by_the_capacity_of_its_moment(clock: Clock) -> No
 
 def test_restart_leaves_the_start_up_out(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with timeline.phase("trainer", "wait"):
+    with timeline.phase("wait"):
         clock.now += 50
         timeline.restart()
         clock.now += 1
     timeline.rollout.set(running=1)
     clock.now += 3
-    assert timeline.seconds("trainer") == {"wait": 1.0, IDLE_PHASE: 3.0}
+    assert timeline.shares() == {"wait": 1 / 4, IDLE_PHASE: 3 / 4}
     assert timeline.rollout.idle_share == 0.25
 
 
 def test_nothing_counts_after_the_stop(clock: Clock) -> None:
     timeline = Timeline(clock)
-    with timeline.phase("trainer", "train"):
+    with timeline.phase("train"):
         clock.now += 2
         timeline.stop()
         clock.now += 9
     timeline.stop()
-    assert timeline.shares("trainer") == {"train": 1.0}
+    assert timeline.shares() == {"train": 1.0}
     assert timeline.rollout.idle_share == 1.0
 
 
 def test_no_time_gives_no_shares(clock: Clock) -> None:
     timeline = Timeline(clock)
-    assert timeline.shares("trainer") == {}
+    assert timeline.shares() == {}
     assert timeline.trainer_wait_share == 0.0
     assert timeline.rollout.idle_share == 0.0
     assert timeline.rollout.occupancy == 0.0
-
-
-def test_clock_that_runs_backwards_and_negative_counts_are_refused(clock: Clock) -> None:
-    timeline = Timeline(clock)
-    with pytest.raises(TimelineError, match=r"-1 .* running"):
-        timeline.rollout.set(running=-1)
-    with pytest.raises(TimelineError, match=r"-1 .* capacity"):
-        timeline.rollout.set(capacity=-1)
-    clock.now -= 1
-    with pytest.raises(TimelineError, match="backwards"):
-        timeline.rollout.set(running=1)
-    with pytest.raises(TimelineError, match="backwards"):
-        timeline.shares("trainer")
 
 
 def test_reward_seconds_are_exposed_only_where_nothing_else_goes_on(clock: Clock) -> None:

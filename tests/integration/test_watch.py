@@ -143,7 +143,7 @@ def test_nothing_happens_while_something_happens(watched: Watched) -> None:
     for _ in range(10):
         time.sleep(LIMIT_S / 4)
         watched.timeline.note("something")
-    with watched.timeline.phase("trainer", "train"):
+    with watched.timeline.phase("train"):
         time.sleep(LIMIT_S / 2)
     watch.stop()
     assert not watched.failed

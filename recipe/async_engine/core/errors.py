@@ -45,7 +45,3 @@ class SnapshotError(LedgerError):
 
 class VersionRecordError(RecipeError):
     """Per-token policy versions are malformed, or do not cover the tokens they should."""
-
-
-class TimelineError(RecipeError):
-    """Phases of a timeline were entered or left out of order, or its clock ran backwards."""

@@ -218,7 +218,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         self.metrics, self.timing_raw = {}, {}
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
         with marked_timer("step", self.timing_raw):
-            with self.timeline.phase("trainer", "wait"), marked_timer("gen", self.timing_raw, color="red"):
+            with self.timeline.phase("wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self._fetched_groups()
             if groups is None:
                 if self.stopped_by is None:
@@ -229,7 +229,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
             self._begin_profile()
-            with self.timeline.phase("trainer", "train"):
+            with self.timeline.phase("train"):
                 batch = self._train(groups)
             self._end_version()
         self._fit_stop_profile()
@@ -318,14 +318,14 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def _save_once(self) -> None:
         if self._saved_at != self.global_steps:
             self._saved_at = self.global_steps
-            with self.timeline.phase("trainer", "save"), marked_timer("save_checkpoint", self.timing_raw):
+            with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
 
     def _is_due(self, every: int, version: int) -> bool:
         return every > 0 and (self.is_last_step or version % every == 0)
 
     def _publish(self) -> None:
-        with self.timeline.phase("trainer", "sync"), marked_timer("param_sync", self.timing_raw, color="red"):
+        with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             training = self.plan.settings.async_training
             if not training.partial_rollout:
                 self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
@@ -354,7 +354,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def _validate_now(self) -> dict[str, float]:
         """Validate the published weights, on the replicas, beside the generation that goes on."""
         with (
-            self.timeline.phase("trainer", "validate"),
+            self.timeline.phase("validate"),
             marked_timer("testing", self.timing_raw, color="green"),
             self.async_rollout_manager.validation(self.timeouts.validation),
         ):
