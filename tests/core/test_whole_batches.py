@@ -7,11 +7,9 @@ import json
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.errors import SettingError, SnapshotError
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
@@ -160,16 +158,3 @@ def test_places_are_given_in_order() -> None:
     assert [group.batch for group in ledger.in_state(GroupState.RUNNING) if group.id in (3, replacement)] == [1, 1]
     ledger.return_batch()
     assert [group.id for group in ledger.take()] == [0, 1]
-
-
-@pytest.mark.parametrize(("batches_per_version", "bound"), [(2, 1), (1, 2)])
-def test_whole_batches_need_one_batch_a_version_and_a_bound_of_one(batches_per_version: int, bound: int) -> None:
-    with pytest.raises(SettingError, match="whole_batches"):
-        SampleLedger(GateSettings(2, batches_per_version, bound, bound), whole_batches=True)
-
-
-def test_a_checkpoint_of_the_other_order_is_refused() -> None:
-    gate = GateSettings(2, 1, 1, 1)
-    snapshot = SampleLedger(gate, whole_batches=True).snapshot()
-    with pytest.raises(SnapshotError, match=r"async_training\.whole_batches = False"):
-        SampleLedger.restore(snapshot, gate)

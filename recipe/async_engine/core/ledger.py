@@ -28,14 +28,12 @@ from recipe.async_engine.core.errors import (
     GateError,
     LedgerError,
     LedgerIdentityError,
-    SettingError,
     SnapshotError,
     StalenessViolation,
 )
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
 from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, by_age
 from recipe.async_engine.core.prompts import PromptRef, PromptSet
-from recipe.async_engine.core.snapshots import SNAPSHOT_FORMAT, check_restorable
 from recipe.async_engine.core.staleness import StalenessStats
 
 
@@ -58,18 +56,6 @@ class SampleLedger:
         issue_limit: int | None = None,
         whole_batches: bool = False,
     ) -> None:
-        if target_groups is not None and (target_groups < 0 or target_groups % settings.batch_groups):
-            raise SettingError("target_groups", target_groups, f"a multiple of batch_groups = {settings.batch_groups}")
-        if issue_limit is not None and issue_limit < 0:
-            raise SettingError("issue_limit", issue_limit, "an integer >= 0")
-        if whole_batches and (settings.batches_per_version != 1 or settings.max_staleness > 1):
-            raise SettingError(
-                "whole_batches",
-                True,
-                f"false with batches_per_version = {settings.batches_per_version} and max_staleness = "
-                f"{settings.max_staleness}",
-                "Whole batches need one batch a version and a bound of at most 1.",
-            )
         self.settings = settings
         self.target_groups = target_groups
         self.issue_limit = issue_limit
@@ -135,8 +121,6 @@ class SampleLedger:
 
     def issue(self, prompt: PromptRef) -> Group:
         """Start a group for this prompt at the current version."""
-        if prompt.index < 0 or prompt.epoch < 0:
-            raise ValueError(f"{prompt} has a negative index or epoch")
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
         if not self.can_issue():
@@ -286,11 +270,7 @@ class SampleLedger:
         """
         self.check_identity()
         return {
-            "format": SNAPSHOT_FORMAT,
-            "batch_groups": self.settings.batch_groups,
-            "batches_per_version": self.settings.batches_per_version,
             "max_staleness": self.settings.max_staleness,
-            "whole_batches": self._whole_batches,
             "version": self.version,
             "batches_taken": self._gate.batches_taken - (1 if self._leased else 0),
             "issued": self._issued,
@@ -304,28 +284,21 @@ class SampleLedger:
         }
 
     @classmethod
-    def restore(
-        cls,
-        snapshot: Mapping[str, Any],
-        settings: GateSettings,
-        *,
-        whole_batches: bool = False,
-        **limits: int | None,
-    ) -> Self:
-        """The ledger of a snapshot. Both bounds count from the beginning of the run, not from the resume.
+    def restore(cls, snapshot: Mapping[str, Any], settings: GateSettings, **rules: Any) -> Self:
+        """The ledger of a snapshot, with the batches and their order as it was made with (`core.snapshots.changes`).
+
+        Both bounds count from the beginning of the run, not from the resume.
 
         Ready groups stay ready, and running ones running, all with their starts: the tokens that they have go on. A
         batch that was leased is ready again, so it is trained exactly once relative to the weights of the checkpoint.
         """
-        check_restorable(snapshot, settings, whole_batches)
-        ledger = cls(settings, whole_batches=whole_batches, **limits)
-        version = snapshot["version"]
+        ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
         ledger._live = {group.id: group for group in groups}
         try:
             ledger._gate = StalenessGate(
                 settings,
-                version=version,
+                version=snapshot["version"],
                 batches_taken=snapshot["batches_taken"],
                 starts=[group.start for group in groups],
             )

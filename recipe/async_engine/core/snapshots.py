@@ -8,11 +8,9 @@ from enum import Enum, auto
 from typing import Any
 
 from recipe.async_engine.core.errors import SnapshotError
-from recipe.async_engine.core.gate import GateSettings
 
-SNAPSHOT_FORMAT = 3
 STATE_FORMAT = 1
-"""Of the whole rollout side, which has a ledger's snapshot in it."""
+"""Of the rollout side of a checkpoint, which has a ledger's snapshot in it."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "async_training.whole_batches"
@@ -73,13 +71,3 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
             "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
         )
     return [f"{name}: {change}" for name, change in found.items()]
-
-
-def check_restorable(snapshot: Mapping[str, Any], settings: GateSettings, whole_batches: bool) -> None:
-    """Raise `SnapshotError` unless a ledger with these settings can go on from this snapshot."""
-    if snapshot.get("format") != SNAPSHOT_FORMAT:
-        raise SnapshotError(f"snapshot format {snapshot.get('format')!r}, this version reads {SNAPSHOT_FORMAT}")
-    saved = (snapshot["batch_groups"], snapshot["batches_per_version"], snapshot["whole_batches"])
-    present = (settings.batch_groups, settings.batches_per_version, whole_batches)
-    names = (BATCH, PER_VERSION, WHOLE)
-    changes(dict(zip(names, saved, strict=True)), dict(zip(names, present, strict=True)), len(snapshot["live"]))
