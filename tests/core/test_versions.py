@@ -4,92 +4,85 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.errors import VersionRecordError
-from recipe.async_engine.core.versions import NOT_SAMPLED, VersionSegments, align
+from recipe.async_engine.core.versions import NOT_SAMPLED, Alignment, align, expand, run_lengths
 
 VERSIONS = st.lists(st.integers(NOT_SAMPLED, 4), max_size=30)
 
 
-@given(VERSIONS, VERSIONS)
-def test_run_length_coding_agrees_with_plain_lists(left: list[int], right: list[int]) -> None:
-    one, two = VersionSegments.from_tokens(left), VersionSegments.from_tokens(right)
-    assert one.expand() == left
-    assert (one == two) == (left == right)
-    sampled = [version for version in left if version != NOT_SAMPLED]
-    assert (one.oldest, one.newest) == (min(sampled, default=None), max(sampled, default=None))
-
-
-def test_equal_neighbours_are_merged_and_empty_runs_left_out() -> None:
-    assert VersionSegments(((1, 2), (1, 3), (4, 0), (1, 1), (2, 1))).runs == ((1, 6), (2, 1))
+@given(VERSIONS)
+def test_run_length_coding_agrees_with_plain_lists(versions: list[int]) -> None:
+    runs = run_lengths(versions)
+    assert expand(runs, 0) == versions
+    assert all(one != next_one for (one, _), (next_one, _) in pairwise(runs))
+    sampled = [version for version in versions if version != NOT_SAMPLED]
+    if sampled:
+        found = Alignment(versions, exact=True)
+        assert (found.oldest, found.newest) == (min(sampled), max(sampled))
 
 
 def test_expand_pads_with_unsampled_tokens() -> None:
-    assert VersionSegments(((3, 2),)).expand(4) == [3, 3, NOT_SAMPLED, NOT_SAMPLED]
-
-
-@pytest.mark.parametrize("runs", [((-2, 1),), ((0, -1),)])
-def test_malformed_segments_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(VersionRecordError, match="segment"):
-        VersionSegments(runs)
+    assert expand([(3, 2)], 4) == [3, 3, NOT_SAMPLED, NOT_SAMPLED]
 
 
 def test_response_that_is_all_of_the_pieces_has_their_versions() -> None:
     found = align([(1, [10, 11]), (2, [12])], [10, 11, 12], [1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, 2], True)
+    assert (found.versions, found.exact) == ([1, 1, 2], True)
 
 
 def test_tool_tokens_between_turns_are_marked_as_unsampled() -> None:
     found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 99, 99, 12, 13], [1, 1, 0, 0, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, NOT_SAMPLED, NOT_SAMPLED, 2, 2], True)
+    assert (found.versions, found.exact) == ([1, 1, NOT_SAMPLED, NOT_SAMPLED, 2, 2], True)
 
 
 def test_cut_response_has_the_versions_of_what_is_left() -> None:
     found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 12], [1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, 2], True)
+    assert (found.versions, found.exact) == ([1, 1, 2], True)
 
 
 def test_discarded_turn_is_left_out() -> None:
     found = align([(1, [10, 11]), (2, [20, 21]), (3, [30])], [10, 11, 30], [1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, 3], True)
+    assert (found.versions, found.exact) == ([1, 1, 3], True)
 
 
 def test_turns_cut_at_their_ends_are_aligned() -> None:
     found = align([(1, [10, 11, 2]), (2, [12, 13, 2])], [10, 11, 99, 12, 13], [1, 1, 0, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, NOT_SAMPLED, 2, 2], True)
+    assert (found.versions, found.exact) == ([1, 1, NOT_SAMPLED, 2, 2], True)
 
 
 def test_token_that_two_readings_give_different_versions_gets_the_older_one() -> None:
     # [7, 8, 5] is a piece of version 1 or of version 2, after a piece of version 0 that was cut.
     found = align([(0, [1, 2]), (1, [7, 8]), (2, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([0, 1, 1, 3], False)
+    assert (found.versions, found.exact) == ([0, 1, 1, 3], False)
 
 
 def test_two_readings_with_the_same_versions_are_exact() -> None:
     found = align([(0, [1, 2]), (1, [7, 8]), (1, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([0, 1, 1, 3], True)
+    assert (found.versions, found.exact) == ([0, 1, 1, 3], True)
 
 
 def test_rewritten_response_gets_the_oldest_version_and_is_inexact() -> None:
     found = align([(4, [10, 11]), (3, [12])], [10, 77, 12], [1, 1, 0])
-    assert (found.segments.expand(), found.exact) == ([3, 3, NOT_SAMPLED], False)
+    assert (found.versions, found.exact) == ([3, 3, NOT_SAMPLED], False)
 
 
 def test_one_token_repeated_is_aligned_in_bounded_work() -> None:
     pieces = [(version, [5] * 200) for version in range(100)]
     found = align(pieces, [6, *[5] * 5000], [1] * 5001)
     assert not found.exact
-    assert found.segments.runs == ((0, 5001),)
+    assert run_lengths(found.versions) == [(0, 5001)]
 
 
 def test_response_without_sampled_tokens_needs_no_record() -> None:
     found = align([], [1, 2], [0, 0])
-    assert (found.segments.runs, found.exact) == (((NOT_SAMPLED, 2),), True)
-    assert align([(1, [5])], [], []).segments.runs == ()
+    assert (found.versions, found.exact) == ([NOT_SAMPLED] * 2, True)
+    assert align([(1, [5])], [], []).versions == []
 
 
 def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
@@ -104,7 +97,7 @@ def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
 def test_coincidence_at_a_cut_is_not_taken_for_exact() -> None:
     # The cut token 2 of the first turn is also the first token of the next: it may be of version 1 or 2.
     found = align([(1, [10, 2]), (2, [2, 30]), (3, [40])], [10, 2, 40], [1, 1, 1])
-    assert (found.segments.expand(), found.exact) == ([1, 1, 3], False)
+    assert (found.versions, found.exact) == ([1, 1, 3], False)
 
 
 def readings(pieces: list[tuple[int, list[int]]], sampled: list[int]) -> list[list[int]]:
@@ -131,11 +124,11 @@ def test_labels_are_the_oldest_of_all_readings_and_exact_if_there_is_one(
     found = align(pieces, sampled, [1] * len(sampled))
     every = readings(pieces, sampled)
     if every:
-        assert found.segments.expand() == [min(versions) for versions in zip(*every, strict=True)]
+        assert found.versions == [min(versions) for versions in zip(*every, strict=True)]
         assert found.exact == all(len(set(versions)) == 1 for versions in zip(*every, strict=True))
     else:
         oldest = min(version for version, _ in pieces)
-        assert (found.segments.expand(), found.exact) == ([oldest] * len(sampled), False)
+        assert (found.versions, found.exact) == ([oldest] * len(sampled), False)
 
 
 def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
@@ -157,7 +150,7 @@ def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
             mask += [1] * len(tokens) + [0]
             version = max(0, version + rng.randint(-1, 2))
         found = align(pieces, kept, mask)
-        labels = found.segments.expand()
+        labels = found.versions
         assert [label == NOT_SAMPLED for label in labels] == [not sampled for sampled in mask]
         assert all(label <= true for label, true in zip(labels, truth, strict=True))
         if found.exact:

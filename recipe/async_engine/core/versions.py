@@ -11,8 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, repeat
 
 from recipe.async_engine.core.errors import VersionRecordError
 
@@ -23,50 +22,34 @@ ALIGNMENT_WORK = 32
 """Token comparisons an alignment may take, per token; only degenerate answers (one token repeated) need more."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSegments:
-    """A sequence of tokens' versions as (version, token count) runs; equal neighbours are merged, empty ones left out.
+def run_lengths(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """(version, token count) of each run of equal versions."""
+    return [(version, len(list(run))) for version, run in groupby(versions)]
 
-    A version is >= 0 or `NOT_SAMPLED`. Two objects are equal if and only if all their tokens' versions are.
-    """
 
-    runs: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        for version, count in self.runs:
-            if version < NOT_SAMPLED or count < 0:
-                raise VersionRecordError(f"segment of {count} tokens of version {version}")
-        neighbours = groupby((run for run in self.runs if run[1]), key=itemgetter(0))
-        merged = tuple((version, sum(count for _, count in runs)) for version, runs in neighbours)
-        object.__setattr__(self, "runs", merged)
-
-    @classmethod
-    def from_tokens(cls, versions: Iterable[int]) -> VersionSegments:
-        """From one version per token."""
-        return cls(tuple((version, 1) for version in versions))
-
-    def expand(self, length: int = 0) -> list[int]:
-        """One version per token, padded at the end with `NOT_SAMPLED` to `length` if there are fewer."""
-        versions = [version for version, count in self.runs for _ in range(count)]
-        return versions + [NOT_SAMPLED] * (length - len(versions))
-
-    @property
-    def oldest(self) -> int | None:
-        """Oldest version among the sampled tokens, None if there are none."""
-        return min((version for version, _ in self.runs if version != NOT_SAMPLED), default=None)
-
-    @property
-    def newest(self) -> int | None:
-        """Newest version among the sampled tokens, None if there are none."""
-        return max((version for version, _ in self.runs if version != NOT_SAMPLED), default=None)
+def expand(runs: Iterable[tuple[int, int]], length: int) -> list[int]:
+    """One version per token from `run_lengths`, padded at the end with `NOT_SAMPLED` to `length`."""
+    versions = [version for version, count in runs for _ in range(count)]
+    return versions + [NOT_SAMPLED] * (length - len(versions))
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Versions of a response's tokens. `exact` is False if a token may be of a newer version than its label says."""
+    """The version of each token of a response, and of its sampled tokens the oldest and the newest one.
 
-    segments: VersionSegments
+    `exact` is False if a token may be of a newer version than its label says.
+    """
+
+    versions: list[int]
     exact: bool
+
+    @property
+    def oldest(self) -> int:
+        return min(version for version in self.versions if version != NOT_SAMPLED)
+
+    @property
+    def newest(self) -> int:
+        return max(self.versions)
 
 
 def align(
@@ -94,15 +77,13 @@ def align(
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
     if sampled == [token for _, tokens in pieces for token in tokens]:
         # Every piece is used whole: there is no other reading.
-        whole = VersionSegments(tuple((version, len(tokens)) for version, tokens in pieces))
-        return Alignment(_with_unsampled(whole, response_mask), exact=True)
+        return Alignment(_with_unsampled((version for version, tokens in pieces for _ in tokens), response_mask), True)
     readings = _readings(pieces, sampled)
     if readings is None:
         oldest = min(version for version, _ in pieces)
-        return Alignment(_with_unsampled(VersionSegments(((oldest, len(sampled)),)), response_mask), exact=False)
-    labels = VersionSegments.from_tokens(min(versions) for versions in readings)
+        return Alignment(_with_unsampled(repeat(oldest), response_mask), exact=False)
     exact = all(len(versions) == 1 for versions in readings)
-    return Alignment(_with_unsampled(labels, response_mask), exact)
+    return Alignment(_with_unsampled(map(min, readings), response_mask), exact)
 
 
 def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> list[set[int]] | None:
@@ -145,6 +126,6 @@ def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int
     return next((offset for offset in range(longest) if tokens[offset] != sampled[start + offset]), longest)
 
 
-def _with_unsampled(labels: VersionSegments, response_mask: Sequence[int]) -> VersionSegments:
-    versions = iter(labels.expand())
-    return VersionSegments.from_tokens(next(versions) if mask else NOT_SAMPLED for mask in response_mask)
+def _with_unsampled(labels: Iterable[int], response_mask: Sequence[int]) -> list[int]:
+    versions = iter(labels)
+    return [next(versions) if mask else NOT_SAMPLED for mask in response_mask]

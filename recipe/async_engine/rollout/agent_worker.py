@@ -42,7 +42,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import align
+from recipe.async_engine.core.versions import align, run_lengths
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
@@ -350,10 +350,10 @@ class TrajectoryWorker(AgentLoopWorker):
         rollout = self.rollout_config
         check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
-        output.extra_fields[VERSION_RUNS] = alignment.segments.runs
+        output.extra_fields[VERSION_RUNS] = run_lengths(alignment.versions)
         output.extra_fields["exact_versions"] = alignment.exact
-        output.extra_fields["min_global_steps"] = alignment.segments.oldest
-        output.extra_fields["max_global_steps"] = alignment.segments.newest
+        output.extra_fields["min_global_steps"] = alignment.oldest
+        output.extra_fields["max_global_steps"] = alignment.newest
         reference = asyncio.create_task(self._reference_scores(recorder, output))
         try:
             padded = await super()._agent_loop_postprocess(output, validate, **kwargs)

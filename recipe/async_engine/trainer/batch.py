@@ -15,7 +15,7 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
-from recipe.async_engine.core.versions import NOT_SAMPLED, VersionSegments
+from recipe.async_engine.core.versions import NOT_SAMPLED, expand
 from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
@@ -36,8 +36,8 @@ def assemble(
     rows = [output for group_outputs in outputs for output in group_outputs]
     batch = postprocess(rows)
     length = batch.batch["responses"].shape[1]
-    segments = [VersionSegments(tuple(map(tuple, row.extra_fields[VERSION_RUNS]))) for row in rows]
-    batch.batch[TOKEN_VERSIONS] = torch.tensor([part.expand(length) for part in segments], dtype=torch.int64)
+    versions = [expand(row.extra_fields[VERSION_RUNS], length) for row in rows]
+    batch.batch[TOKEN_VERSIONS] = torch.tensor(versions, dtype=torch.int64)
     batch.non_tensor_batch.pop(VERSION_RUNS, None)
     for key, values in _sample_fields(groups, outputs).items():
         batch.non_tensor_batch.setdefault(key, values)
