@@ -227,7 +227,7 @@ def play(path: str) -> dict[str, Any]:
     pid = ray.get(replicas[0].workers[1].__ray_call__.remote(lambda worker: os.getpid()), timeout=TIMEOUT_S)
     os.kill(pid, signal.SIGKILL)
     seen["after_a_rank_died"] = difference(both, 1, 1)
-    seen["asked_from_now_on"] = both.servers
+    seen["asked_from_now_on"] = list(both.servers)
     return seen
 
 

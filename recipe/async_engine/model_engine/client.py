@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks log-prob servers, any number of them, from one process.
 
-Contract: a request goes to the server with the fewest outstanding tokens of this process. If that one does not have
-the version, or fails, or dies, another is asked, each at most once; a server that died is asked no more until
-it is added again. `Unscored` says that none could answer in time: the caller computes those log-probs itself, or has
-the trainer do it. Shown by tests/integration/test_scoring_client.py.
+Contract: a request goes to the server with the fewest outstanding tokens of this process, among equals to the one that
+had the fewest in all. If that one does not have the version, or fails, or dies, another is asked, each at most once; a
+server that died is asked no more. `Unscored` says that none could answer in time: the caller computes those log-probs
+itself, or has the trainer do it. Shown by tests/integration/test_scoring_client.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.spread import TokenSpread
 from recipe.async_engine.model_engine.service import Answer
 
 logger = logging.getLogger(__name__)
@@ -33,27 +33,16 @@ class ScoringClient:
     Args:
         servers: actor handles with a method ``score``, by name.
         timeout_s: longest wait for one request, whoever answers it.
+
+    Attributes:
+        servers: those that are asked.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
-        self._servers = dict(servers)
-        self._spread = TokenSpread(self._servers)
+        self.servers = dict(servers)
+        self._outstanding: Counter[str] = Counter()
+        self._total: Counter[str] = Counter()
         self._timeout_s = timeout_s
-
-    @property
-    def servers(self) -> list[str]:
-        """Those that are asked."""
-        return list(self._servers)
-
-    def add(self, name: str, server: Any) -> None:
-        """A server is there, or there again."""
-        self._servers[name] = server
-        self._spread.add(name)
-
-    def remove(self, name: str) -> None:
-        """A server is asked no more."""
-        self._servers.pop(name, None)
-        self._spread.remove(name)
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
         """See :meth:`ScoringService.score`.
@@ -76,11 +65,13 @@ class ScoringClient:
     async def _ask(self, said: list[str], sequence: Any, tokens: int, version: int, start: int) -> Answer | None:
         """One server after the other; what each one said instead of an answer goes to ``said``."""
         asked: list[str] = []
-        while (name := self._spread.choose(but=asked)) is not None:
+        while left := [name for name in self.servers if name not in asked]:
+            name = min(left, key=lambda name: (self._outstanding[name], self._total[name]))
             asked.append(name)
-            self._spread.begin(name, tokens)
+            self._outstanding[name] += tokens
+            self._total[name] += tokens
             try:
-                return await self._servers[name].score.remote(sequence, tokens, version, start)
+                return await self.servers[name].score.remote(sequence, tokens, version, start)
             except (RayTaskError, RecipeError) as error:
                 # Before the next one: Ray's error is also an instance of its cause's class.
                 cause = error.cause if isinstance(error, RayTaskError) else error
@@ -88,7 +79,7 @@ class ScoringClient:
             except RayActorError as error:
                 logger.error("log-prob server %s died: %s", name, error)
                 said.append(f"{name} died")
-                self.remove(name)
+                self.servers.pop(name, None)
             finally:
-                self._spread.end(name, tokens)
+                self._outstanding[name] -= tokens
         return None

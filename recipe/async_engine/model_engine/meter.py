@@ -18,26 +18,24 @@ SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s
 
 
 class ServerMeter:
-    """Asks the servers after each step."""
+    """Asks the servers after each step; what those that are gone by then have answered stays counted."""
 
-    def __init__(self, servers: Mapping[str, Any]) -> None:
-        """``servers``: actor handles by name."""
-        self._servers = dict(servers)
+    def __init__(self) -> None:
         self._before: dict[str, dict[str, Any]] = {}
 
-    def follow(self, servers: Mapping[str, Any]) -> None:
-        """Ask these from now on; what others have answered stays counted."""
-        self._servers = dict(servers)
+    def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
+        """Metrics of the servers' work since the last call.
 
-    def read(self, version: int) -> dict[str, float]:
-        """Metrics of the servers' work since the last call; ``version`` is the newest published one.
+        Args:
+            servers: actor handles by name.
+            version: the newest published one.
 
         Returns:
             Means over what was scored: seconds in the queue, share of a full batch, tokens a second of computing. The
             largest version lag, the difference of computed tokens between the busiest server and the idlest as a share
             of their mean, and counts of the servers' lives so far.
         """
-        asked = {name: server.account.remote() for name, server in self._servers.items()}
+        asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         now = {}
         for name, answer in asked.items():

@@ -44,7 +44,7 @@ class Fleet:
         self._start_replica = start_replica
         self._start_server: Callable[[], RolloutReplica] | None = None
         self._tell: Callable[[Handles], None] | None = None
-        self._meter: ServerMeter | None = None
+        self._meter = ServerMeter()
 
     def use_servers(
         self,
@@ -62,7 +62,6 @@ class Fleet:
         self.servers = list(servers)
         self._tell, self._start_server = tell, start
         self.publisher.add_replicas(servers)
-        self._meter = ServerMeter(self._handles)
         tell(self._handles)
 
     def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
@@ -77,13 +76,12 @@ class Fleet:
             gone = set(map(id, lost))
             came = [replica for replica in joining if not generates(replica)]
             self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
-            self._meter.follow(self._handles)
             self._tell(self._handles)
         return metrics
 
     def metrics(self, version: int) -> dict[str, float]:
         """What the log-prob servers did since the last call, and the count of replacements begun."""
-        served = {} if self._meter is None else self._meter.read(version)
+        served = {} if self._tell is None else self._meter.read(self._handles, version)
         return {"fully_async/count/restarts": self.restarts, **served}
 
     @property
