@@ -56,7 +56,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         held = self.scheduler.end_turn(self.timeouts.drain)
         seconds = self.publisher.pause()
         workers = held.result(self.timeouts.drain)
-        account = self.scheduler.tokens.with_workers(workers)
+        account = self.scheduler.tokens + workers
         self.metrics.update(
             {
                 "partial_rollout/interrupt_seconds": seconds,

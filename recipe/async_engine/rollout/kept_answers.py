@@ -16,7 +16,7 @@ import hashlib
 import pickle
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, Flight
@@ -50,38 +50,26 @@ class TrajectoryRecord:
 
 @dataclass
 class TokenAccount:
-    """What became of the tokens of cut answers, since a worker began.
+    """What became of the tokens of cut answers, since a worker or the run began: cut = trained + lost + cached.
 
     cut: sampled before an interruption. lost: of trajectories that failed or were given up, or that a tool answered
     differently after a restart. in_tools: trajectories that were interrupted while none of their requests was under
-    way. held: tokens of cut answers that unfinished trajectories have at this moment.
+    way. held: tokens of cut answers that a worker's unfinished trajectories have at this moment. Cached are those that
+    a snapshot has.
     """
 
     cut: int = 0
     lost: int = 0
     in_tools: int = 0
     held: int = 0
+    trained: int = 0
 
     def __add__(self, other: TokenAccount) -> TokenAccount:
-        parts = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return TokenAccount(**parts)
+        return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
     def of_the_dead(self) -> TokenAccount:
         """The same once the worker has died: what was held is lost."""
         return replace(self, lost=self.lost + self.held, held=0)
-
-
-@dataclass
-class InterruptedTokens:
-    """What became of the tokens of cut answers since the run began: cut = trained + lost + cached (in a snapshot)."""
-
-    cut: int = 0
-    trained: int = 0
-    lost: int = 0
-
-    def with_workers(self, account: TokenAccount) -> InterruptedTokens:
-        """With what the workers counted since they began."""
-        return InterruptedTokens(self.cut + account.cut, self.trained, self.lost + account.lost)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class RolloutMeter:
     """
 
     def __init__(self, timeline: Timeline, places: int, turns: bool) -> None:
-        self._timeline = timeline
+        self._time = timeline.rollout
         self._places = places
         self._turns = turns
         self._interruptions = 0
@@ -38,19 +38,7 @@ class RolloutMeter:
         self._turn_occupancy = 0.0
         self.complete: Counter[str] = Counter()
         if turns:
-            timeline.rollout.set(capacity=0)
-
-    def generating(self, trajectories: int) -> None:
-        """So many generate from now on."""
-        self._timeline.rollout.set(running=trajectories)
-
-    def scoring(self, change: int) -> None:
-        """So many more, or fewer, wait for their rewards from now on."""
-        self._timeline.rollout.set(scoring=self._timeline.rollout.scoring + change)
-
-    def waiting(self, waits: bool) -> None:
-        """Whether the trainer waits for a batch from now on."""
-        self._timeline.rollout.set(waiting=waits)
+            self._time.set(capacity=0)
 
     def completed(self, trajectories: Sequence[TrajectoryScored]) -> None:
         """A group is complete."""
@@ -60,23 +48,16 @@ class RolloutMeter:
 
     def begin_turn(self) -> None:
         """A generation turn begins."""
-        rollout = self._timeline.rollout
-        rollout.set(capacity=self._places)
-        self._turn_began = rollout.offered, rollout.used
+        self._time.set(capacity=self._places)
+        self._turn_began = self._time.offered, self._time.used
 
     def end_turn(self, interrupted: int) -> None:
         """It is over, and interrupted so many trajectories."""
         self._interruptions += interrupted
-        rollout = self._timeline.rollout
-        rollout.set(capacity=0)
+        self._time.set(capacity=0)
         offered, used = self._turn_began
-        offered, used = rollout.offered - offered, rollout.used - used
+        offered, used = self._time.offered - offered, self._time.used - used
         self._turn_occupancy = used / offered if offered else 0.0
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the rollout's time so far in which no trajectory generated."""
-        return self._timeline.rollout.idle_share
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
         """In the keys of docs/run-record.md; those of docs/partial-rollout.md beside them in turns."""
@@ -92,11 +73,11 @@ class RolloutMeter:
             "fully_async/rollouter/generating_trajectories": prompts.running_trajectories,
             "fully_async/rollouter/groups_running": groups.running,
             "fully_async/rollouter/groups_ready": groups.ready,
-            "fully_async/rollouter/idle_ratio": self.idle_share,
-            "fully_async/rollouter/occupancy": self._timeline.rollout.occupancy,
-            "fully_async/rewards/scoring": self._timeline.rollout.scoring,
-            "fully_async/rewards/seconds": self._timeline.rollout.scored,
-            "fully_async/rewards/hidden_share": self._timeline.rollout.hidden_share,
+            "fully_async/rollouter/idle_ratio": self._time.idle_share,
+            "fully_async/rollouter/occupancy": self._time.occupancy,
+            "fully_async/rewards/scoring": self._time.scoring,
+            "fully_async/rewards/seconds": self._time.scored,
+            "fully_async/rewards/hidden_share": self._time.hidden_share,
             **{f"fully_async/partial/{name}": self.complete[name] for name in ("interrupted_trajectories", *SUMMED)},
             "fully_async/ledger/filtered_uniform": groups.filtered_by_reason.get(UNIFORM_REASON, 0),
             "fully_async/ledger/non_finite": groups.filtered_by_reason.get(NON_FINITE_REASON, 0)

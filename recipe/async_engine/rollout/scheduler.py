@@ -47,7 +47,7 @@ from recipe.async_engine.rollout.agent_worker import (
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings
-from recipe.async_engine.rollout.kept_answers import InterruptedTokens, TokenAccount
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_thread import LoopThread
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
@@ -89,7 +89,7 @@ class RolloutScheduler:
         self._failures_in_a_row = 0
         self._filter = FilterCount(ledger.settings.batch_groups, settings.filter_limit)
         self._error: BaseException | None = None
-        self.tokens = InterruptedTokens()
+        self.tokens = TokenAccount()
         self._ends: dict[str, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._thread = LoopThread("rollout-scheduler", self.fail)
@@ -131,7 +131,7 @@ class RolloutScheduler:
             try:
                 batch = self._wait_for_batch(timeout_s)
             finally:
-                self._meter.waiting(False)
+                self._timeline.rollout.set(waiting=False)
                 if self._settings.turns:
                     self._meter.end_turn(len(self.manager.close_turn()))
                     self._account()
@@ -150,7 +150,7 @@ class RolloutScheduler:
                 return None
             if (remaining := deadline - time.monotonic()) <= 0:
                 raise BatchTimeout(self._diagnosis(timeout_s))
-            self._meter.waiting(True)
+            self._timeline.rollout.set(waiting=True)
             self._changed.wait(remaining)
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
@@ -252,20 +252,10 @@ class RolloutScheduler:
         with self._changed:
             return self.ledger.counts()
 
-    def idle_share(self) -> float:
-        """Share of the rollout's time so far in which no trajectory generated."""
-        with self._changed:
-            return self._meter.idle_share
-
     def metrics(self) -> dict[str, float]:
         """What the rollout side does at this moment, and how idle it was since the timeline began."""
         with self._changed:
             return {**self._pool.metrics(), **self._meter.metrics(self.ledger.counts(), self.manager.counts())}
-
-    @property
-    def interrupted_trajectories(self) -> int:
-        """Of complete groups."""
-        return self._meter.complete["interrupted_trajectories"]
 
     # The event loop's side.
 
@@ -466,7 +456,8 @@ class RolloutScheduler:
 
     def _count_scoring(self, change: int) -> None:
         with self._changed:
-            self._meter.scoring(change)
+            rollout = self._timeline.rollout
+            rollout.set(scoring=rollout.scoring + change)
 
     def _drop_overdue(self) -> None:
         if self._settings.on_overdue is OnOverdue.DROP:
@@ -492,7 +483,7 @@ class RolloutScheduler:
                     for group_id, run in self._runs.items()
                 }
                 records = [record for saved in groups.values() for record in saved["kept"] if record is not None]
-                tokens = self.tokens.with_workers(told.account)
+                tokens = self.tokens + told.account
                 tokens.cut += sum(record.under_way_tokens for record in records)
                 complete = sum(run.cut_tokens for run in self._runs.values())
                 cached = complete + sum(record.cut_tokens for record in records)
@@ -500,7 +491,12 @@ class RolloutScheduler:
                     "ledger": self.ledger.snapshot(),
                     "source": position,
                     "groups": groups,
-                    "interrupted_tokens": vars(tokens) | {"cached": cached},
+                    "interrupted_tokens": {
+                        "cut": tokens.cut,
+                        "trained": tokens.trained,
+                        "lost": tokens.lost,
+                        "cached": cached,
+                    },
                 }
 
     async def _published(self) -> int:
@@ -520,7 +516,7 @@ class RolloutScheduler:
     # Under the condition variable.
 
     def _account(self) -> None:
-        self._meter.generating(self.manager.running)
+        self._timeline.rollout.set(running=self.manager.running)
 
     def _score(self, groups: Iterable[Group]) -> None:
         """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""

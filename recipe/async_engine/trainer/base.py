@@ -34,7 +34,7 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
-from recipe.async_engine.rollout.kept_answers import InterruptedTokens
+from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
@@ -97,7 +97,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
-        self._interrupted_tokens = InterruptedTokens()
+        self._interrupted_tokens = TokenAccount()
         self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
         self.publisher: WeightPublisher | None = None
         self.fleet: Fleet | None = None
@@ -408,7 +408,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             self.published.load(folder)
         self.validation = snapshot.get("validation", self.validation)
         counts = snapshot["interrupted_tokens"]
-        self._interrupted_tokens = InterruptedTokens(counts["cut"], counts["trained"], counts["lost"])
+        self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
         for model, total in snapshot.get("skipped_updates", {}).items():
             self.skipped_updates[model].total = total
         return snapshot["groups"]
@@ -416,6 +416,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
+        rollout = {} if self.scheduler is None else self.scheduler.metrics()
         staleness = self.ledger.staleness
         return {
             "steps": self.global_steps,
@@ -426,9 +427,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
             "skipped_updates": sum(skipped.total for skipped in self.skipped_updates.values()),
-            "interrupted": 0 if self.scheduler is None else self.scheduler.interrupted_trajectories,
+            "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
-            "rollout_idle_share": None if self.scheduler is None else self.scheduler.idle_share(),
+            "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
             "weight_sync_seconds": 0.0 if self.publisher is None else self.publisher.seconds,
         }
 
