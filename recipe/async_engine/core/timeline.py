@@ -16,7 +16,7 @@ each.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -92,7 +92,7 @@ class Timeline:
         self._since = clock()
         self._stopped: float | None = None
         self._entered = [IDLE_PHASE]
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._noted: dict[str, float] = {}
         self.note("the run began")
         self.rollout = RolloutTime(self._now, rollout_capacity)
