@@ -10,16 +10,14 @@ from pathlib import Path
 
 from surroundings import shared_forks
 
-from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE
 from recipe.async_engine.task.settings import TaskPaths
 
 FORKS = "ray_kwargs.ray_init.runtime_env.py_executable"
 
 
-def forked(overrides: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The overrides and the environment of a run whose workers are forks of a shared process."""
-    executable = str(shared_forks(environment).executable)
-    return [*overrides, f"{FORKS}={executable}"], {**environment, EXECUTABLE_VARIABLE: executable}
+def forked(overrides: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The overrides of a run whose workers are forks of a shared process."""
+    return [*overrides, f"{FORKS}={shared_forks(environment).executable}"]
 
 
 def run_module(

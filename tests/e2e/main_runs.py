@@ -100,7 +100,7 @@ def run_main(
     module, environment = as_module(main, user_environment())
     environment = with_helpers(environment)
     if shared:
-        overrides, environment = forked([*overrides, "async_training.prefork_workers=false"], environment)
+        overrides = forked([*overrides, "async_training.prefork_workers=false"], environment)
     folder.mkdir(parents=True, exist_ok=True)
     finished = run_module(module, overrides, folder, environment, timeout_s)
     (folder / "output.txt").write_text(finished.stdout)

@@ -111,8 +111,8 @@ def forked_main(
     main: str, overrides: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
-    overrides, environment = forked(overrides, with_helpers(environment))
-    return run_module(main, overrides, folder, environment, timeout_s)
+    environment = with_helpers(environment)
+    return run_module(main, forked(overrides, environment), folder, environment, timeout_s)
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"

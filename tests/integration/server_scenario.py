@@ -236,7 +236,7 @@ def main() -> None:
     make_model(MODEL, seed=9).save_pretrained(f"{folder}/model")
     with Prefork(CPU_ENVIRONMENT) as prefork:
         runtime = prefork.runtime_env
-        runtime["env_vars"] = {**runtime["env_vars"], **CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
+        runtime["env_vars"] = {**CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
         ray.init(
             num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
         )

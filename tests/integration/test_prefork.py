@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import marshal
-import multiprocessing.spawn
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from surroundings import ray_folder
 
-from recipe.async_engine.prefork.run import EXECUTABLE_VARIABLE, MODULES, Prefork, use_for_spawned_processes
+from recipe.async_engine.prefork.run import MODULES, Prefork
 from recipe.async_engine.prefork.server import REQUEST_S
 
 # Nothing else here imports it, so a process that has it was forked from the server.
@@ -183,20 +182,18 @@ def test_a_server_that_cannot_import_says_so() -> None:
     assert failed.stdout == "False\n" or (failed.returncode == 1 and "no_such_module" in failed.stderr)
 
 
-def test_spawned_processes_are_forks_where_the_run_asks_for_it(
-    prefork: Prefork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = multiprocessing.spawn.get_executable()
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, str(prefork.executable))
-    use_for_spawned_processes()
-    try:
-        code = f"import sys; sys.exit({MARK!r} not in sys.modules)"
-        process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
-        process.start()
-        process.join(RUN_S)
-        assert process.exitcode == 0
-    finally:
-        multiprocessing.set_executable(before)
+SPAWN = f"""
+import multiprocessing
+code = "import sys; sys.exit(7 if {MARK!r} in sys.modules else 1)"
+process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_what_a_fork_spawns_is_a_fork(prefork: Prefork) -> None:
+    assert run(prefork, "-c", SPAWN).stdout == "7\n"
 
 
 RAY_JOB = f"""

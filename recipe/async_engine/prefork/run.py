@@ -2,14 +2,13 @@
 """Starts the processes of a run on one machine in a moment, by forking them from one that has imported the stack.
 
 Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time a process, and a run on a laptop has ten of them.
-Ray's ``py_executable`` and :func:`multiprocessing.set_executable` are given a stand-in for the interpreter
-(`launcher`), which asks a process of this run (`server`) for a fork. Only for platforms without an accelerator: their
-drivers do not survive a fork.
+Ray's ``py_executable``, and in the forks :func:`multiprocessing.set_executable`, are given a stand-in for the
+interpreter (`launcher`), which asks a process of this run (`server`) for a fork. Only for platforms without an
+accelerator: their drivers do not survive a fork.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -23,7 +22,6 @@ from typing import Any
 
 from recipe.async_engine.prefork import launcher
 
-EXECUTABLE_VARIABLE = "RECIPE_PREFORK_EXECUTABLE"
 STOP_S = 5.0
 
 # Ray keeps two variables as it finds them when it is imported: the job, so a server serves one job (a cluster counts
@@ -66,11 +64,12 @@ class Prefork:
         interpreter = shlex.join([sys.executable, "-S", "-E", launcher.__file__, str(address)])
         self.executable.write_text(f'#!/bin/sh\nexec {interpreter} "$@"\n')
         self.executable.chmod(0o700)
+        server = [sys.executable, "-m", "recipe.async_engine.prefork.server"]
         with socket.socket(socket.AF_UNIX) as listener, (self._folder / "log").open("w") as log:
             listener.bind(str(address))
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "recipe.async_engine.prefork.server", str(listener.fileno()), *modules],
+                [*server, str(listener.fileno()), str(self.executable), *modules],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -83,7 +82,7 @@ class Prefork:
     @property
     def runtime_env(self) -> dict[str, Any]:
         """The part of Ray's ``runtime_env`` that makes every worker of a job a fork."""
-        return {"py_executable": str(self.executable), "env_vars": {EXECUTABLE_VARIABLE: str(self.executable)}}
+        return {"py_executable": str(self.executable)}
 
     def joined(self, job_id: str) -> None:
         """Give up forking, and use plain interpreters, for any job but a cluster's first."""
@@ -109,10 +108,3 @@ class Prefork:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def use_for_spawned_processes() -> None:
-    """Make :mod:`multiprocessing` of this process start its children as forks, if the run has a :class:`Prefork`."""
-    executable = os.environ.get(EXECUTABLE_VARIABLE)
-    if executable and os.access(executable, os.X_OK):
-        multiprocessing.set_executable(executable)

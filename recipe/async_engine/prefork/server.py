@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import importlib
 import marshal
+import multiprocessing
 import os
 import random
 import runpy
@@ -264,12 +265,17 @@ def _drawn_in_a_fork() -> bytes:
         return drawn.read()
 
 
-def main(listener: socket.socket, modules: list[str]) -> None:
-    """Import ``modules``, then serve until standard input ends."""
+def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
+    """Import ``modules``, then serve until standard input ends.
+
+    Args:
+        executable: the stand-in for the interpreter, for the processes that forks spawn: vLLM's engine, for example.
+    """
     with _actor_classes_named_by_the_system():
         for name in modules:
             importlib.import_module(name)
     _check_that_forks_draw_their_own()
+    multiprocessing.set_executable(executable)
     # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
     gc.collect()
     gc.freeze()
@@ -277,6 +283,6 @@ def main(listener: socket.socket, modules: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])
     # Some of the modules complain when they are torn down; nothing here needs that.
     os._exit(0)

@@ -27,7 +27,6 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.prefork.run import use_for_spawned_processes
 from recipe.async_engine.rollout.client import EngineDied
 from recipe.async_engine.rollout.http_gate import guard
 from recipe.async_engine.rollout.progress import OutputWatch, Sampled
@@ -116,7 +115,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     """
 
     def _post_init(self, cuda_visible_devices: str) -> None:
-        use_for_spawned_processes()
         # Read by the engine's worker, for the name of the socket that weights come through.
         os.environ["VERL_RAY_JOB_ID"] = run_id()
         super()._post_init(cuda_visible_devices)

@@ -350,8 +350,8 @@ def _start_ray(
     # verl's configuration has a py_executable of null.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forks = {} if prefork is None else prefork.runtime_env
-    layers = ({**defaults, **forks, **asked}, defaults.get("env_vars", {}) | forks.get("env_vars", {}) | dict(given))
-    ray.init(**arguments, runtime_env={**layers[0], "env_vars": _not_the_jobs(layers[1])})
+    variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
+    ray.init(**arguments, runtime_env={**defaults, **forks, **asked, "env_vars": variables})
     if prefork is not None:
         prefork.joined(ray.get_runtime_context().get_job_id())
 
