@@ -13,8 +13,8 @@ from verl import DataProto
 
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.startup import RolloutSide, side_by_side, start_agents
-from recipe.partial_rollout.actor_worker import HybridActorWorker
 from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
 

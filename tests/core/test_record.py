@@ -152,7 +152,7 @@ def test_summary_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         assert not Path(target).exists()
         seen.append(json.loads(Path(source).read_text()))
 
-    monkeypatch.setattr("recipe.async_engine.run.durable.os.replace", replace)
+    monkeypatch.setattr("recipe.async_engine.storage.durable.os.replace", replace)
     record.close(None)
     assert seen == [record.summary]
 

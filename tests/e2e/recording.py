@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import torch
 
-from recipe.async_engine.rollout.part_scores import SCORES
+from recipe.async_engine.core.columns import SCORES
 from recipe.fully_async.trainer import FullyAsyncTrainer
 from recipe.one_step_off.trainer import OneStepOffTrainer
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.trainer.batch import TOKEN_VERSIONS
+from recipe.async_engine.core.columns import TOKEN_VERSIONS
 from recipe.fully_async.trainer import FullyAsyncTrainer
 from recipe.one_step_off.trainer import OneStepOffTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer

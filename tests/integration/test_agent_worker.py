@@ -27,9 +27,10 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import extract_reward
 
+from recipe.async_engine.core.columns import VERSION_RUNS
+from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout import agent_worker
 from recipe.async_engine.rollout.agent_worker import (
-    VERSION_RUNS,
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,
@@ -40,7 +41,6 @@ from recipe.async_engine.rollout.agents import TrajectoryManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
-from recipe.async_engine.run.worker_set import WorkerRestarted
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0

@@ -21,11 +21,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from remote_fakes import Handle
 from verl import DataProto
 
-from recipe.async_engine.rollout.agent_worker import REPORTED
+from recipe.async_engine.core.columns import REPORTED
+from recipe.async_engine.recovery import restarts
+from recipe.async_engine.recovery.restarts import is_up_again
 from recipe.async_engine.rollout.agents import TrajectoryManager, ValidationTimeout
 from recipe.async_engine.rollout.workers import NoWorkers
-from recipe.async_engine.run import restarts
-from recipe.async_engine.run.restarts import is_up_again
 
 SOON = 60.0
 DIED, RESTARTING = ActorDiedError(), ActorUnavailableError("", None)

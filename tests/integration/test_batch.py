@@ -12,17 +12,11 @@ import torch
 from remote_fakes import make_source
 from verl import DataProto
 
+from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.groups import Group
-from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
 from recipe.async_engine.rollout.group_run import GroupRun
-from recipe.async_engine.trainer.batch import (
-    TOKEN_VERSIONS,
-    assemble,
-    mask_off_policy,
-    sampled_tokens,
-    staleness_metrics,
-)
+from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 
 LENGTH = 6
 

@@ -13,16 +13,10 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.replicas.output_watch import OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
-from recipe.async_engine.rollout.client import (
-    EngineDied,
-    GenerationError,
-    LoadBalancerLost,
-    NoRolloutServer,
-    ResumingClient,
-    VersionMismatch,
-)
-from recipe.async_engine.rollout.progress import OutputWatch, Sampled
+from recipe.async_engine.rollout.client import LoadBalancerLost, NoRolloutServer, ResumingClient, VersionMismatch
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]

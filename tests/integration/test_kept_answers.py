@@ -12,9 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
-from recipe.async_engine.rollout.client import GenerationError, ResumingClient, VersionMismatch
+from recipe.async_engine.core.errors import GenerationError
+from recipe.async_engine.replicas.output_watch import Sampled
+from recipe.async_engine.rollout.client import ResumingClient, VersionMismatch
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
-from recipe.async_engine.rollout.progress import Sampled
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from verl import DataProto
 
+from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.logprobs.columns import Wanted, server_columns
 from recipe.async_engine.logprobs.mismatch import mismatch_metrics
-from recipe.async_engine.logprobs.sources import SCORED_BY, scores_column, source
-from recipe.async_engine.rollout.part_scores import SCORES, ResponseScores
+from recipe.async_engine.logprobs.sources import scores_column, source
+from recipe.async_engine.rollout.part_scores import ResponseScores
 from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
-from recipe.async_engine.trainer.batch import TOKEN_VERSIONS
 
 SAMPLED_BY = torch.tensor([[2, 2, 3, -1], [3, -1, 3, 3]])
 

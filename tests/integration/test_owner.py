@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_engine.run.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner
 from recipe.async_engine.run.record import SUMMARY_FILE, RunRecord
+from recipe.async_engine.storage.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner
 
 FIRST = """
 import os, sys, time

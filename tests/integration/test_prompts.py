@@ -14,17 +14,10 @@ import numpy as np
 import pytest
 from remote_fakes import Rows, make_loader, make_source
 
+from recipe.async_engine.core.columns import DATASET_INDEX
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.prompts import (
-    DATASET_INDEX,
-    DataFailed,
-    IndexedDataset,
-    Prompt,
-    PromptFeed,
-    PromptSource,
-    sample_of,
-)
+from recipe.async_engine.rollout.prompts import DataFailed, IndexedDataset, Prompt, PromptFeed, PromptSource, sample_of
 
 SIZE, EPOCHS = 7, 3
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.rollout import clearing
-from recipe.async_engine.rollout.clearing import clear_replica, cleared_on_failure
-from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.recovery import clean_up
+from recipe.async_engine.recovery.clean_up import clear_replica, cleared_on_failure
+from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet
 
 SOON_S = 5.0
@@ -147,7 +147,7 @@ def test_accelerators_that_stay_held_are_told_with_the_deadline(
 ) -> None:
     replica = start_killed_replica()
     with monkeypatch.context() as patch:
-        patch.setattr(clearing, "remove_placement_group", lambda group: None)
+        patch.setattr(clean_up, "remove_placement_group", lambda group: None)
         with pytest.raises(
             TimeoutError, match=r"did not free the resources of a lost replica, placement groups \w+, within 0\.2 s"
         ):

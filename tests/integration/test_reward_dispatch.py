@@ -16,11 +16,11 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
 
+from recipe.async_engine.recovery import restarts
+from recipe.async_engine.recovery.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
 from recipe.async_engine.rewards.workers import PoolTotals
-from recipe.async_engine.run import restarts
-from recipe.async_engine.run.worker_set import WorkerDied
 
 
 class Worker:

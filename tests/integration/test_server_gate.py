@@ -12,9 +12,9 @@ import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
-from recipe.async_engine.rollout.client import EngineDied
-from recipe.async_engine.rollout.progress import Sampled
-from recipe.async_engine.rollout.server import (
+from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.replicas.output_watch import Sampled
+from recipe.async_engine.replicas.server import (
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
     NoTrainer,
@@ -83,7 +83,7 @@ class Engine:
 def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda self, devices: None)
     # Without Ray there is no run to name.
-    monkeypatch.setattr("recipe.async_engine.rollout.server.run_id", lambda: "run")
+    monkeypatch.setattr("recipe.async_engine.replicas.server.run_id", lambda: "run")
     monkeypatch.setenv("VERL_RAY_JOB_ID", "")
 
     def make(

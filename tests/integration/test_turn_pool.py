@@ -15,10 +15,10 @@ import ray
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.workers import TrajectoryCall, TrajectoryFailed, WorkerPool
-from recipe.async_engine.run.worker_set import WorkerRestarted
 
 SOON = 60.0
 

@@ -33,8 +33,8 @@ SOON = 60.0
 
 def actor_class() -> type:
     # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
+    from recipe.async_engine.recovery import worker_set
     from recipe.async_engine.rollout import agent_worker as events
-    from recipe.async_engine.run import worker_set
 
     class Worker:
         """Does what the sample's ``behaviour`` says."""

@@ -45,3 +45,11 @@ class SnapshotError(LedgerError):
 
 class VersionRecordError(RecipeError):
     """Per-token policy versions are malformed, or do not cover the tokens they should."""
+
+
+class GenerationError(RecipeError):
+    """A request could not be answered."""
+
+
+class EngineDied(GenerationError):
+    """The engine of a rollout server died; the server itself may still be there and answer every request with this."""

@@ -21,18 +21,15 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
 
+from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.logprobs.columns import Wanted, server_columns
 from recipe.async_engine.logprobs.loglinear import shares
 from recipe.async_engine.logprobs.mismatch import mismatch_metrics
-from recipe.async_engine.rollout.part_scores import SCORES, ResponseScores
+from recipe.async_engine.rollout.part_scores import ResponseScores
 from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
-from recipe.async_engine.trainer.batch import TOKEN_VERSIONS
 
 logger = logging.getLogger(__name__)
-
-SCORED_BY = "old_log_prob_versions"
-"""Batch column, int64 (rows, R): the version that computed each token's ``old_log_probs``, -1 where none did."""
 
 Recompute = Callable[[DataProto], tuple[torch.Tensor, torch.Tensor]]
 """By the trainer: log-probs and entropies, float32 (rows, R) each, of a batch by the newest published version."""

@@ -15,7 +15,7 @@ from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, Optim
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import WorkerSettings
-from recipe.async_engine.rollout.clearing import cleared_on_failure
+from recipe.async_engine.recovery.clean_up import cleared_on_failure
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 
 

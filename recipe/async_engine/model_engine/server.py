@@ -22,7 +22,7 @@ from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.model_engine.service import Answer, EngineLost, ScoringService
 from recipe.async_engine.model_engine.worker import Place
-from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.recovery.stacks import waits
 
 
 def deal(lengths: Sequence[int], shares: int) -> list[list[int]]:

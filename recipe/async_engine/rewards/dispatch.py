@@ -2,8 +2,8 @@
 """Which reward worker scores an answer: the one with the fewest calls of this process. verl takes one at random.
 
 Contract: what a call raises, its caller gets; a further attempt goes to another worker than one that died or does not
-answer, if there is another (`run/worker_set.py`). A worker is asked whether it answers when a call of it was given up.
-Where none can be asked a call waits for one; the caller has the deadline. Shown by
+answer, if there is another (`recovery/worker_set.py`). A worker is asked whether it answers when a call of it was given
+up. Where none can be asked a call waits for one; the caller has the deadline. Shown by
 tests/integration/test_reward_dispatch.py.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.run.worker_set import WorkerDied, WorkerSet
+from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet
 
 ANSWER_S = 30.0
 """How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that

@@ -17,10 +17,10 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from recipe.async_engine.recovery.restarts import Restartable
+from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.server import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, ScoringPool
-from recipe.async_engine.rollout.server import GatedVLLMReplica
-from recipe.async_engine.run.restarts import Restartable
-from recipe.async_engine.run.stacks import waits
 
 # Where verl's own rules are; each call looks at its row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"

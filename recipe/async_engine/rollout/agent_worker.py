@@ -40,13 +40,17 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.async_engine.core.alignment import Part
+from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import align, run_lengths
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.recovery.restarts import was_restarted
+from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rewards.dispatch import LeastBusyWorker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
-from recipe.async_engine.rollout.part_scores import REFERENCE, SCORES, PartScorer, ResponseScores, score
+from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 from recipe.async_engine.rollout.soundness import (
@@ -59,17 +63,8 @@ from recipe.async_engine.rollout.soundness import (
     shown_in_validation,
 )
 from recipe.async_engine.rollout.turns import TurnGate
-from recipe.async_engine.run.restarts import was_restarted
-from recipe.async_engine.run.stacks import waits
-from recipe.async_engine.run.worker_set import WorkerRestarted
 
 logger = logging.getLogger(__name__)
-
-VERSION_RUNS = "version_runs"
-"""Key in a trajectory's extra fields: [(policy version, token count), ...] over its response."""
-
-REPORTED = "reward_extra_info"
-"""Key in a trajectory's extra fields, verl's: what the reward function gave beside the score."""
 
 REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.

@@ -23,12 +23,13 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
 
+from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.agent_worker import REPORTED, TrajectoryWorker, reported_names, spread_reports
+from recipe.async_engine.recovery.restarts import Restartable
+from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet
+from recipe.async_engine.rollout.agent_worker import TrajectoryWorker, reported_names, spread_reports
 from recipe.async_engine.rollout.soundness import RewardError
 from recipe.async_engine.rollout.workers import NoWorkers
-from recipe.async_engine.run.restarts import Restartable
-from recipe.async_engine.run.worker_set import WorkerDied, WorkerSet
 
 logger = logging.getLogger(__name__)
 

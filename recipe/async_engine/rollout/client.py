@@ -38,8 +38,8 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.progress import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight
+from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.replicas.output_watch import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,6 @@ ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 # The load balancer does nothing but count.
 ROUTING_S = 60.0
-
-
-class GenerationError(RecipeError):
-    """A request could not be answered."""
 
 
 class VersionMismatch(GenerationError):
@@ -71,10 +67,6 @@ class GivenUp(GenerationError):
 
 class LoadBalancerLost(GenerationError):
     """The load balancer in front of the rollout servers died, or does not answer."""
-
-
-class EngineDied(GenerationError):
-    """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
 
 
 @dataclass

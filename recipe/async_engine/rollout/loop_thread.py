@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.recovery.stacks import waits
 
 
 class LoopThread:

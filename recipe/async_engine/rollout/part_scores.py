@@ -22,12 +22,6 @@ from recipe.async_engine.model_engine.service import Answer
 
 logger = logging.getLogger(__name__)
 
-SCORES = "proximal_scores"
-"""Key in a trajectory's extra fields: :class:`ResponseScores`, absent where not all of it was scored."""
-
-REFERENCE = "reference_log_probs"
-"""Key in a trajectory's extra fields: the reference policy's, float32 (R,) over the response, absent if not scored."""
-
 UNSCORED = -1
 
 

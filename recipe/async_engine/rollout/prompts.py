@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from recipe.async_engine.core.columns import DATASET_INDEX
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-
-DATASET_INDEX = "dataset_index"
 
 
 class DataFailed(RecipeError):

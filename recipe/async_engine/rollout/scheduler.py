@@ -41,6 +41,7 @@ from recipe.async_engine.core.groups import (
 from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.recovery.watch import CannotGoOn
 from recipe.async_engine.rollout.agent_worker import (
     TrajectoryCancelled,
     TrajectoryGenerated,
@@ -53,7 +54,6 @@ from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError
 from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
-from recipe.async_engine.run.watch import CannotGoOn
 
 logger = logging.getLogger(__name__)
 

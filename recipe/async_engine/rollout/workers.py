@@ -3,9 +3,9 @@
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
-follows where one does not, or has died, is in `run/worker_set.py`. Events are awaited, payloads are not: the pool hands
-on their object references. One event loop calls it. Of a worker that died, the account of tokens is that of the last
-time it was asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
+follows where one does not, or has died, is in `recovery/worker_set.py`. Events are awaited, payloads are not: the pool
+hands on their object references. One event loop calls it. Of a worker that died, the account of tokens is that of the
+last time it was asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from ray.exceptions import RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
+from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, WorkerSet
 from recipe.async_engine.rollout.agent_worker import (
     AgentLoopError,
     TrajectoryCancelled,
@@ -28,7 +29,6 @@ from recipe.async_engine.rollout.agent_worker import (
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
-from recipe.async_engine.run.worker_set import ANSWER_S, WorkerDied, WorkerSet
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ from recipe.async_engine.platform.detect import (
 )
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
-from recipe.async_engine.run import durable
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.ending import (
     EndAtOnce,
@@ -51,6 +50,7 @@ from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
+from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.run import durable
-from recipe.async_engine.run.owner import RUN, Owner
+from recipe.async_engine.storage import durable
+from recipe.async_engine.storage.owner import RUN, Owner
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.async_engine.run.watch import RunWatch
+from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.settings.sections import read_settings
 
 logger = logging.getLogger(__name__)

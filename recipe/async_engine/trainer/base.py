@@ -25,6 +25,7 @@ from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, n
 from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
+from recipe.async_engine.core.columns import SCORES
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
@@ -32,15 +33,14 @@ from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
+from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.part_scores import SCORES
 from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
-from recipe.async_engine.run.watch import RunWatch
 from recipe.async_engine.settings.plan import RunPlan, derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker

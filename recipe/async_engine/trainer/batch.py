@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from verl import DataProto
 
+from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.versions import NOT_SAMPLED, expand
-from recipe.async_engine.rollout.agent_worker import VERSION_RUNS
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
-
-TOKEN_VERSIONS = "token_versions"
-"""Batch column, int64 (rows, response length): the policy version of each token, -1 where no policy sampled it."""
 
 
 def assemble(

@@ -32,9 +32,9 @@ from omegaconf import open_dict
 from recipe.async_engine.core.errors import RecipeError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
 from recipe.async_engine.rollout.prompts import PromptSource
-from recipe.async_engine.run import durable
-from recipe.async_engine.run.owner import CHECKPOINTS, Owner
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.storage import durable
+from recipe.async_engine.storage.owner import CHECKPOINTS, Owner
 from recipe.async_engine.trainer import rollout_state
 from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE
 

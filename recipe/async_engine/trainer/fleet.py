@@ -16,7 +16,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.model_engine.meter import ServerMeter
-from recipe.async_engine.rollout.replacement import Replacements
+from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.replica_set import generates
 

@@ -15,9 +15,9 @@ from verl import DataProto
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 
+from recipe.async_engine.core.columns import REFERENCE
 from recipe.async_engine.logprobs.columns import reference_column
 from recipe.async_engine.logprobs.mismatch import entropy_metric
-from recipe.async_engine.rollout.part_scores import REFERENCE
 
 logger = logging.getLogger(__name__)
 

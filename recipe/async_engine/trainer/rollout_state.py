@@ -20,7 +20,7 @@ from ray.exceptions import ObjectLostError
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.snapshots import STATE_FORMAT
-from recipe.async_engine.run import durable
+from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 

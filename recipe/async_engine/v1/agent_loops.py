@@ -22,9 +22,9 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from recipe.async_engine.core.alignment import Part
+from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.rollout.part_scores import score
-from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS
 
 logger = logging.getLogger(__name__)
 

@@ -34,16 +34,16 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
-from recipe.async_engine.rollout.server import GatedVLLMReplica
+from recipe.async_engine.replicas.server import GatedVLLMReplica
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.shadowing import check_not_shadowed
+from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.verl_settings import tell_servers
-from recipe.async_engine.v1 import ENTROPY, OLD_LOG_PROBS
-from recipe.partial_rollout.actor_worker import HybridActorWorker
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 """The receiving end of a weight sync, beside each rollout server's engine.
 
 Contract: a load either completes and commits its version, or fails within its deadline and leaves the server closed
-(see :mod:`recipe.async_engine.rollout.server`) and its engine ready for another load. Nothing blocks the worker's event
+(see `recipe.async_engine.replicas.server`) and its engine ready for another load. Nothing blocks the worker's event
 loop. Stock verl has neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop
 (bucketed_weight_transfer.py:163).
 """

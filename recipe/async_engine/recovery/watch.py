@@ -31,7 +31,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.silence import Silence
-from recipe.async_engine.run import durable
+from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 

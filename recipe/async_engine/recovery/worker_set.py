@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.run.restarts import is_up_again
+from recipe.async_engine.recovery.restarts import is_up_again
 
 logger = logging.getLogger(__name__)
 

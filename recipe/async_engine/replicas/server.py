@@ -26,11 +26,10 @@ from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.client import EngineDied
-from recipe.async_engine.rollout.http_gate import guard
-from recipe.async_engine.rollout.progress import OutputWatch, Sampled
-from recipe.async_engine.run.stacks import waits
+from recipe.async_engine.core.errors import EngineDied, RecipeError
+from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.http_gate import guard
+from recipe.async_engine.replicas.output_watch import OutputWatch, Sampled
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import get_router_handle
 
-from recipe.async_engine.rollout.clearing import cleared_on_failure, end_servers
-from recipe.async_engine.rollout.server import GatedVLLMReplica
+from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
+from recipe.async_engine.replicas.server import GatedVLLMReplica
 
 END_S = 30.0
 
