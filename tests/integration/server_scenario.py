@@ -36,7 +36,6 @@ from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.model_engine.worker import WorkerSettings
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 MODEL = Scenario("fsdp2", "qwen3", tied=False)
@@ -234,18 +233,16 @@ def play(path: str) -> dict[str, Any]:
 def main() -> None:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     make_model(MODEL, seed=9).save_pretrained(f"{folder}/model")
-    with Prefork(CPU_ENVIRONMENT) as prefork:
-        runtime = prefork.runtime_env
-        runtime["env_vars"] = {**CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
-        ray.init(
-            num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
-        )
-        prefork.joined(ray.get_runtime_context().get_job_id())
-        try:
-            sys.stdout.write(json.dumps(play(f"{folder}/model")) + "\n")
-        finally:
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    variables = {**CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
+    runtime = {"py_executable": sys.argv[1], "env_vars": variables}
+    ray.init(
+        num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
+    )
+    try:
+        sys.stdout.write(json.dumps(play(f"{folder}/model")) + "\n")
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
