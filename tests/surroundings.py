@@ -12,12 +12,14 @@ from recipe.async_engine.features import FEATURES
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.prefork.run import Prefork
 
+CHECKOUT = Path(__file__).parents[1]
 _servers: dict[tuple[str | None, ...], Prefork] = {}
 
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which the modules of the end-to-end tests can be named in overrides."""
-    path = filter(None, [str(Path(__file__).parent / "e2e"), environment.get("PYTHONPATH")])
+    """An environment in which the modules of the end-to-end tests and the examples can be named in overrides."""
+    folders = [str(CHECKOUT / "tests" / "e2e"), str(CHECKOUT / "examples")]
+    path = filter(None, [*folders, environment.get("PYTHONPATH")])
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
