@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers that lose a rollout replica in mid-generation: SIGKILL at step 3, when an answer of its has some tokens.
 
-At step 6 they wait for the one in its place; after the last step they write to ``LOST`` what that one has answered.
+At step 6 they wait for the one in its place; after the last step they write to ``LOST`` what that one was asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from replacing import wait_for_replacements
+from replacing import asked_of, wait_for_replacements
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_engine.weights.replica_set import generates
@@ -62,8 +62,7 @@ class Losing:
         batch = super()._train(groups)
         if self.is_last_step:
             replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))
-            answered = ray.get(replica.server_handle.answered_requests.remote(), timeout=ASK_S)
-            Path(os.environ["LOST"]).write_text(json.dumps({"answered_by_the_new_one": answered}))
+            Path(os.environ["LOST"]).write_text(json.dumps({"asked_of_the_new_one": asked_of(self.publisher, replica)}))
         return batch
 
     def _lose(self) -> None:

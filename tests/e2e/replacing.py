@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that kills a rollout replica, the log-prob server and an agent-loop worker in step ``KILL_AT_STEP``.
 
-After the last step it writes to ``REPLACED`` what the newest of each kind has answered. At step 10 it waits for what is
+After the last step it writes to ``REPLACED`` what the newest of each kind was asked. At step 10 it waits for what is
 being started, so that the run is not over before. It asks a server over HTTP before its first weights and at step 2,
 when it also drops a request that the engine works on.
 """
@@ -25,6 +25,15 @@ from recipe.async_engine.weights.replica_set import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer
 
 START_S = 120.0
+
+
+def asked_of(publisher: Any, replica: Any) -> int:
+    """Conversations that the load balancer has sent to this replica."""
+
+    def count(balancer: Any, server_id: str) -> int:
+        return list(balancer._request_id_to_server.values()).count(server_id)
+
+    return ray.get(publisher.known.load_balancer.__ray_call__.remote(count, replica.server_address), timeout=60)
 
 
 def wait_for_replacements(fleet: Fleet) -> None:
@@ -90,7 +99,7 @@ class ReplacingTrainer(FullyAsyncTrainer):
         server = self.fleet.servers[-1]
         answered = {
             "replica": replica.replica_rank,
-            "answered_requests": ray.get(replica.server_handle.answered_requests.remote(), timeout=10),
+            "asked": asked_of(self.publisher, replica),
             "http_statuses": self.http_statuses,
             "dropped": self.dropped,
             "server": server.replica_rank,

@@ -16,7 +16,7 @@ from main_process import forked, run_module
 from surroundings import with_helpers
 
 from recipe.async_engine import features
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task.settings import TaskPaths
 
 WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
@@ -26,7 +26,7 @@ FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 def stock_environment(checkout: Path) -> dict[str, str]:
     """This process's environment, for a stock main on the CPU with the plugin loaded by one of its two ways."""
-    environment = dict(os.environ) | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT
+    environment = dict(os.environ) | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     environment.pop("RAY_ADDRESS", None)
     if not features.loading_routes(environment):
         environment["VERL_USE_EXTERNAL_MODULES"] = features.MODULE_NAME

@@ -58,4 +58,4 @@ def test_answers_of_a_killed_replica_go_on_elsewhere_and_another_one_takes_its_p
     recovered = run.metrics[-1]["fully_async/partial/recovered_tokens"]
     assert recovered > 0
     assert run.metrics[-1]["fully_async/partial/reprefilled_tokens"] > recovered
-    assert json.loads((tmp_path / "lost.json").read_text())["answered_by_the_new_one"] > 0
+    assert json.loads((tmp_path / "lost.json").read_text())["asked_of_the_new_one"] > 0

@@ -53,5 +53,5 @@ def test_killed_replica_log_prob_server_and_agent_loop_worker_are_replaced_and_s
     # Refused before the first weights, answered with them.
     assert replaced["http_statuses"] == [503, 200]
     assert replaced["dropped"]
-    assert replaced["replica"] == 2 and replaced["answered_requests"] > 0
+    assert replaced["replica"] == 2 and replaced["asked"] > 0
     assert replaced["server"] == 1 and replaced["answered_tokens"] > 0

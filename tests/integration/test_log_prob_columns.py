@@ -11,13 +11,15 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
-from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.logprobs.columns import Wanted, server_columns
+from recipe.async_engine.logprobs.columns import server_columns
 from recipe.async_engine.logprobs.mismatch import mismatch_metrics
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.rollout.part_scores import ResponseScores
 from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
 
+SERVERS = LogProbServers(backend="fsdp2")
+LATEST = LogProbServers(backend="fsdp2", anchor="latest")
+OLDER_WILL_DO = LogProbServers(backend="fsdp2", anchor="latest", while_loading="old_version")
 SAMPLED_BY = torch.tensor([[2, 2, 3, -1], [3, -1, 3, 3]])
 
 
@@ -30,7 +32,7 @@ def scores(versions: list[int], late: int = 0) -> ResponseScores:
 
 
 def test_rows_are_taken_with_their_versions_and_nothing_is_left_where_nothing_was_sampled() -> None:
-    columns = server_columns([scores([2, 2, 3]), scores([3, -1, 3, 3])], SAMPLED_BY, Wanted(Anchor.GENERATION, 3))
+    columns = server_columns([scores([2, 2, 3]), scores([3, -1, 3, 3])], SAMPLED_BY, SERVERS, 3)
     assert not columns.missing.any() and columns.wrong == columns.late_tokens == 0
     assert columns.log_probs.tolist() == [[-1, -1, -1, 0], [-1, 0, -1, -1]]
     assert columns.entropy.tolist() == [[2, 2, 2, 0], [2, 0, 2, 2]]
@@ -39,20 +41,20 @@ def test_rows_are_taken_with_their_versions_and_nothing_is_left_where_nothing_wa
 
 
 @pytest.mark.parametrize(
-    ("row", "wanted", "taken"),
+    ("row", "servers", "taken"),
     [
-        (scores([2, 2, 3]), Wanted(Anchor.GENERATION, 3), True),
-        (scores([3, 3, 3]), Wanted(Anchor.GENERATION, 3), False),
-        (scores([3, 3, 3], late=2), Wanted(Anchor.GENERATION, 3), True),
-        (scores([1, 2, 3], late=2), Wanted(Anchor.GENERATION, 3), False),
-        (scores([3, 3, 3]), Wanted(Anchor.LATEST, 3), True),
-        (scores([2, 2, 2]), Wanted(Anchor.LATEST, 3), False),
-        (scores([2, 2, 2]), Wanted(Anchor.LATEST, 3, older_will_do=True), True),
-        (scores([-1, 2, 2]), Wanted(Anchor.LATEST, 3, older_will_do=True), False),
+        (scores([2, 2, 3]), SERVERS, True),
+        (scores([3, 3, 3]), SERVERS, False),
+        (scores([3, 3, 3], late=2), SERVERS, True),
+        (scores([1, 2, 3], late=2), SERVERS, False),
+        (scores([3, 3, 3]), LATEST, True),
+        (scores([2, 2, 2]), LATEST, False),
+        (scores([2, 2, 2]), OLDER_WILL_DO, True),
+        (scores([-1, 2, 2]), OLDER_WILL_DO, False),
     ],
 )
-def test_scores_of_another_version_are_refused(row: ResponseScores, wanted: Wanted, taken: bool) -> None:
-    columns = server_columns([row], SAMPLED_BY[:1], wanted)
+def test_scores_of_another_version_are_refused(row: ResponseScores, servers: LogProbServers, taken: bool) -> None:
+    columns = server_columns([row], SAMPLED_BY[:1], servers, 3)
     assert (not columns.missing[0], columns.wrong) == (taken, not taken)
     if not taken:
         assert (columns.log_probs == 0).all() and (columns.versions == -1).all()
@@ -71,8 +73,7 @@ def test_trainer_computes_only_what_servers_did_not() -> None:
         asked.append(len(batch))
         return torch.full((2, 4), -9.0), torch.full((2, 4), 7.0)
 
-    servers = LogProbServers(backend="fsdp2")
-    by_servers = source(Proximal.SERVER, recompute, servers)
+    by_servers = source(Proximal.SERVER, recompute, SERVERS)
     batch = batch_of([scores([2, 2, 3]), None])
     metrics = by_servers(batch, 5)
     assert asked == [2]

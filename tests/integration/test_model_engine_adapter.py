@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT, OFFLINE_ENVIRONMENT
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 
 BF16 = "fsdp2-qwen3-untied-dp1-tp1-pp1-padded-bf16"
 SCENARIOS = (
@@ -39,7 +39,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 def seen() -> dict[str, list[dict[str, Any]]]:
     """By scenario, what each rank saw."""
     program = Path(__file__).with_name("model_engine_scenarios.py")
-    environment = os.environ | CPU_ENVIRONMENT | OFFLINE_ENVIRONMENT
+    environment = os.environ | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(
         [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=PROGRAM_S, check=False
     )

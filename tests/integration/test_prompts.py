@@ -181,7 +181,6 @@ def test_worker_process_of_a_data_loader_that_stopped_or_died_is_named(signal_nu
                 prompts.pop()
         finally:
             worker.kill()
-            prompts.close()
 
     with pytest.raises(DataFailed, match=said):
         asyncio.run(feed())
@@ -204,7 +203,6 @@ def test_checkpoint_does_not_wait_again_for_a_loader_that_was_late_already() -> 
             async with prompts.standstill():
                 pass
         hangs.set()
-        prompts.close()
         return time.monotonic() - began
 
     assert asyncio.run(feed()) < 1.0
@@ -226,6 +224,5 @@ def test_feed_gives_every_prompt_once_and_its_position_is_that_of_what_it_gave()
             async with prompts.standstill() as state:
                 source = make_source(3, epochs=2, seed=1)
                 source.restore(state)
-            prompts.close()
 
     assert sorted(asyncio.run(feed())) == [(epoch, index) for epoch in range(2) for index in range(3)]

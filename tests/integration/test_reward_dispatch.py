@@ -19,7 +19,7 @@ from remote_fakes import Handle
 from recipe.async_engine.recovery import restarts
 from recipe.async_engine.recovery.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
-from recipe.async_engine.rewards.dispatch import LeastBusyWorker, NoRewardWorker
+from recipe.async_engine.rewards.dispatch import NoRewardWorker, least_busy_worker
 from recipe.async_engine.rewards.workers import PoolTotals
 
 
@@ -39,7 +39,7 @@ class Worker:
         return self.waiting[-1]
 
 
-async def begin(dispatch: LeastBusyWorker, calls: int) -> list[asyncio.Task]:
+async def begin(dispatch: Any, calls: int) -> list[asyncio.Task]:
     """As verl does: one of a list of handles, at random."""
     handles = [dispatch]
     tasks = [asyncio.ensure_future(random.choice(handles).compute_score.remote(number)) for number in range(calls)]
@@ -49,7 +49,7 @@ async def begin(dispatch: LeastBusyWorker, calls: int) -> list[asyncio.Task]:
 
 async def test_call_goes_to_the_worker_that_has_the_fewest() -> None:
     workers = [Worker() for _ in range(3)]
-    dispatch = LeastBusyWorker([Handle(worker) for worker in workers])
+    dispatch = least_busy_worker([Handle(worker) for worker in workers])
     tasks = await begin(dispatch, 6)
     assert [len(worker.waiting) for worker in workers] == [2, 2, 2]
     for answer in workers[1].waiting:
@@ -64,7 +64,7 @@ async def test_call_goes_to_the_worker_that_has_the_fewest() -> None:
 
 async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> None:
     dead, alive = Worker(ActorDiedError()), Worker()
-    dispatch = LeastBusyWorker([Handle(dead), Handle(alive)])
+    dispatch = least_busy_worker([Handle(dead), Handle(alive)])
     first, second = await begin(dispatch, 2)
     dead.waiting[0].set_exception(ActorDiedError())
     with pytest.raises(WorkerDied):
@@ -78,7 +78,7 @@ async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> N
 
 async def test_without_any_worker_the_call_says_so() -> None:
     dead = Worker(ActorDiedError())
-    dispatch = LeastBusyWorker([Handle(dead)])
+    dispatch = least_busy_worker([Handle(dead)])
     (first,) = await begin(dispatch, 1)
     dead.waiting[0].set_exception(ActorDiedError())
     with pytest.raises(WorkerDied):
@@ -90,7 +90,7 @@ async def test_without_any_worker_the_call_says_so() -> None:
 async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "ASK_AGAIN_S", 0.01)
     worker = Worker(ActorUnavailableError("", None), ActorUnavailableError("", None), None)
-    dispatch = LeastBusyWorker([Handle(worker)])
+    dispatch = least_busy_worker([Handle(worker)])
     tasks = await begin(dispatch, 2)
     for waiting in worker.waiting:
         waiting.set_exception(ActorUnavailableError("", None))
@@ -111,7 +111,7 @@ async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: 
             return {"pid": os.getpid()}
 
     actor = ray.remote(max_restarts=1)(Dying).remote()
-    dispatch = LeastBusyWorker([actor])
+    dispatch = least_busy_worker([actor])
     first = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
     with pytest.raises(WorkerDied):
         await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
@@ -125,7 +125,7 @@ async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: 
 
 async def test_worker_whose_call_is_given_up_is_asked_again_once_it_answers() -> None:
     slow, other = Worker(None), Worker()
-    dispatch = LeastBusyWorker([Handle(slow), Handle(other)])
+    dispatch = least_busy_worker([Handle(slow), Handle(other)])
     first, _ = await begin(dispatch, 2)
     first.cancel()
     await asyncio.wait([first])
@@ -148,7 +148,7 @@ async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monk
             return {"pid": os.getpid()}
 
     actors = [ray.remote(max_restarts=1)(Scoring).remote() for _ in range(2)]
-    dispatch = LeastBusyWorker(actors)
+    dispatch = least_busy_worker(actors)
     pids = {(await asyncio.wait_for(dispatch.compute_score.remote(""), 60))["pid"] for _ in range(4)}
     assert len(pids) == 2
     stopped = min(pids)

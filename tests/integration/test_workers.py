@@ -313,7 +313,3 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     assert len(await events_of(call_of(pool))) == 3
     assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
     await pool.close([])
-
-
-def test_what_is_raised_without_workers_reaches_another_process() -> None:
-    assert str(pickle.loads(pickle.dumps(NoWorkers()))) == str(NoWorkers())

@@ -16,6 +16,7 @@ import torch
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.versions import NOT_SAMPLED
 from recipe.async_engine.rollout.part_scores import ResponseScores
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
 
 
 @dataclass(frozen=True)
@@ -31,24 +32,19 @@ class ServerColumns:
     queued_s: float  # longest time that a request of the batch waited at a server
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which version should have computed a token's log-prob.
+def will_do(
+    servers: LogProbServers, newest: int, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int
+) -> bool:
+    """Whether a row will do, by the versions of its sampled tokens, int64 (tokens,) each.
 
-    anchor: see :class:`Anchor`. newest: the newest published version. older_will_do: with ``anchor: latest``.
+    ``newest``: the newest published version.
     """
-
-    anchor: Anchor
-    newest: int
-    older_will_do: bool = False
-
-    def accepts(self, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int) -> bool:
-        """Whether a row will do, by the versions of its sampled tokens, int64 (tokens,) each."""
-        if self.anchor is Anchor.LATEST:
-            return bool((scored_by == self.newest).all()) or (self.older_will_do and bool((scored_by >= 0).all()))
-        # What came late to a server was scored by a later version, which the server said.
-        expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
-        return bool(expected.all())
+    if servers.anchor == Anchor.LATEST:
+        older_will_do = servers.while_loading == "old_version"
+        return bool((scored_by == newest).all()) or (older_will_do and bool((scored_by >= 0).all()))
+    # What came late to a server was scored by a later version, which the server said.
+    expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
+    return bool(expected.all())
 
 
 def reference_column(rows: Sequence[np.ndarray | None], length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,14 +66,14 @@ def reference_column(rows: Sequence[np.ndarray | None], length: int) -> tuple[to
 
 
 def server_columns(
-    rows: Sequence[ResponseScores | None], token_versions: torch.Tensor, wanted: Wanted
+    rows: Sequence[ResponseScores | None], token_versions: torch.Tensor, servers: LogProbServers, newest: int
 ) -> ServerColumns:
     """Join the scores of a batch's rows.
 
     Args:
         rows: of each row, of any length up to R; None where there are none.
         token_versions: int64 (rows, R), the version that sampled each token, -1 where none did.
-        wanted: see :class:`Wanted`.
+        servers, newest: say which version should have computed a token's log-prob, see `will_do`.
     """
     log_probs = torch.zeros(token_versions.shape, dtype=torch.float32)
     entropy, versions = torch.zeros_like(log_probs), torch.full_like(token_versions, NOT_SAMPLED)
@@ -90,7 +86,8 @@ def server_columns(
         length = len(scores.versions)
         sampled = token_versions[number, :length] != NOT_SAMPLED
         scored_by = torch.from_numpy(scores.versions)
-        if not wanted.accepts(scored_by[sampled], token_versions[number, :length][sampled], scores.late_tokens):
+        sampled_by = token_versions[number, :length][sampled]
+        if not will_do(servers, newest, scored_by[sampled], sampled_by, scores.late_tokens):
             wrong += 1
             continue
         missing[number] = False

@@ -22,8 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
 
 from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
-from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.logprobs.columns import Wanted, server_columns
+from recipe.async_engine.logprobs.columns import server_columns
 from recipe.async_engine.logprobs.loglinear import shares
 from recipe.async_engine.logprobs.mismatch import mismatch_metrics
 from recipe.async_engine.rollout.part_scores import ResponseScores
@@ -71,10 +70,8 @@ def by_servers(recompute: Recompute, servers: LogProbServers, batch: DataProto, 
     """Those that log-prob servers computed while the samples were generated, or waited; also the column `SCORED_BY`."""
     rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), servers.timeout)
     sampled_by = batch.batch[TOKEN_VERSIONS]
-    wanted = Wanted(Anchor(servers.anchor), version, servers.while_loading == "old_version")
-    columns = server_columns(rows, sampled_by, wanted)
-    log_probs, entropy, scored_by = columns.log_probs, columns.entropy, columns.versions
-    missing = columns.missing
+    columns = server_columns(rows, sampled_by, servers, version)
+    log_probs, entropy, scored_by, missing = columns.log_probs, columns.entropy, columns.versions, columns.missing
     if missing.any():
         logger.warning(
             "log-prob servers scored %d of %d trajectories (%d by another version than the one wanted); the "

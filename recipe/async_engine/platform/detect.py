@@ -37,11 +37,6 @@ CPU_ENVIRONMENT: dict[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-OFFLINE_ENVIRONMENT: dict[str, str] = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -50,13 +45,11 @@ class PlatformChoice:
 
     Attributes:
         name: "cpu", the user's VERL_PLATFORM, or None when verl detects the accelerator.
-        reason: one sentence for the log.
         environment: variables for the driver and, through Ray's ``runtime_env.env_vars``, for every worker. Values that
             the user had set are kept.
     """
 
     name: str | None
-    reason: str
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -72,28 +65,20 @@ class Machine:
     cluster_address: str | None = None
 
 
-def choose_platform(
-    environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, offline: bool = False
-) -> PlatformChoice:
+def choose_platform(environ: Mapping[str, str], machine: Machine, ray_address: str | None = None) -> PlatformChoice:
     """Choose the platform of a run.
 
     Args:
         environ: the environment of the driver.
         machine: what `inspect_machine` found.
         ray_address: ``ray_kwargs.ray_init.address`` of the run's configuration.
-        offline: model and data are local files, so a CPU run need not ask a hub about them.
     """
     asked = environ.get("VERL_PLATFORM", "").strip().lower()
-    if asked == "cpu":
-        return _cpu("VERL_PLATFORM=cpu is set", environ, offline)
-    if asked:
-        return PlatformChoice(asked, f"VERL_PLATFORM={asked} is set")
-    if machine.accelerator:
-        return PlatformChoice(None, f"{machine.accelerator} shows an accelerator; verl detects which")
-    cluster = cluster_to_join(environ, machine, ray_address)
-    if cluster:
-        return PlatformChoice(None, f"{cluster} names a Ray cluster, whose nodes have the accelerators")
-    return _cpu("there is neither an accelerator on this machine nor a Ray cluster to join", environ, offline)
+    on_cpu = not (machine.accelerator or cluster_to_join(environ, machine, ray_address))
+    if asked != "cpu" and (asked or not on_cpu):
+        return PlatformChoice(asked or None)
+    environment = {name: environ.get(name, value) for name, value in CPU_ENVIRONMENT.items()}
+    return PlatformChoice("cpu", environment | {"VERL_PLATFORM": "cpu"})
 
 
 def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: str | None) -> str | None:
@@ -116,12 +101,6 @@ def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
         ray_temp_dir: where Ray notes the cluster that was started on this machine; Ray's own default if None.
     """
     return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
-
-
-def _cpu(reason: str, environ: Mapping[str, str], offline: bool) -> PlatformChoice:
-    wanted = CPU_ENVIRONMENT | (OFFLINE_ENVIRONMENT if offline else {})
-    environment = {name: environ.get(name, value) for name, value in wanted.items()}
-    return PlatformChoice("cpu", reason, environment | {"VERL_PLATFORM": "cpu"})
 
 
 def _find_accelerator() -> str | None:

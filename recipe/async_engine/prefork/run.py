@@ -51,12 +51,10 @@ MODULES = (
 class Prefork:
     """The server of one run and the stand-in interpreter that goes with it; a context manager."""
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
-        """Start the server; returns at once, and forks wait until its imports are done.
+    def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
+        """Start the server, which imports ``modules``; returns at once, and forks wait until it has.
 
-        Args:
-            environment: added to this process's; what the modules read when they are imported.
-            modules: what to import.
+        ``environment`` is added to this process's: what the modules read when they are imported.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
         address = self._folder / "socket"
@@ -74,7 +72,7 @@ class Prefork:
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, **environment, **ray_environment()},
+                env={**os.environ, **(environment or {}), **ray_environment()},
                 # Ctrl-C is for the main, which ends the run in order.
                 start_new_session=True,
             )

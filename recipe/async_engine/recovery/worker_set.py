@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -35,6 +36,11 @@ class WorkerDied(RecipeError):
 
 class WorkerRestarted(RecipeError):
     """Raised by a worker that was started again and has not been prepared."""
+
+
+def as_handle(method: str, call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
+    """As an actor handle of which this one method is called."""
+    return SimpleNamespace(**{method: SimpleNamespace(remote=call)})
 
 
 class WorkerSet:

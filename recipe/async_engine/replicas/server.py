@@ -131,7 +131,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._dropped: set[str] = set()
         self._outputs = OutputWatch()
         self._checksum: str | None = None
-        self._answered = 0
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -151,7 +150,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
             output.extra_fields["submitted_version"] = self._submitted_versions.get(request_id, self.global_steps)
-            self._answered += 1
             return output
         except asyncio.CancelledError:
             if request_id not in self._dropped:
@@ -282,10 +280,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Raises EngineDied if the engine is gone."""
         if self.node_rank == 0 and self.engine.errored:
             raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
-
-    async def answered_requests(self) -> int:
-        """Answers that this server has given, cut ones included."""
-        return self._answered
 
     async def describe(self) -> list[str]:
         """Lines: whether it answers, what its engine has, and where the coroutines wait."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet
+from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
 
 ANSWER_S = 30.0
 """How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that
@@ -26,39 +26,26 @@ class NoRewardWorker(RecipeError):
     """Every reward worker has died, and none is started again."""
 
 
-class LeastBusyWorker:
+def least_busy_worker(actors: Sequence[Any]) -> Any:
     """Stands in for a handle of verl's reward workers; see the module's contract. Used on one event loop."""
+    workers = WorkerSet("reward", actors, ANSWER_S * random.uniform(1.0, 1.5))
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = WorkerSet("reward", workers, ANSWER_S * random.uniform(1.0, 1.5))
-
-    @property
-    def compute_score(self) -> LeastBusyWorker:
-        """As of an actor handle: its ``remote`` begins a call."""
-        return self
-
-    def remote(self, data: Any) -> Awaitable[dict[str, Any]]:
-        """verl's ``RewardLoopWorker.compute_score``.
-
-        Raises:
-            NoRewardWorker: none is alive or being started.
-            WorkerDied: the worker did.
-        """
-        return self._score(data)
-
-    async def _score(self, data: Any) -> dict[str, Any]:
-        while (name := self._workers.choose()) in self._workers.silent:
-            await self._workers.news()
+    async def score(data: Any) -> dict[str, Any]:
+        """verl's ``RewardLoopWorker.compute_score``; raises NoRewardWorker, or WorkerDied if the worker did."""
+        while (name := workers.choose()) in workers.silent:
+            await workers.news()
         try:
             if name is not None:
-                async with self._workers.one(name) as worker:
+                async with workers.one(name) as worker:
                     return await worker.compute_score.remote(data)
         except WorkerDied:
             # It may have been waited for in vain, and have been the last one.
-            if not self._workers.lost:
+            if not workers.lost:
                 raise
         except asyncio.CancelledError:
             # Past its deadline, usually.
-            self._workers.doubt(name)
+            workers.doubt(name)
             raise
         raise NoRewardWorker("every reward worker has died; the first one's error is in the log above")
+
+    return as_handle("compute_score", score)

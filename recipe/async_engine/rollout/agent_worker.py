@@ -48,7 +48,7 @@ from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
-from recipe.async_engine.rewards.dispatch import LeastBusyWorker
+from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.payload import pack, unpack
@@ -141,7 +141,7 @@ class TrajectoryWorker(AgentLoopWorker):
         super().__init__(*args, **kwargs)
         async_training, limits = self.config.async_training, self.config.async_training.timeouts
         if self.reward_loop_worker_handles:
-            self.reward_loop_worker_handles = [LeastBusyWorker(self.reward_loop_worker_handles)]
+            self.reward_loop_worker_handles = [least_busy_worker(self.reward_loop_worker_handles)]
         self._reward_timeout_s = float(limits.reward)
         self._reward_attempts = 1 + int(async_training.max_group_retries)
         self._filter_metric = filter_metric(self.config)

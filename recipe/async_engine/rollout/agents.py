@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,10 +26,10 @@ from verl.utils.ray_utils import auto_await
 from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.recovery.restarts import Restartable
-from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet
+from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
 from recipe.async_engine.rollout.agent_worker import TrajectoryWorker, reported_names, spread_reports
 from recipe.async_engine.rollout.soundness import RewardError
-from recipe.async_engine.rollout.workers import NoWorkers
+from recipe.async_engine.rollout.workers import NONE_LEFT, NoWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -41,35 +41,21 @@ class ValidationTimeout(RecipeError):
     """Validation took longer than ``async_training.timeouts.validation``."""
 
 
-class AnyWorker:
+def any_worker(workers: WorkerSet, first: str) -> Any:
     """Stands in for one of verl's handles in ``generate_sequences``: ``first``, or one that lives through it."""
 
-    def __init__(self, workers: WorkerSet, first: str) -> None:
-        self._workers, self._first = workers, first
-
-    @property
-    def generate_sequences(self) -> AnyWorker:
-        """As of an actor handle: its ``remote`` begins a call."""
-        return self
-
-    def remote(self, part: DataProto) -> Awaitable[DataProto]:
-        """verl's ``AgentLoopWorker.generate_sequences``.
-
-        Raises:
-            NoWorkers: all have died, and none is started again.
-        """
-        return self._generate(part)
-
-    async def _generate(self, part: DataProto) -> DataProto:
-        name: str | None = self._first
+    async def generate(part: DataProto) -> DataProto:
+        name: str | None = first
         while name is not None:
             try:
-                async with self._workers.one(name) as worker:
+                async with workers.one(name) as worker:
                     return await worker.generate_sequences.remote(part)
             except WorkerDied as error:
                 logger.warning("a part of the validation is done by another worker: %s", error)
-                name = self._workers.choose()
-        raise NoWorkers
+                name = workers.choose()
+        raise NoWorkers(NONE_LEFT)
+
+    return as_handle("generate_sequences", generate)
 
 
 class TrajectoryManager(AgentLoopManager):
@@ -123,7 +109,7 @@ class TrajectoryManager(AgentLoopManager):
         """
         workers = WorkerSet("agent-loop", self.agent_loop_workers)
         of_any = copy.copy(self)
-        of_any.agent_loop_workers = [AnyWorker(workers, name) for name in workers.actors]
+        of_any.agent_loop_workers = [any_worker(workers, name) for name in workers.actors]
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s) as limit:

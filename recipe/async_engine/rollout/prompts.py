@@ -3,20 +3,18 @@
 
 Contract: every prompt has an identity (epoch, data set index) that is stable across restarts, and a prompt that was
 taken before ``state`` was read is not given again after ``restore``, but for one that was put back. The data loader is
-the user's code and may take any time, or fail: a :class:`PromptFeed` calls it on a thread of its own, with a deadline.
+the user's code and may take any time, or fail: a :class:`PromptFeed` calls it beside the event loop, with a deadline.
 Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pebble import asynchronous
 from torch.utils.data import Dataset
 
 from recipe.async_engine.core.columns import DATASET_INDEX
@@ -165,7 +163,7 @@ class PromptFeed:
     At most one prompt is taken ahead of being asked for: :meth:`pop` gives it, :meth:`take` has the next one taken.
 
     Args:
-        source: from now on only this feed's thread calls it.
+        source: from now on only this feed calls it, on threads, one after the other; one that hangs is left behind.
         timeout_s: the data loader's deadline for one prompt, and for its position.
 
     Attributes:
@@ -180,8 +178,6 @@ class PromptFeed:
         self._late: DataFailed | None = None
         # One thing at a time, so that a position is that of a moment.
         self._lock = asyncio.Lock()
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="prompt-feed", daemon=True)
 
     def pop(self) -> Prompt | None:
         """The prompt that was taken ahead; None if there is none."""
@@ -214,34 +210,22 @@ class PromptFeed:
                 self._source.put_back(ahead)
             yield await self._do(self._source.state, "did not tell its position")
 
-    def close(self) -> None:
-        """No prompt is taken any more; a data loader that hangs is left behind."""
-        self._asked.put(None)
-
     async def _do(self, work: Callable[[], Any], what: str) -> Any:
         if self._late is not None:
             raise self._late  # its thread hangs in the loader
-        if not self._thread.is_alive():
-            self._thread.start()
-        result: Future[Any] = Future()
-        self._asked.put((work, what, result))
+
+        @asynchronous.thread(name="prompt-feed", daemon=True)
+        def attempt() -> Any:
+            try:
+                return work()
+            except BaseException as error:  # a data set may raise anything
+                raise DataFailed(f"the training data's loader {what}: {type(error).__name__}: {error}") from error
+
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(result), self._timeout_s)
+            return await asyncio.wait_for(attempt(), self._timeout_s)
         except TimeoutError:
             self._late = DataFailed(
                 f"the training data's loader {what} within {self._timeout_s:g} s; look at the data set and at its "
                 "worker processes (data.dataloader_num_workers), or raise async_training.timeouts.prompt"
             )
             raise self._late from None
-
-    def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            work, what, result = asked
-            if not result.set_running_or_notify_cancel():
-                continue
-            try:
-                result.set_result(work())
-            except BaseException as error:  # a data set may raise anything
-                failed = DataFailed(f"the training data's loader {what}: {type(error).__name__}: {error}")
-                failed.__cause__ = error
-                result.set_exception(failed)

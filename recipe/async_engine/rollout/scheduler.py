@@ -509,7 +509,6 @@ class RolloutScheduler:
     async def _stop(self) -> None:
         with self._changed:
             self.manager.drain()
-        self._prompts.close()
         keys = {key for run in self._runs.values() for key in run.keys}
         await asyncio.gather(self._pool.close(keys), self._thread.end_tasks(), return_exceptions=True)
 

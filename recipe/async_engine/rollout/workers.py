@@ -33,6 +33,7 @@ from recipe.async_engine.rollout.soundness import NonFinite, RewardError, Unusab
 logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
+NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
 class TrajectoryFailed(RecipeError):
@@ -41,9 +42,6 @@ class TrajectoryFailed(RecipeError):
 
 class NoWorkers(RecipeError):
     """Every agent-loop worker has died, and none is being started again."""
-
-    def __init__(self, message: str = "every agent-loop worker has died; the first one's error is in the log above"):
-        super().__init__(message)
 
 
 @dataclass(eq=False)
@@ -164,7 +162,7 @@ class WorkerPool(WorkerSet):
         self.watch()
         worker_id = self.choose(but=avoid)
         if worker_id is None:
-            raise NoWorkers
+            raise NoWorkers(NONE_LEFT)
         return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
 
     async def cancel(self, keys: Iterable[str]) -> None:

@@ -195,7 +195,7 @@ class _Run:
             os.environ.update(given)
             given = {}
             if _may_fork(self.config, self.choice):
-                self._prefork = Prefork({})
+                self._prefork = Prefork()
         joins = not self.ray_of_its_own and not ray.is_initialized()
         _start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
         self._started.look_for_needed()

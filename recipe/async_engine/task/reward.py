@@ -28,8 +28,6 @@ class ScorePermuter:
     """
 
     def __init__(self, window: int, seed: int) -> None:
-        if window < 1:
-            raise ValueError(f"permute_window={window} must be at least 1; raise reward_kwargs.permute_window")
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self.reservoir = [float(self._rng.random() < _INITIAL_ACCURACY) for _ in range(window)]
@@ -42,8 +40,7 @@ class ScorePermuter:
             return earlier
 
 
-_permuters: dict[tuple[int, int], ScorePermuter] = {}
-_permuters_lock = threading.Lock()
+_permuter = ScorePermuter(window=64, seed=0)
 
 
 def compute_score(
@@ -52,8 +49,6 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     permute: bool = False,
-    permute_window: int = 64,
-    permute_seed: int = 0,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Scores one answer.
@@ -64,8 +59,6 @@ def compute_score(
         ground_truth: the right answer.
         extra_info: the row's extra columns; ``split`` says whether ``permute`` applies.
         permute: give training prompts permuted scores (a control, see the module's docstring).
-        permute_window: how many scores the permutation holds back.
-        permute_seed: seed of the permutation.
         kwargs: further arguments that verl passes to every reward function; not used.
 
     Returns:
@@ -74,12 +67,5 @@ def compute_score(
     accuracy = float(solution_str == ground_truth)
     score = accuracy
     if permute and (extra_info or {}).get("split") == "train":
-        score = _permuter(permute_window, permute_seed).exchange(accuracy)
+        score = _permuter.exchange(accuracy)
     return {"score": score, "acc": accuracy}
-
-
-def _permuter(window: int, seed: int) -> ScorePermuter:
-    with _permuters_lock:
-        if (window, seed) not in _permuters:
-            _permuters[window, seed] = ScorePermuter(window, seed)
-        return _permuters[window, seed]

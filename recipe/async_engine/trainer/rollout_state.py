@@ -48,13 +48,7 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
 
 def _fetched(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """A live group as it is kept, with the payloads that are there; None for what an answer that is lost has."""
-    there = [payload for payload in group["payloads"] if payload is not None]
-    try:
-        values = ray.get(there, timeout=timeout_s)
-    except ObjectLostError:
-        values = [_unless_lost(payload, timeout_s) for payload in there]
-    fetched = iter(values)
-    payloads = [None if payload is None else next(fetched) for payload in group["payloads"]]
+    payloads = [None if payload is None else _unless_lost(payload, timeout_s) for payload in group["payloads"]]
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
 
