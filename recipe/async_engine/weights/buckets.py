@@ -55,7 +55,6 @@ class Piece:
 class Frame:
     """One frame as it travels: ``header`` int64[HEADER_FIELDS], ``body`` uint8[payload + text]."""
 
-    kind: int
     header: torch.Tensor
     body: torch.Tensor
 
@@ -146,7 +145,7 @@ class BucketWriter:
         body[payload_bytes:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         fields = [MAGIC, kind, self._version, self._sequence, payload_bytes, len(text)]
         self._sequence += 1
-        return Frame(kind, torch.tensor(fields, dtype=torch.int64), body)
+        return Frame(torch.tensor(fields, dtype=torch.int64), body)
 
 
 class BucketReader:

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import defaultdict, deque
+from collections import deque
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from recipe.async_engine.weights.buckets import HEADER_FIELDS, WeightStreamError
+from recipe.async_engine.weights.buckets import WeightStreamError
 
 LOOPBACK = "127.0.0.1"
-POSTED = 1
-"""gloo's tag of what members post to each other."""
-POSTED_FIELDS = HEADER_FIELDS
-EXPECTED = 8
 
 
 class Deadline:
@@ -82,7 +78,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class GlooGroup:
-    """The sender (rank 0) and its receivers, connected.
+    """The sender (rank 0) and its receivers, connected. All of them start the same things in the same order.
 
     Args:
         group_id: unique among the groups that ever met in this store.
@@ -106,8 +102,6 @@ class GlooGroup:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 2
         self._outstanding: deque[dist.Work] = deque()
-        self._posted: deque[dist.Work] = deque()
-        self._expected: defaultdict[int, deque[tuple[torch.Tensor, dist.Work]]] = defaultdict(deque)
         try:
             own = dist.PrefixStore(f"weights/{group_id}", store)
             self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(own, rank, world_size, options)
@@ -135,19 +129,18 @@ class GlooGroup:
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
-    def synchronize(self, deadline: Deadline, what: str) -> None:
-        """Return when every member has called this as often as this one.
+    def start_barrier(self, deadline: Deadline, what: str) -> None:
+        """Tell the others that this member has come here; `finish` waits until all have.
 
         Raises:
-            WeightStreamError: a member is gone or the deadline has passed.
+            WeightStreamError: the deadline has passed, or the group was closed.
         """
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
-        self.finish(what)
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait, oldest first, until at most ``leaving`` broadcasts are outstanding. Each keeps its own deadline.
+        """Wait, oldest first, until at most ``leaving`` of what was started are outstanding; each keeps its deadline.
 
         Raises:
             WeightStreamError: a member is gone or the deadline has passed.
@@ -157,64 +150,10 @@ class GlooGroup:
                 # Not bound to a name: a work in the frames of a traceback would keep the connections open.
                 self._outstanding.popleft().wait()
             except RuntimeError as error:
-                raise self._lost(what, error) from None
-
-    def post(self, fields: torch.Tensor, to: int, what: str) -> None:
-        """Send int64[POSTED_FIELDS] to a member and do not wait. They arrive in the order of these calls.
-
-        Raises:
-            WeightStreamError: that member is gone, or the group was closed.
-        """
-        try:
-            self._posted.append(self._connected(what).send([fields], to, POSTED))
-        except RuntimeError as error:
-            raise WeightStreamError(f"{what} failed, since a member is gone: {error}") from None
-
-    def arrived(self, leaving: int) -> None:
-        """All that was posted has arrived, but for the newest ``leaving``: gloo's record of the rest may go."""
-        while len(self._posted) > leaving:
-            self._posted.popleft()
-
-    def deliver(self, deadline: Deadline, what: str) -> None:
-        """Wait until all that was posted has arrived.
-
-        Raises:
-            WeightStreamError: a member is gone or the deadline has passed.
-        """
-        while self._posted:
-            remaining = deadline.remaining(what)
-            try:
-                self._posted.popleft().wait(remaining)
-            except RuntimeError as error:
-                raise self._lost(what, error) from None
-
-    def collect(self, of: int, deadline: Deadline, what: str) -> list[int]:
-        """Wait for the next thing that member ``of`` posted to this one.
-
-        Raises:
-            WeightStreamError: that member is gone or the deadline has passed.
-        """
-        remaining = deadline.remaining(what)
-        expected = self._expected[of]
-        try:
-            # gloo sends nothing before its receiver has asked for it: ask early.
-            while len(expected) < EXPECTED:
-                tensor = torch.zeros(POSTED_FIELDS, dtype=torch.int64)
-                expected.append((tensor, self._connected(what).recv([tensor], of, POSTED)))
-            # Not bound to a name, see `finish`.
-            expected[0][1].wait(remaining)
-        except RuntimeError as error:
-            raise self._lost(what, error) from None
-        return expected.popleft()[0].tolist()
-
-    @staticmethod
-    def _lost(what: str, error: RuntimeError) -> WeightStreamError:
-        return WeightStreamError(f"{what} failed, since a member is gone or the deadline has passed: {error}")
+                why = "since a member is gone or the deadline has passed"
+                raise WeightStreamError(f"{what} failed, {why}: {error}") from None
 
     def close(self) -> None:
         """Close the connections, so that peers which still wait fail. Blocks while a broadcast is in progress."""
         self._outstanding.clear()
-        self._posted.clear()
-        for expected in self._expected.values():
-            expected.clear()
         self._group = None

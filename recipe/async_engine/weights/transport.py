@@ -6,7 +6,7 @@ the next frame, whose body stays as it is until the next but one is asked for; `
 returns when every receiver has gone through the whole stream. All calls block, up to the deadline.
 
 `SharedMemoryTransport` is for members on one host: the sender packs into memory that the receivers read, so a byte is
-copied once, whatever the number of receivers. gloo then carries headers and turns only.
+copied once, whatever the number of receivers. gloo then carries headers only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,12 @@ import os
 
 import torch
 
-from recipe.async_engine.weights.buckets import (
-    DATA,
-    END,
-    HEADER_FIELDS,
-    BucketReader,
-    Frame,
-    Header,
-    WeightStreamError,
-)
+from recipe.async_engine.weights.buckets import HEADER_FIELDS, BucketReader, Frame, Header, WeightStreamError
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup
 
 BROADCASTS_PER_FRAME = 2
 
-# With two, sender and receivers wait for each other at every turn.
+# One that is filled, and those of the frames that a receiver may not be done with.
 SHARED_SEGMENTS = 4
 
 Buckets = tuple[torch.Tensor, ...]
@@ -60,58 +52,45 @@ class GlooTransport:
         return header, body
 
     def confirm(self, deadline: Deadline, what: str) -> None:
+        self.group.start_barrier(deadline, what)
         self.group.finish(what)
-        self.group.synchronize(deadline, what)
 
 
 class SharedMemoryTransport:
-    """Bodies lie in segments that all members map, and are used in turns.
+    """Bodies lie in segments that all members map, and are used in turns; headers are broadcast.
 
-    The sender posts each frame's header to every receiver; a receiver posts its number back when it is done with the
-    frame. The sender fills a segment again when all receivers are done with it, so it is up to ``len(buckets) - 1``
-    frames ahead of the slowest.
+    Before each frame but the first two there is a barrier, at which a receiver is done with the frame before the last.
+    The sender fills a segment again when all receivers are done with it: it waits for the barrier before the last.
     """
 
     def __init__(self, group: GlooGroup, buckets: Buckets) -> None:
         self.group = group
         self.buckets = buckets
-        self._receivers = range(1, group.world_size)
         self._sent = 0
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
-        for receiver in self._receivers:
-            self.group.post(frame.header, receiver, what)
+        self._start(self._sent, frame.header, deadline, what)
         self._sent += 1
-        if frame.kind == DATA:
-            if self._sent >= len(self.buckets):
-                self._await_done(self._sent - len(self.buckets), deadline, what)
-            return
-        if frame.kind == END:
-            # Nobody reports the last DATA frame: `confirm` says that all are through.
-            for turn in range(max(0, self._sent - len(self.buckets)), self._sent - 2):
-                self._await_done(turn, deadline, what)
-        self.group.deliver(deadline, what)
-        self._sent = 0
-
-    def _await_done(self, turn: int, deadline: Deadline, what: str) -> None:
-        for receiver in self._receivers:
-            done = self.group.collect(receiver, deadline, what)[0]
-            if done != turn:
-                raise WeightStreamError(f"{what}: receiver {receiver} is done with frame {done}, not {turn}")
-        self.group.arrived(leaving=(self._sent - turn - 1) * len(self._receivers))
+        # What comes after that barrier: a header, the newest barrier, and this frame's header.
+        self.group.finish(what, leaving=3)
 
     def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
         what = _receiving(self.group, reader)
-        if turn > 1:
-            self.group.post(torch.full((HEADER_FIELDS,), turn - 2, dtype=torch.int64), 0, what)
-        header = reader.header(self.group.collect(0, deadline, what))
-        # The sender has sent this frame, so it has heard of the one whose segment it lies in.
-        self.group.arrived(leaving=len(self.buckets))
+        fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
+        self._start(turn, fields, deadline, what)
+        self.group.finish(what)
+        header = reader.header(fields.tolist())
         return header, self.buckets[turn % len(self.buckets)][: header.body_bytes]
 
     def confirm(self, deadline: Deadline, what: str) -> None:
-        self.group.synchronize(deadline, what)
-        self.group.arrived(leaving=0)
+        self._sent = 0
+        self.group.start_barrier(deadline, what)
+        self.group.finish(what)
+
+    def _start(self, turn: int, fields: torch.Tensor, deadline: Deadline, what: str) -> None:
+        if turn > 1:
+            self.group.start_barrier(deadline, what)
+        self.group.start_broadcast(fields, deadline, what)
 
 
 Transport = GlooTransport | SharedMemoryTransport
