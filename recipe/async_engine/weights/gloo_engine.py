@@ -46,13 +46,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.buckets import DATA, END, TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
-from recipe.async_engine.weights.transport import (
-    GlooTransport,
-    SharedMemoryTransport,
-    SharedSegments,
-    Transport,
-    shared_memory_domain,
-)
+from recipe.async_engine.weights.transport import SharedSegments, Transport, shared_memory_domain
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +163,8 @@ class GlooCheckpointEngine(CheckpointEngine):
             shared = None if segments is None else SharedSegments(segments)
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
-        if segments is None or shared is None:
-            self._transport = GlooTransport(group, self._bucket_bytes)
-            return
         # Every member has the segments open when all of them have connected.
-        self._transport = SharedMemoryTransport(group, shared.buckets)
+        self._transport = Transport(group, self._bucket_bytes, None if segments is None else shared)
 
     def topology_epoch(self) -> str | None:
         """The name of the group this member is connected in; None if it must be built (again)."""

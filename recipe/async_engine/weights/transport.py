@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How frames get from the sender to the receivers of a weight sync: through the gloo group, or through shared memory.
 
-Both transports keep the same promises. `send` returns when the bucket of the next frame may be filled; `receive` gives
-the next frame, whose body stays as it is until the next but one is asked for; `confirm` ends a sync on both sides and
-returns when every receiver has gone through the whole stream. All calls block, up to the deadline.
+`send` returns when the bucket of the next frame may be filled; `receive` gives the next frame, whose body stays as it
+is until the next but one is asked for; `confirm` ends a sync on both sides and returns when every receiver has gone
+through the whole stream. All calls block, up to the deadline.
 
-`SharedMemoryTransport` is for members on one host: the sender packs into memory that the receivers read, so a byte is
-copied once, whatever the number of receivers. gloo then carries headers only.
+Shared memory is for members on one host: the sender packs into memory that the receivers read, so a byte is copied
+once, whatever the number of receivers. gloo then carries headers only.
 """
 
 from __future__ import annotations
@@ -19,68 +19,45 @@ import torch
 from recipe.async_engine.weights.buckets import HEADER_FIELDS, BucketReader, Frame, Header, WeightStreamError
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup
 
-BROADCASTS_PER_FRAME = 2
-
 # One that is filled, and those of the frames that a receiver may not be done with.
 SHARED_SEGMENTS = 4
 
 Buckets = tuple[torch.Tensor, ...]
 
 
-class GlooTransport:
-    """Header and body of each frame are broadcast. Works between hosts."""
+class Transport:
+    """Headers are broadcast, and bodies, unless they lie in ``shared`` segments that all members map, used in turns.
 
-    def __init__(self, group: GlooGroup, bucket_bytes: int) -> None:
-        self.group = group
-        self.buckets: Buckets = torch.empty(2 * bucket_bytes, dtype=torch.uint8).chunk(2)
-
-    def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
-        self.group.start_broadcast(frame.header, deadline, what)
-        self.group.start_broadcast(frame.body, deadline, what)
-        # This frame may still be on its way, while the next one is packed; the one before must be gone.
-        self.group.finish(what, leaving=BROADCASTS_PER_FRAME)
-
-    def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
-        what = _receiving(self.group, reader)
-        fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
-        self.group.start_broadcast(fields, deadline, what)
-        self.group.finish(what)
-        header = reader.header(fields.tolist())
-        body = self.buckets[turn % len(self.buckets)][: header.body_bytes]
-        self.group.start_broadcast(body, deadline, what)
-        self.group.finish(what)
-        return header, body
-
-    def confirm(self, deadline: Deadline, what: str) -> None:
-        self.group.start_barrier(deadline, what)
-        self.group.finish(what)
-
-
-class SharedMemoryTransport:
-    """Bodies lie in segments that all members map, and are used in turns; headers are broadcast.
-
-    Before each frame but the first two there is a barrier, at which a receiver is done with the frame before the last.
-    The sender fills a segment again when all receivers are done with it: it waits for the barrier before the last.
+    In shared memory there is a barrier before each frame but the first two, at which a receiver is done with the frame
+    before the last. The sender fills a segment again when it has seen the barrier before the newest.
     """
 
-    def __init__(self, group: GlooGroup, buckets: Buckets) -> None:
+    def __init__(self, group: GlooGroup, bucket_bytes: int, shared: SharedSegments | None) -> None:
+        self.buckets: Buckets = shared.buckets if shared else torch.empty(2 * bucket_bytes, dtype=torch.uint8).chunk(2)
         self.group = group
-        self.buckets = buckets
+        self._is_shared = shared is not None
         self._sent = 0
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
         self._start(self._sent, frame.header, deadline, what)
+        if not self._is_shared:
+            self.group.start_broadcast(frame.body, deadline, what)
         self._sent += 1
-        # What comes after that barrier: a header, the newest barrier, and this frame's header.
-        self.group.finish(what, leaving=3)
+        # Shared, those may be outstanding that come after the barrier before the newest. Else this frame may be on its
+        # way while the next one is packed.
+        self.group.finish(what, leaving=3 if self._is_shared else 2)
 
     def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
-        what = _receiving(self.group, reader)
+        what = f"receiving weights on rank {self.group.rank} ({reader.position})"
         fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
         self._start(turn, fields, deadline, what)
         self.group.finish(what)
         header = reader.header(fields.tolist())
-        return header, self.buckets[turn % len(self.buckets)][: header.body_bytes]
+        body = self.buckets[turn % len(self.buckets)][: header.body_bytes]
+        if not self._is_shared:
+            self.group.start_broadcast(body, deadline, what)
+            self.group.finish(what)
+        return header, body
 
     def confirm(self, deadline: Deadline, what: str) -> None:
         self._sent = 0
@@ -88,16 +65,9 @@ class SharedMemoryTransport:
         self.group.finish(what)
 
     def _start(self, turn: int, fields: torch.Tensor, deadline: Deadline, what: str) -> None:
-        if turn > 1:
+        if self._is_shared and turn > 1:
             self.group.start_barrier(deadline, what)
         self.group.start_broadcast(fields, deadline, what)
-
-
-Transport = GlooTransport | SharedMemoryTransport
-
-
-def _receiving(group: GlooGroup, reader: BucketReader) -> str:
-    return f"receiving weights on rank {group.rank} ({reader.position})"
 
 
 class SharedSegments:
