@@ -111,7 +111,7 @@ def test_a_last_token_may_be_reported_after_its_turn() -> None:
     manager.close_turn()
     manager.sampled(late)
     manager.complete(late.group_id, 0)
-    assert manager.counts().complete == 1
+    assert manager.ledger.counts().ready == 1
     manager.open_turn()
     assert late not in fill(manager, 10)
 

@@ -27,14 +27,12 @@ if not torch.cuda.is_available():
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.workers.config import (
     FSDPEngineConfig,
-    FSDPOptimizerConfig,
     HFModelConfig,
     McoreEngineConfig,
-    McoreOptimizerConfig,
     RolloutConfig,
 )
 
-from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
+from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
 
 SHAPE = {
@@ -84,12 +82,9 @@ def adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         engine = FSDPEngineConfig(
             strategy="fsdp2", model_dtype="bf16", dtype="bfloat16", use_torch_compile=False, **batches
         )
-        return ModelEngineServerAdapter(
-            RolloutConfig(name="vllm"), model, engine, FSDPOptimizerConfig(lr=0.0, total_training_steps=1)
-        )
+        return ModelEngineServerAdapter(RolloutConfig(name="vllm"), model, WorkerSettings(engine))
     megatron = McoreEngineConfig(vanilla_mbridge=True, forward_only=True, sequence_parallel=False, **batches)
-    optimizer = McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
-    return ModelEngineServerAdapter(RolloutConfig(name="vllm"), model, megatron, optimizer)
+    return ModelEngineServerAdapter(RolloutConfig(name="vllm"), model, WorkerSettings(megatron))
 
 
 def sequences(lengths: tuple[int, ...]) -> list[torch.Tensor]:

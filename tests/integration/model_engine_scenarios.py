@@ -28,14 +28,12 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from verl.workers.config import (
     FSDPEngineConfig,
-    FSDPOptimizerConfig,
     HFModelConfig,
     McoreEngineConfig,
-    McoreOptimizerConfig,
     RolloutConfig,
 )
 
-from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
+from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
 from recipe.async_engine.model_engine.staging import StagingError
 
@@ -121,7 +119,7 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
             use_torch_compile=False,
             **batches,
         )
-        return ModelEngineServerAdapter(rollout, model, engine, FSDPOptimizerConfig(lr=0.0, total_training_steps=1))
+        return ModelEngineServerAdapter(rollout, model, WorkerSettings(engine))
     parallel = scenario.tensor > 1
     config = McoreEngineConfig(
         tensor_model_parallel_size=scenario.tensor,
@@ -134,8 +132,7 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
     )
     # verl allows half precision only; the comparison is one of mathematics.
     object.__setattr__(config, "dtype", "float32")
-    optimizer = McoreOptimizerConfig(lr=1e-3, total_training_steps=2, lr_warmup_steps=0)
-    return ModelEngineServerAdapter(rollout, model, config, optimizer)
+    return ModelEngineServerAdapter(rollout, model, WorkerSettings(config))
 
 
 def sequences() -> list[torch.Tensor]:

@@ -25,16 +25,15 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.workers.config import (
     CheckpointEngineConfig,
     FSDPEngineConfig,
-    FSDPOptimizerConfig,
     HFModelConfig,
     RolloutConfig,
 )
 
 from recipe.async_engine.core.scoring import ScoringSettings
+from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
-from recipe.async_engine.model_engine.worker import WorkerSettings
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.weights.publisher import WeightPublisher
 
@@ -153,9 +152,7 @@ def make_replicas(path: str) -> list[ModelEngineReplica]:
         infer_max_token_len_per_gpu=64,
         infer_micro_batch_size_per_gpu=1,
     )
-    settings = WorkerSettings(
-        engine, FSDPOptimizerConfig(lr=0.0, total_training_steps=1), TEMPERATURE, False, TIMEOUT_S
-    )
+    settings = WorkerSettings(engine, TEMPERATURE, timeout_s=TIMEOUT_S)
     checkpoint_engine = CheckpointEngineConfig(
         backend="recipe_gloo", custom_backend_module=MODULE, update_weights_bucket_megabytes=1, engine_kwargs=ENGINE
     )

@@ -59,16 +59,13 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Number of groups by what they do, and of running and interrupted trajectories.
+    """Number of groups that wait for slots, and of running and interrupted trajectories.
 
-    running: at least one of its trajectories runs, or all are sampled and a reward is missing. interrupted: none runs
-    and one was. pending: none of the two. complete: ready, waiting for a batch or in the one that is being trained.
+    interrupted: of no group does a trajectory run, and one did. pending: none did.
     """
 
     pending: int
-    running: int
     interrupted: int
-    complete: int
     running_trajectories: int
     interrupted_trajectories: int
 
@@ -200,12 +197,9 @@ class PromptManager:
         """Number of groups and trajectories by state."""
         groups = Counter(_group_state(states) for states in self._states.values())
         trajectories = Counter(state for states in self._states.values() for state in states)
-        ledger = self.ledger.counts()
         return PromptCounts(
             pending=groups[TrajectoryState.PENDING],
-            running=groups[TrajectoryState.RUNNING],
             interrupted=groups[TrajectoryState.INTERRUPTED],
-            complete=ledger.ready + ledger.taken,
             running_trajectories=trajectories[TrajectoryState.RUNNING],
             interrupted_trajectories=trajectories[TrajectoryState.INTERRUPTED],
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import EngineConfig, OptimizerConfig, TrainingWorkerConfig
+from verl.workers.config import (
+    EngineConfig,
+    FSDPOptimizerConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    OptimizerConfig,
+    TrainingWorkerConfig,
+)
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.base import BaseRollout
 
@@ -27,44 +35,48 @@ from recipe.async_engine.model_engine.staging import Shards, StagingError, Weigh
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a rank is told once.
+
+    Attributes:
+        engine: verl's configuration of the training engine, FSDP2 or Megatron. Its parameters are not offloaded.
+        temperature: logits are divided by it, as in sampling.
+        host_staging: keep staged weights in host memory.
+        timeout_s: longest wait for weights, for the other ranks and for the server.
+    """
+
+    engine: EngineConfig
+    temperature: float = 1.0
+    host_staging: bool = False
+    timeout_s: float = 600.0
+
+
 class ModelEngineServerAdapter(BaseRollout):
     """verl's rollout interface around a :class:`TrainingWorker`; see the module's contract.
 
     Args:
         config: verl's rollout configuration, for its checkpoint engine.
         model_config: the policy's.
-        engine_config: of a training engine, FSDP2 or Megatron. Its parameters are not offloaded.
-        optimizer_config: verl's engines ask for one; nothing is optimised.
         replica_rank: number of the server that this rank belongs to.
-        host_staging: keep staged weights in host memory.
-        timeout_s: longest wait for the other ranks at the end of a stream.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        model_config: Any,
-        engine_config: EngineConfig,
-        optimizer_config: OptimizerConfig,
-        replica_rank: int = 0,
-        host_staging: bool = False,
-        timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, config: Any, model_config: Any, settings: WorkerSettings, replica_rank: int = 0) -> None:
         super().__init__(config, model_config, None)
         self.replica_rank = replica_rank
         self.worker = TrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
                 model_config=omega_conf_to_dataclass(model_config),
-                engine_config=engine_config,
-                optimizer_config=optimizer_config,
+                engine_config=settings.engine,
+                optimizer_config=_optimizer_config(settings.engine),
                 checkpoint_config=CheckpointConfig(),
             )
         )
         self.worker.reset()
         # Of its own: the ranks agree while the engine computes.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._staging = WeightStaging(_shards_of(self.worker.engine, group), group, host_staging)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+        self._staging = WeightStaging(_shards_of(self.worker.engine, group), group, settings.host_staging)
         self.is_leader_rank = dist.get_rank() == 0
 
     async def resume(self, tags: list[str]) -> None:
@@ -106,6 +118,13 @@ class ModelEngineServerAdapter(BaseRollout):
     def score(self, batch: TensorDict) -> TensorDict | None:
         """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""
         return self.worker.infer_batch(batch)
+
+
+def _optimizer_config(engine: EngineConfig) -> OptimizerConfig:
+    """verl's engines ask for one; nothing is optimised."""
+    if isinstance(engine, McoreEngineConfig):
+        return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
+    return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)
 
 
 def _shards_of(engine: Any, group: dist.ProcessGroup) -> Shards:

@@ -10,11 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 
 from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
-from recipe.async_engine.model_engine.worker import WorkerSettings
 from recipe.async_engine.recovery.clean_up import cleared_on_failure
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 
@@ -38,7 +37,6 @@ def launch(
     actor = config.actor_rollout_ref
     worker = WorkerSettings(
         engine=engine_config(config.model_engine_server.engine, servers),
-        optimizer=_optimizer_config(servers.backend),
         temperature=float(actor.rollout.temperature),
         host_staging=servers.staging == "host",
         timeout_s=timeout_s,
@@ -76,10 +74,3 @@ def engine_config(engine: Any, servers: LogProbServers) -> Any:
         engine.infer_max_token_len_per_gpu = servers.max_batch_tokens
         engine.infer_micro_batch_size_per_gpu = 1
     return omega_conf_to_dataclass(engine)
-
-
-def _optimizer_config(backend: str) -> OptimizerConfig:
-    """verl's engines ask for one; nothing is optimised."""
-    if backend == "megatron":
-        return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
-    return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)

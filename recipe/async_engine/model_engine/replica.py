@@ -17,8 +17,9 @@ from verl.single_controller.ray import RayClassWithInitArgs
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.scoring import STATIC, ScoringSettings
+from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.server import ModelEngineServer
-from recipe.async_engine.model_engine.worker import ModelEngineWorker, WorkerSettings
+from recipe.async_engine.model_engine.worker import ModelEngineWorker
 
 
 class ModelEngineReplica(RolloutReplica):

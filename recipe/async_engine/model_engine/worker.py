@@ -27,30 +27,11 @@ from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.plugin.platform import get_platform
 from verl.single_controller.base.decorator import Dispatch, register
 
-from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter
+from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
 from recipe.async_engine.model_engine.staging import StagingError
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.worker import WeightLoadError
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What a rank is told once.
-
-    Attributes:
-        engine: verl's configuration of the training engine.
-        optimizer: verl's engines ask for one; nothing is optimised.
-        temperature: logits are divided by it, as in sampling.
-        host_staging: keep staged weights in host memory.
-        timeout_s: longest wait for weights, for the other ranks and for the server.
-    """
-
-    engine: Any
-    optimizer: Any
-    temperature: float
-    host_staging: bool
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -66,15 +47,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
     """See the module's contract."""
 
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, settings: WorkerSettings) -> None:
-        adapter = ModelEngineServerAdapter(
-            rollout_config,
-            model_config,
-            settings.engine,
-            settings.optimizer,
-            replica_rank=replica_rank,
-            host_staging=settings.host_staging,
-            timeout_s=settings.timeout_s,
-        )
+        adapter = ModelEngineServerAdapter(rollout_config, model_config, settings, replica_rank)
         super().__init__(rollout_config, model_config, server_adapter=adapter)
         self._settings = settings
         self._server: ray.actor.ActorHandle | None = None

@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from recipe.async_engine.recovery.stacks import waits
-
 
 class LoopThread:
     """See the module. ``on_error``: told what a task ended with, unless it was cancelled."""
@@ -38,19 +36,6 @@ class LoopThread:
         """Do ``work`` on the thread; callable from any other."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        """What ``work`` returns, done on the thread; callable from any other.
-
-        Raises:
-            TimeoutError: it is not done in time.
-        """
-        answer = self.submit(work)
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            answer.cancel()
-            raise
-
     async def end_tasks(self) -> None:
         """Return when every task has ended."""
         tasks = list(self._tasks)
@@ -62,10 +47,6 @@ class LoopThread:
         """End the thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
-
-    def waits(self) -> list[str]:
-        """Where the tasks wait, one line a place."""
-        return waits(self.loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

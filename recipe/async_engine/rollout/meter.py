@@ -64,7 +64,7 @@ class RolloutMeter:
         turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,
-            "partial_rollout/groups_complete": prompts.complete,
+            "partial_rollout/groups_complete": groups.ready + groups.taken,
             "partial_rollout/trajectories_interrupted": prompts.interrupted_trajectories,
             "partial_rollout/interruptions": self._interruptions,
             "partial_rollout/turn_occupancy": self._turn_occupancy,

@@ -41,6 +41,7 @@ from recipe.async_engine.core.groups import (
 from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
 from recipe.async_engine.rollout.agent_worker import (
     TrajectoryCancelled,
@@ -261,7 +262,7 @@ class RolloutScheduler:
 
     def describe(self) -> list[str]:
         """Lines: what runs, and where the coroutines wait. Without the lock: whoever stands still may have it."""
-        return [self._state(), *(f"tasks: {line}" for line in self._thread.waits())]
+        return [self._state(), *(f"tasks: {line}" for line in waits(self._thread.loop))]
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for a batch gets this error; callable from any thread."""
@@ -275,9 +276,11 @@ class RolloutScheduler:
 
     def _ask(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         """What ``work`` returns, done on the scheduler's thread; callable from any other."""
+        answer = self._thread.submit(work)
         try:
-            return self._thread.ask(work, timeout_s)
+            return answer.result(timeout_s)
         except TimeoutError:
+            answer.cancel()
             raise RolloutFailed(
                 f"the rollout scheduler did not answer within {timeout_s:g} s: {self._state()}"
             ) from None
