@@ -43,9 +43,7 @@ FEATURES = (
 def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Install every requested feature and return the modules that were installed.
 
-    Raises:
-        SystemExit: a requested feature failed. verl swallows any ``Exception`` of a plugin, so this is the one way to
-            stop a run that would go on without what was asked for.
+    One that fails raises SystemExit: verl swallows any ``Exception`` of a plugin, and the run would go on without it.
     """
     requested = [item for item in FEATURES if environ.get(item[0], "").strip().lower() == item[1]]
     for variable, value, module in requested:
@@ -75,11 +73,7 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to go on when verl would not load this plugin in workers with this environment.
-
-    Raises:
-        PluginNotLoadedError: with the setting to change.
-    """
+    """Raise `PluginNotLoadedError`, with what to change, if verl would not load this in workers so configured."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")

@@ -23,11 +23,7 @@ class ShadowedPackageError(RecipeError):
 
 
 def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
-    """Raise unless `recipe.<mode>` is this package's, for each mode.
-
-    Raises:
-        ShadowedPackageError: with both places, and what to change.
-    """
+    """Raise `ShadowedPackageError`, with both places, unless `recipe.<mode>` is this package's, for each mode."""
     ours = Path(__file__).resolve().parents[1]
     for mode in modes:
         spec = importlib.util.find_spec(f"recipe.{mode}")

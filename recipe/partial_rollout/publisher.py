@@ -24,11 +24,7 @@ class TurnPublisher(WeightPublisher):
     """See the module's contract."""
 
     def begin_generation(self) -> None:
-        """Let the replicas, which hold a complete version, answer requests.
-
-        Raises:
-            NoReplicaLeft: none of them is alive.
-        """
+        """Let the replicas, which hold a complete version, answer requests; NoReplicaLeft if none is alive."""
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:

@@ -23,11 +23,7 @@ class SkippedUpdates:
         self._in_a_row = 0
 
     def note(self, gradient_norms: Iterable[float]) -> int:
-        """Take in a step's updates, in their order. Returns how many of them were skipped.
-
-        Raises:
-            UpdatesSkipped: there have been as many in a row as the limit says.
-        """
+        """Take in a step's updates, in their order; returns how many were skipped, or raises `UpdatesSkipped`."""
         skipped = 0
         for norm in gradient_norms:
             finite = math.isfinite(norm)

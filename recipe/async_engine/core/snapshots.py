@@ -54,8 +54,7 @@ RULES: dict[str, Changed] = {
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> list[str]:
     """What has changed since a checkpoint with so many live groups was made, one text each.
 
-    Raises:
-        SnapshotError: the run cannot go on with the present values; names each, with the saved one.
+    Raises `SnapshotError` where the run cannot go on with the present values; it names each, with the saved one.
     """
     found = {
         name: f"{saved[name]} -> {present[name]}" for name in RULES if name in saved and saved[name] != present[name]

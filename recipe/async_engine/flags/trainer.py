@@ -91,11 +91,7 @@ class FlaggedTrainer(PPOTrainer):
     get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
 
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
-        """Run to the end.
-
-        Raises:
-            RunFailed: the run ended with an error.
-        """
+        """Run to the end; raises RunFailed if that is an error."""
         from recipe.async_engine.run.driver import RunFailed, take_in
 
         record = RunRecord(self.config.trainer.default_local_dir, self.mode, time.time())

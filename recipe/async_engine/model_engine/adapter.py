@@ -88,11 +88,7 @@ class ModelEngineServerAdapter(BaseRollout):
     async def update_weights(
         self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **_: Any
     ) -> None:
-        """Stage every tensor of ``weights``, on all ranks or on none.
-
-        Raises:
-            StagingError: some rank could not take the stream; the same on all ranks.
-        """
+        """Stage every tensor of ``weights``, or raise the same StagingError on all ranks, if one cannot take them."""
         from verl.workers.rollout.utils import ensure_async_iterator
 
         if wire_format != "named_tensors":

@@ -30,12 +30,8 @@ class Unscored(RecipeError):
 class ScoringClient:
     """See the module's contract.
 
-    Args:
-        servers: actor handles with a method ``score``, by name.
-        timeout_s: longest wait for one request, whoever answers it.
-
-    Attributes:
-        servers: those that are asked.
+    servers: those that are asked, actor handles with a method ``score``, by name. timeout_s: longest wait for one
+    request, whoever answers it.
     """
 
     def __init__(self, servers: Mapping[str, Any], timeout_s: float) -> None:
@@ -45,11 +41,7 @@ class ScoringClient:
         self._timeout_s = timeout_s
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """See :meth:`ScoringService.score`.
-
-        Raises:
-            Unscored: no server answered in time; it says what each one said.
-        """
+        """See :meth:`ScoringService.score`; raises `Unscored`, with what each server said, if none answers in time."""
         said: list[str] = []
         answer = None
         try:

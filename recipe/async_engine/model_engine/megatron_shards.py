@@ -89,11 +89,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """This rank's part of what the parts make up.
-
-        Raises:
-            StagingError: they do not fit together, or not this model.
-        """
+        """This rank's part of what the parts make up; raises StagingError if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)

@@ -24,16 +24,11 @@ class ServerMeter:
         self._before: dict[str, dict[str, Any]] = {}
 
     def read(self, servers: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Metrics of the servers' work since the last call.
+        """Metrics of the servers' work since the last call, by actor handles; ``version``: the newest published one.
 
-        Args:
-            servers: actor handles by name.
-            version: the newest published one.
-
-        Returns:
-            Means over what was scored: seconds in the queue, share of a full batch, tokens a second of computing. The
-            largest version lag, the difference of computed tokens between the busiest server and the idlest as a share
-            of their mean, and counts of the servers' lives so far.
+        Means over what was scored: seconds in the queue, share of a full batch, tokens a second of computing. The
+        largest version lag, the difference of computed tokens between the busiest server and the idlest as a share of
+        their mean, and counts of the servers' lives so far.
         """
         asked = {name: server.account.remote() for name, server in servers.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)

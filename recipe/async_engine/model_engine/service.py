@@ -44,11 +44,7 @@ class ScoringEngine(Protocol):
     """The ranks behind a server."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
-        """Scores of the sequences by the live weights, in their order.
-
-        Raises:
-            EngineLost: nothing will be computed any more. Any other error is this batch's.
-        """
+        """Scores of the sequences by the live weights, in their order; any error but EngineLost is this batch's."""
 
     async def promote(self) -> None:
         """Make the staged weights the live ones on every rank."""
@@ -114,17 +110,10 @@ class ScoringService:
     # Requests
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Score one sequence.
-
-        Args:
-            sequence: what the engine takes.
-            tokens: its length.
-            version: see :class:`ScoringRequest`.
-            start: of its prompt group.
+        """Score one sequence, which the engine takes as it is; see :class:`ScoringRequest` for what goes with it.
 
         Raises:
-            NotHere: see the module's contract, as for the others.
-            ScoringFailed: the engine failed.
+            NotHere, ScoringFailed: see the module's contract.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
@@ -152,8 +141,7 @@ class ScoringService:
     async def begin_load(self, version: int, timeout_s: float) -> None:
         """Announce weights; returns when they may be staged, which is when those staged before have moved in.
 
-        Raises:
-            TimeoutError: the place did not become free; the load is taken back.
+        The load is taken back with a TimeoutError if the place does not become free.
         """
         self._queue.begin_load(version)
         self._wake.set()

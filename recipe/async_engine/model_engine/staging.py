@@ -66,11 +66,7 @@ class WeightStaging:
 
     @torch.no_grad()
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Stage one tensor of the stream.
-
-        Raises:
-            StagingError: see `Shards.accept`. The other ranks learn of it in `agree`.
-        """
+        """Stage one tensor of the stream. The other ranks learn in `agree` of what `Shards.accept` raises."""
         for live, new in self._shards.accept(name, tensor):
             if live.numel() == 0:
                 # A rank may have nothing of a small parameter; all such shards have the address 0.

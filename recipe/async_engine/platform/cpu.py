@@ -92,8 +92,7 @@ class PlatformCPU(PlatformBase):
 def install() -> None:
     """Register the platform and apply what it needs before anything of verl asks for a device.
 
-    Raises:
-        UnsupportedVersionError: verl is not a release that the workarounds were written for.
+    Another release of verl than the workarounds were written for raises UnsupportedVersionError.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:

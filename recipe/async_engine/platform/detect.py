@@ -66,13 +66,7 @@ class Machine:
 
 
 def choose_platform(environ: Mapping[str, str], machine: Machine, ray_address: str | None = None) -> PlatformChoice:
-    """Choose the platform of a run.
-
-    Args:
-        environ: the environment of the driver.
-        machine: what `inspect_machine` found.
-        ray_address: ``ray_kwargs.ray_init.address`` of the run's configuration.
-    """
+    """The platform of a run by the driver's environment, what `inspect_machine` found and ``ray_init.address``."""
     asked = environ.get("VERL_PLATFORM", "").strip().lower()
     on_cpu = not (machine.accelerator or cluster_to_join(environ, machine, ray_address))
     if asked != "cpu" and (asked or not on_cpu):
@@ -95,11 +89,7 @@ def cluster_to_join(environ: Mapping[str, str], machine: Machine, ray_address: s
 
 
 def inspect_machine(ray_temp_dir: str | None = None) -> Machine:
-    """Look for accelerators and for a running Ray cluster, by files only.
-
-    Args:
-        ray_temp_dir: where Ray notes the cluster that was started on this machine; Ray's own default if None.
-    """
+    """Look for accelerators, and where Ray notes the cluster that was started on this machine, by files only."""
     return Machine(_find_accelerator(), _find_cluster(ray_temp_dir))
 
 

@@ -26,11 +26,7 @@ def is_supported(found: str, supported: str) -> bool:
 
 
 def require_version(package: str, found: str, supported: str, needed_for: str) -> None:
-    """Refuse a release of ``package`` that does not meet ``supported``; without it ``needed_for`` cannot be done.
-
-    Raises:
-        UnsupportedVersionError: naming the version found and those allowed.
-    """
+    """Raise `UnsupportedVersionError` unless ``found`` meets ``supported``; else ``needed_for`` cannot be done."""
     if not is_supported(found, supported):
         allowed = supported.removeprefix("==")
         raise UnsupportedVersionError(

@@ -31,8 +31,7 @@ _MARK = "_recipe_keeps_weight"
 def keep_loadable_weights() -> None:
     """Make vLLM keep ``layer.weight`` beside the packed copy. Must run before the model is loaded; once is enough.
 
-    Raises:
-        UnsupportedVersionError: vLLM is not a release that this was written for.
+    Another release of vLLM than this was written for raises UnsupportedVersionError.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm

@@ -24,13 +24,10 @@ POLL_S = 0.05
 
 
 def clear_replica(replica: Any, timeout_s: float = CLEARED_S) -> None:
-    """End a replica with resources of its own, and give those back.
+    """End a replica with resources of its own, and give those back; TimeoutError if Ray does not count them as free.
 
     verl starts nothing where it finds too few accelerators, and does not wait for them
     (single_controller/ray/base.py:239).
-
-    Raises:
-        TimeoutError: Ray does not count them as free.
     """
     _kill([*replica.servers, *replica.workers])
     groups = (replica.resource_pool.pgs if replica.resource_pool else None) or ()
@@ -55,11 +52,7 @@ def cleared_on_failure(replicas: Sequence[Any]) -> Iterator[None]:
 
 
 def end_servers(replica: Any, timeout_s: float) -> None:
-    """End the server actors of a replica; returns when their names are free.
-
-    Raises:
-        TimeoutError: they are not.
-    """
+    """End the server actors of a replica; returns when their names are free, or raises TimeoutError."""
     prefix = replica._get_server_name_prefix()
     names = [f"{prefix}server_{replica.replica_rank}_{node}" for node in range(replica.nnodes)]
     _kill(replica.servers)

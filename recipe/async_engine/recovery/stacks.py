@@ -23,11 +23,7 @@ def thread_stack(ident: int) -> list[str]:
 
 
 def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[str]:
-    """Where the tasks of an event loop wait, innermost frames, those first that most tasks have in common.
-
-    Args:
-        loop: by default the running one.
-    """
+    """Where the tasks of an event loop, by default the running one, wait: innermost frames, the most common first."""
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     counted = Counter(_innermost(task.get_coro()) for task in tasks)
     lines = [f"{count} in {place}" for place, count in counted.most_common(MOST)]

@@ -84,11 +84,7 @@ class WorkerSet:
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:
-        """A worker, once it is up, for one call.
-
-        Raises:
-            WorkerDied: it died meanwhile, or is not started again.
-        """
+        """A worker, once it is up, for one call; raises WorkerDied if it dies meanwhile, or is not started again."""
         self.load[name] += 1
         self._calls[name] += 1
         life = 0
@@ -112,10 +108,9 @@ class WorkerSet:
             self.load[name] -= 1
 
     def died(self, name: str, life: int, error: BaseException) -> None:
-        """The first to say so has a dead worker taken back once it is up again.
+        """The first to say so has a dead worker taken back once it is up again; others may say so after its return.
 
-        Args:
-            life: ``lives`` of the worker when the call began: others may say so after its return.
+        ``life``: ``lives`` of the worker when the call began.
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)

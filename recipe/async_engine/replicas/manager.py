@@ -41,10 +41,7 @@ class ReplicaManager(LLMServerManager):
     def start_again(self, lost: GatedVLLMReplica, timeout_s: float) -> GatedVLLMReplica:
         """A replica in the place of ``lost``, beside the same trainer ranks and with the same name.
 
-        Returns when its server is up, holding no weights.
-
-        Raises:
-            TimeoutError: what is left of ``lost`` did not end, or the replica was not up in time.
+        Returns when its server is up, holding no weights; TimeoutError if it is not in time, or ``lost`` did not end.
         """
         end_servers(lost, END_S)
         replica = self._new_replica(lost.replica_rank)

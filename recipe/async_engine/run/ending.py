@@ -65,11 +65,9 @@ class EndingOnSignal:
         return self
 
     def ask(self, stop: Callable[[str], Any], deadline_s: float) -> None:
-        """From now on the first signal asks the run to end.
+        """From now on the first signal asks the run to end, by ``stop``, which gets its name and must not wait.
 
-        Args:
-            stop: asks; gets the signal's name, and must not wait.
-            deadline_s: from the first signal to the end of the run.
+        ``deadline_s``: from the first signal to the end of the run.
         """
         self._stop, self._deadline_s = stop, deadline_s
         for number in SIGNALS:  # Ray has taken them when it started
@@ -117,8 +115,7 @@ def end_in_order(steps: Mapping[str, Callable[[], Any]]) -> BaseException | None
 class LastResort:
     """Ends this process where its main thread does not come to the end of what it does; a thread of its own.
 
-    Args:
-        end: what is to be done before; gets why. It may hang or fail.
+    ``end``: what is to be done before; gets why. It may hang or fail.
     """
 
     def __init__(self, end: Callable[[str], Any]) -> None:

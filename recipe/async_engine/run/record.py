@@ -108,11 +108,7 @@ class RunRecord:
         self.summary["error"] = {"name": error["name"], "message": error["message"]}
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
-        """Write the summary and return it; the folder is free for another start.
-
-        Raises:
-            OSError: the summary could not be written.
-        """
+        """Write the summary and return it, or raise OSError; the folder is free for another start either way."""
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
         try:

@@ -57,12 +57,7 @@ class TaskRunner:
         return None if self._watch is None else self._watch.last_words()
 
     def run(self, config: dict[str, Any], trainer_class: str) -> Iterator[Any]:
-        """See the module's contract.
-
-        Args:
-            config: the whole configuration, resolved and plain.
-            trainer_class: fully qualified name of an ``AsyncPPOTrainer``.
-        """
+        """See the module's contract. ``trainer_class``: fully qualified name of an ``AsyncPPOTrainer``."""
         # The main, which imports this module, can do without the trainer's imports.
         from recipe.async_engine.trainer.diagnosis import describe
 

@@ -51,18 +51,10 @@ def compute_score(
     permute: bool = False,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Scores one answer.
+    """Scores one answer, decoded without special tokens.
 
-    Args:
-        data_source: name of the data set; not used, the rule is the same for all.
-        solution_str: the decoded answer without special tokens.
-        ground_truth: the right answer.
-        extra_info: the row's extra columns; ``split`` says whether ``permute`` applies.
-        permute: give training prompts permuted scores (a control, see the module's docstring).
-        kwargs: further arguments that verl passes to every reward function; not used.
-
-    Returns:
-        ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
+    ``permute``, in rows whose ``extra_info`` has the split train, is a control, see the module's docstring. Returns
+    ``score``, the reward, and ``acc``, 1.0 for a right answer and 0.0 for a wrong one, which is never permuted.
     """
     accuracy = float(solution_str == ground_truth)
     score = accuracy

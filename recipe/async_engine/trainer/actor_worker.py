@@ -58,11 +58,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_model_from_cpu(self, n: str) -> None:
-        """Go back to the copy of the name ``n``.
-
-        Raises:
-            CopyError: there is none.
-        """
+        """Go back to the copy of the name ``n``; raises `CopyError` if there is none."""
         self._copy(n)
         super().restore_model_from_cpu(n)
 

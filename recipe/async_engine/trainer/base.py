@@ -156,11 +156,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
         """Train; yields once when it begins, with the first validation's metrics, then the metrics of each step.
 
-        Args:
-            watch: keeps the deadlines of the stages that have no wait of their own.
-
-        Raises:
-            RecipeError: what cannot go on, naming it.
+        ``watch`` keeps the deadlines of the stages that have no wait of their own.
         """
         self._watch = watch
         self.logger = Trackers(

@@ -52,12 +52,9 @@ class Fleet:
         tell: Callable[[Handles], None],
         start: Callable[[], RolloutReplica] | None = None,
     ) -> None:
-        """Have log-prob servers, which get weights from now on.
+        """Have log-prob servers, which get weights from now on; ``start`` starts another one.
 
-        Args:
-            servers: those that are up.
-            tell: hands agent-loop workers the servers to ask, actor handles by name.
-            start: another one.
+        ``tell`` hands agent-loop workers the servers to ask, actor handles by name.
         """
         self.servers = list(servers)
         self._tell, self._start_server = tell, start

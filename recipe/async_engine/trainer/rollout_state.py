@@ -61,11 +61,7 @@ def _unless_lost(payload: ray.ObjectRef, timeout_s: float) -> Any:
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Read a snapshot back.
-
-    Raises:
-        SnapshotError: it was written by another version of this package.
-    """
+    """Read a snapshot back; raises SnapshotError if its format is another one than this version reads."""
     snapshot = torch.load(Path(folder) / ROLLOUT_STATE, weights_only=False)
     if snapshot.get("format") != STATE_FORMAT:
         raise SnapshotError(

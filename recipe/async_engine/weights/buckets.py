@@ -173,11 +173,7 @@ class BucketReader:
         return f"version {version}, frame {self._sequence}, last complete tensor: {self._last_name}"
 
     def header(self, fields: list[int]) -> Header:
-        """Parse and check a header.
-
-        Raises:
-            WeightStreamError: it is not the header that must come now.
-        """
+        """Parse a header; raises WeightStreamError if it is not the one that must come now."""
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
         if magic != MAGIC or kind not in (DATA, END, ABORT):
             raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")

@@ -149,11 +149,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, or keep it if this is it. Trainer ranks but the sender stay outside.
-
-        Raises:
-            WeightStreamError: not all members came within ``connect_timeout_s``.
-        """
+        """Join group ``epoch``, or keep it if this is it. Trainer ranks but the sender stay outside."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments

@@ -31,11 +31,7 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def remaining(self, waiting_for: str) -> timedelta:
-        """Time left.
-
-        Raises:
-            WeightStreamError: none is.
-        """
+        """Time left; raises WeightStreamError if there is none."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
@@ -64,11 +60,7 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A receiver's connection to the sender's store.
-
-    Raises:
-        WeightStreamError: nothing answers there.
-    """
+    """A receiver's connection to the sender's store; raises WeightStreamError if nothing answers there."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -88,7 +80,7 @@ class GlooGroup:
         timeout_s: how long to wait for the other members.
 
     Raises:
-        WeightStreamError: not all members came in time.
+        WeightStreamError: not all members came in time. Of every call: one is gone, or its deadline has passed.
     """
 
     def __init__(
@@ -118,11 +110,7 @@ class GlooGroup:
         return self._group
 
     def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
-        """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`.
-
-        Raises:
-            WeightStreamError: the deadline has passed, or the group was closed.
-        """
+        """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -130,21 +118,13 @@ class GlooGroup:
         self._outstanding.append(self._connected(what).broadcast([tensor], options))
 
     def start_barrier(self, deadline: Deadline, what: str) -> None:
-        """Tell the others that this member has come here; `finish` waits until all have.
-
-        Raises:
-            WeightStreamError: the deadline has passed, or the group was closed.
-        """
+        """Tell the others that this member has come here; `finish` waits until all have."""
         options = dist.AllreduceOptions()
         options.timeout = deadline.remaining(what)
         self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def finish(self, what: str, leaving: int = 0) -> None:
-        """Wait, oldest first, until at most ``leaving`` of what was started are outstanding; each keeps its deadline.
-
-        Raises:
-            WeightStreamError: a member is gone or the deadline has passed.
-        """
+        """Wait, oldest first, until at most ``leaving`` of these are outstanding; each keeps its own deadline."""
         while len(self._outstanding) > leaving:
             try:
                 # Not bound to a name: a work in the frames of a traceback would keep the connections open.

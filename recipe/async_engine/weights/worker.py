@@ -140,8 +140,7 @@ class DeadlineServerAdapter(ServerAdapter):
     ) -> None:
         """Load every tensor of ``weights``, then commit ``global_steps``.
 
-        Raises:
-            WeightLoadError: the engine reported an error or did not answer in time; the server stays closed.
+        The server stays closed, with a WeightLoadError, if the engine reports an error or does not answer in time.
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
