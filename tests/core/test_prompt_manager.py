@@ -275,7 +275,15 @@ class Turns(RuleBasedStateMachine):
         running = self._in_state(TrajectoryState.RUNNING)
         assert manager.running == len(running) == counts.running_trajectories <= manager.slots
         assert manager.is_open or not running
-        assert counts.pending + counts.running + counts.interrupted == in_ledger.running
+        groups = [
+            {manager.state(Trajectory(group.id, index)) for index in range(manager.group_size)}
+            for group in ledger.in_state(GroupState.RUNNING)
+        ]
+        idle = [
+            states for states in groups if states != {TrajectoryState.SAMPLED} and TrajectoryState.RUNNING not in states
+        ]
+        assert counts.interrupted == sum(TrajectoryState.INTERRUPTED in states for states in idle)
+        assert counts.pending == len(idle) - counts.interrupted
         assert in_ledger.live <= (1 + self.settings.pipeline_depth) * self.settings.batch_groups
         assert ledger.staleness.max <= self.settings.max_staleness
         assert in_ledger.trained == self.trained
