@@ -62,6 +62,14 @@ def test_a_usable_configuration_has_a_plan_that_knows_the_data(paths: dict[str, 
     assert (plan.total_steps, plan.total_groups) == (2 * ROWS // 16, 2 * ROWS)
 
 
+def test_setting_without_effect_is_told_and_not_refused(
+    paths: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert check(configured(paths)) and not caplog.records
+    check(configured(paths, more=["async_training.use_trainer_do_validate=true"]))
+    assert "async_training.use_trainer_do_validate=true has no effect" in caplog.text
+
+
 def test_the_limit_on_training_samples_counts(paths: dict[str, Path]) -> None:
     plan = check(configured(paths, more=["trainer.total_epochs=2", "data.train_max_samples=24"]))
     assert plan.total_groups == 48

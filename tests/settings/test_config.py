@@ -14,7 +14,7 @@ from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
-from recipe.async_engine.settings.validation import notices, validate
+from recipe.async_engine.settings.validation import validate
 from tools.config_docs import main as write_documentation
 from tools.config_docs import render_document
 
@@ -445,13 +445,6 @@ def test_integers_are_read_as_numbers_where_a_number_is_meant() -> None:
     assert problems == []
     assert settings.async_training.timeouts.drain == 5.0
     assert isinstance(settings.async_training.timeouts.drain, float)
-
-
-def test_settings_without_effect_are_noticed_not_refused() -> None:
-    config = configured({"async_training.use_trainer_do_validate": True})
-    assert validate(config) == []
-    assert ["use_trainer_do_validate" in notice for notice in notices(config)] == [True]
-    assert notices(configured({})) == []
 
 
 def test_the_documentation_has_every_setting() -> None:

@@ -99,7 +99,7 @@ class FlaggedTrainer(PPOTrainer):
         settings = OmegaConf.to_container(self.config, resolve=True)
         summary: dict[str, Any] = {}
         try:
-            for event in TaskRunner().run(settings, self.trainer_class):
+            for event in TaskRunner().run(settings, self.trainer_class, self._plan.settings.async_training.timeouts):
                 take_in(event, record, display)
         finally:
             summary = record.close(None)

@@ -27,7 +27,7 @@ from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.plan import RunPlan, derive, has_critic
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.sections import lookup
-from recipe.async_engine.settings.validation import notices, training_rows, validate
+from recipe.async_engine.settings.validation import training_rows, validate
 from recipe.async_engine.settings.verl_types import well_formed
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,11 @@ def check_plain(settings: Mapping[str, Any], *, available: Resources | None = No
     problems = validate(settings, available=available, files=facts)
     if problems:
         raise ConfigError(problems)
-    for notice in notices(settings):
-        logger.warning(notice)
-    return derive(settings, dataset_rows=training_rows(settings, facts))
+    plan = derive(settings, dataset_rows=training_rows(settings, facts))
+    if plan.settings.async_training.use_trainer_do_validate:
+        setting = "async_training.use_trainer_do_validate"
+        logger.warning("%s=true has no effect: rollout replicas validate, with the same scores", setting)
+    return plan
 
 
 def _is_remote(path: str) -> bool:

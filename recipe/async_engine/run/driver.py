@@ -207,7 +207,7 @@ class _Run:
         runner = ray.remote(concurrency_groups={"beside": 2})(TaskRunner).options(num_cpus=1).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
-            OmegaConf.to_container(self.config, resolve=True), trainer_class
+            OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
         )
         self.signals.ask(stop, self._timeouts.stop)
         with control_probe(self._timeouts.heartbeat) as control:

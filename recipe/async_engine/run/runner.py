@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.async_engine.recovery.watch import RunWatch
-from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.settings.sections import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,13 @@ class TaskRunner:
         """A sign of life of this process: name and message of the error by which its watch ends the run, if it does."""
         return None if self._watch is None else self._watch.last_words()
 
-    def run(self, config: dict[str, Any], trainer_class: str) -> Iterator[Any]:
+    def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
         """See the module's contract. ``trainer_class``: fully qualified name of an ``AsyncPPOTrainer``."""
         # The main, which imports this module, can do without the trainer's imports.
         from recipe.async_engine.trainer.diagnosis import describe
 
         trainer: Any = None
         error: dict[str, str] | None = None
-        timeouts = read_settings(config)[0].async_training.timeouts
         watch = self._watch = RunWatch(timeouts.stall, config["trainer"]["default_local_dir"])
         watch.start()
         try:

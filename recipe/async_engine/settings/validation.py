@@ -76,11 +76,3 @@ def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int |
         return None
     limit = lookup(config, "data.train_max_samples")
     return min(sum(known), limit) if limit is not None and limit > 0 else sum(known)
-
-
-def notices(config: Mapping[str, Any]) -> list[str]:
-    """Settings that are accepted and have no effect, each with the reason; to be logged once at start-up."""
-    if not read_settings(config)[0].async_training.use_trainer_do_validate:
-        return []
-    setting = "async_training.use_trainer_do_validate"
-    return [f"{setting}=true has no effect: validation runs on the rollout replicas only, with the same scores."]
