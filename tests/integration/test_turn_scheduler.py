@@ -265,7 +265,7 @@ def test_turns_cannot_overlap(start: Any) -> None:
 
 def test_answers_that_are_lost_are_generated_again_in_the_next_turn(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=1), pool, slots=2))
+    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0), pool, slots=2))
     scheduler.open_turn()
     for n in (0, 1):
         pool.of(0, n).finish()
