@@ -51,12 +51,12 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     def _next_groups(self) -> list[GroupRun] | None:
         """One generation turn."""
         self.publisher.begin_generation()
-        self.scheduler.open_turn()
-        groups = self.scheduler.take_batch(self.timeouts.batch_wait)
-        held = self.scheduler.end_turn(self.timeouts.drain)
+        self.running.open_turn()
+        groups = self.running.take_batch(self.timeouts.batch_wait)
+        held = self.running.end_turn(self.timeouts.drain)
         seconds = self.publisher.pause()
         workers = held.result(self.timeouts.drain)
-        account = self.scheduler.tokens + workers
+        account = self.running.tokens + workers
         self.metrics.update(
             {
                 "partial_rollout/interrupt_seconds": seconds,

@@ -25,7 +25,7 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)})
 
 
-class Trainer(FiniteStage, SeparateRayPPOTrainer):
+class Trainer(FiniteStage):
     """verl's stages without its processes; ``norms`` are what the workers report."""
 
     def __init__(self, norms: Any = (1.0,)) -> None:
@@ -46,7 +46,7 @@ class Trainer(FiniteStage, SeparateRayPPOTrainer):
         self.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": rollout}})
 
 
-class Reporting:
+class Reporting(SeparateRayPPOTrainer):
     """In place of the base's calls of the workers."""
 
     def report(self, model: str) -> DataProto:

@@ -9,6 +9,7 @@ does. Shown by tests/integration/test_flags.py and tests/e2e/test_flags.py.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from wrapt import register_post_import_hook
 
@@ -27,6 +28,7 @@ def _register(v1: ModuleType) -> None:
     from recipe.async_engine.flags.trainer import TRAINERS as MODES
     from recipe.async_engine.v1.trainers import TRAINERS as OF_VERL
 
-    for trainer in (*MODES, *OF_VERL):
+    trainers: tuple[Any, ...] = (*MODES, *OF_VERL)
+    for trainer in trainers:
         if trainer.name not in TRAINER_REGISTRY:
             register_trainer(trainer.name)(trainer)

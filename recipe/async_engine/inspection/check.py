@@ -115,7 +115,7 @@ def _model_fault(path: str) -> str | None:
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
     """Name and number of elements, from the headers of the model's weights; None where it has no such files."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for file in model.expanduser().glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
             names = weights.keys()

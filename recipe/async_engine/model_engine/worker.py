@@ -121,7 +121,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     def _compute(self, work: Callable[[], Any]) -> Any:
         """On the engine's thread; if it hangs, the stacks of all threads are in the log before the server gives up."""
-        faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__ or sys.stderr)
         try:
             return work()
         finally:

@@ -44,7 +44,7 @@ class PlatformCPU(PlatformBase):
         # Auto-detection must never choose the CPU, also in a process where the plugin was asked for by mistake.
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
 
-    def current_device(self) -> str:  # type: ignore[override]
+    def current_device(self) -> str:
         # verl passes the answer to torch.device() and Tensor.to(), which take an index for an accelerator only.
         return "cpu"
 

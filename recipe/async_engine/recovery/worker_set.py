@@ -129,7 +129,7 @@ class WorkerSet:
         for name in self.actors:
             self._question(name, for_ever=True)
 
-    def doubt(self, name: str) -> None:
+    def doubt(self, name: str | None) -> None:
         """A call was given up: whether it is the call alone or the worker, only asking can tell."""
         if name in self.actors:
             self.silent.add(name)

@@ -142,7 +142,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
         """
-        task = self._tasks[request_id] = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[request_id] = task
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")

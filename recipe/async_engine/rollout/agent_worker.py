@@ -137,6 +137,8 @@ class _Running:
 class TrajectoryWorker(AgentLoopWorker):
     """verl's agent-loop worker, one trajectory at a time; see the module's contract."""
 
+    reward_loop_worker_handles: list[Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         async_training, limits = self.config.async_training, self.config.async_training.timeouts

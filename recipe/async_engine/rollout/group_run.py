@@ -111,10 +111,15 @@ class GroupRun:
         return sum(scored.cut_tokens for scored, payload in there if payload is not None and scored is not None)
 
     @property
+    def answers(self) -> list[TrajectoryScored]:
+        """Those that are there, with their rewards."""
+        return [scored for scored in self.scored if scored is not None]
+
+    @property
     def is_uniform(self) -> bool:
         """Whether several answers are there and nothing tells them apart."""
-        return len(self.scored) > 1 and len({scored.filter_metric for scored in self.scored}) == 1
+        return len(self.answers) > 1 and len({scored.filter_metric for scored in self.answers}) == 1
 
     @property
     def oldest_version(self) -> int:
-        return min(scored.oldest_version for scored in self.scored if scored is not None)
+        return min(scored.oldest_version for scored in self.answers)

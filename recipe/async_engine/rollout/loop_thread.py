@@ -14,7 +14,7 @@ class LoopThread:
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self.loop = asyncio.new_event_loop()
         self._on_error = on_error
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -52,7 +52,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def _finished(self, task: asyncio.Task) -> None:
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)

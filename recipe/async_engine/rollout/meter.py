@@ -7,8 +7,7 @@ The scheduler tells it under its lock. Shown by tests/integration/test_scheduler
 from collections import Counter
 from collections.abc import Sequence
 
-from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON
-from recipe.async_engine.core.ledger import LedgerCounts
+from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON, LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.agent_worker import TrajectoryScored

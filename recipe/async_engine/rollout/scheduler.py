@@ -35,10 +35,11 @@ from recipe.async_engine.core.groups import (
     UNIFORM_REASON,
     Group,
     GroupState,
+    LedgerCounts,
     OnNonFinite,
     OnOverdue,
 )
-from recipe.async_engine.core.ledger import LedgerCounts, SampleLedger
+from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits
@@ -398,7 +399,7 @@ class RolloutScheduler:
 
     def _complete(self, run: GroupRun) -> None:
         """Every answer of the group is there, with its reward."""
-        self._meter.completed(run.scored)
+        self._meter.completed(run.answers)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
         if kept:
@@ -452,10 +453,10 @@ class RolloutScheduler:
 
     def _take_in(self, run: GroupRun, n: int, payload: Any) -> None:
         run.payloads[n] = payload
-        if run.given_up:
+        if run.given_up and (scored := run.scored[n]) is not None:
             # It was complete before its worker heard that its group is not wanted.
             with self._changed:
-                self.tokens.lost += run.scored[n].cut_tokens
+                self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
         with self._changed:
@@ -476,16 +477,17 @@ class RolloutScheduler:
             await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         async with self._prompts.standstill() as position:
             with self._changed:
+                kept = {group_id: run.kept(told.records) for group_id, run in self._runs.items()}
                 groups = {
                     group_id: {
                         "row": run.row,
                         "scored": list(run.scored),
                         "payloads": list(run.payloads),
-                        "kept": run.kept(told.records),
+                        "kept": kept[group_id],
                     }
                     for group_id, run in self._runs.items()
                 }
-                records = [record for saved in groups.values() for record in saved["kept"] if record is not None]
+                records = [record for of_group in kept.values() for record in of_group if record is not None]
                 tokens = self.tokens + told.account
                 tokens.cut += sum(record.under_way_tokens for record in records)
                 complete = sum(run.cut_tokens for run in self._runs.values())

@@ -179,8 +179,8 @@ class _Run:
             raise
         finally:
             unended = self._end()
-        if (error := self.record.summary["error"]) is not None:
-            raise RunFailed(f"{error['name']}: {error['message']}")
+        if (recorded := self.record.summary["error"]) is not None:
+            raise RunFailed(f"{recorded['name']}: {recorded['message']}")
         if unended is not None:
             raise RunFailed(f"the run did not end in order: {type(unended).__name__}: {unended}") from unended
         return self.record.summary
@@ -235,8 +235,8 @@ class _Run:
             "ending the processes of the run": self._end_processes,
             "writing summary.json": lambda: self.record.close(self._peak),
         }
-        if self._display is not None:
-            steps["showing the summary"] = lambda: self._display.end(self.record.summary)
+        if (display := self._display) is not None:
+            steps["showing the summary"] = lambda: display.end(self.record.summary)
         try:
             return end_in_order(steps)
         finally:

@@ -19,7 +19,6 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
-from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.debug import marked_timer
@@ -41,24 +40,22 @@ from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.workers import WorkerPool
-from recipe.async_engine.settings.plan import RunPlan, derive, epoch_prompts
+from recipe.async_engine.settings.plan import derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of
 from recipe.async_engine.trainer.finite_stage import FiniteStage
-from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
-from recipe.async_engine.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -68,7 +65,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         rows, data = config.data.get("train_max_samples", -1), config.data
         dataset = IndexedDataset(create_rl_dataset(data.train_files, data, tokenizer, processor, max_samples=rows))
-        self.plan: RunPlan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
+        self.plan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
         derive_verl_settings(config, self.plan)
         roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
         if need_reference_policy(config):
@@ -99,8 +96,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         self.scheduler: RolloutScheduler | None = None
         self._interrupted_tokens = TokenAccount()
         self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
-        self.publisher: WeightPublisher | None = None
-        self.fleet: Fleet | None = None
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
@@ -116,7 +111,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             max_staleness=plan.max_staleness,
             pipeline_depth=plan.pipeline_depth,
         )
-        rules = {
+        rules: dict[str, Any] = {
             "target_groups": plan.total_steps * plan.batch_groups,
             "issue_limit": plan.total_groups,
             "whole_batches": plan.settings.async_training.whole_batches,
@@ -188,6 +183,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             self._save_once()
         self.timeline.stop()
 
+    @property
+    def running(self) -> RolloutScheduler:
+        """The scheduler, which `fit` has made."""
+        assert self.scheduler is not None
+        return self.scheduler
+
     def fail(self, error: BaseException) -> None:
         """Whoever waits for a batch gets this error; callable from any thread."""
         if self.scheduler is not None:
@@ -252,12 +253,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
                     lost.append(group.group.id)
             if not lost:
                 return groups
-            self.scheduler.payloads_lost(lost)
+            self.running.payloads_lost(lost)
         return None
 
     def _next_groups(self) -> list[GroupRun] | None:
         """The next batch's groups, leased; None when no further batch can form."""
-        return self.scheduler.take_batch(self.timeouts.batch_wait)
+        return self.running.take_batch(self.timeouts.batch_wait)
 
     def _train(self, groups: list[GroupRun]) -> DataProto:
         """verl's stages, in verl's order, on one leased batch."""
@@ -272,7 +273,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         if limit is not None:
             self.metrics.update(mask_off_policy(batch, self.ledger.version, limit))
         batch = self._fit_update_actor(self._fit_update_critic(batch))
-        self.scheduler.batch_trained()
+        self.running.batch_trained()
         self._fit_dump_data(batch)
         return batch
 
@@ -324,11 +325,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             training = self.plan.settings.async_training
             if not training.partial_rollout:
-                self.scheduler.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
-            self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.scheduler.version_published))
+                self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
+            self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.running.version_published))
             self.published.keep()
             if not training.partial_rollout:
-                self.scheduler.open_turn()
+                self.running.open_turn()
 
     @property
     def _is_within_version(self) -> bool:
@@ -363,13 +364,13 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         return metrics
 
     def _progress(self) -> dict[str, Any]:
-        counts = self.scheduler.counts()
+        counts = self.running.counts()
         return {
             "training/global_step": self.global_steps,
             "fully_async/count/current_param_version": self.ledger.version,
             "fully_async/count/live_replicas": self.publisher.live_replicas,
             "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
-            **self.scheduler.metrics(),
+            **self.running.metrics(),
             **self.reward_loop_manager.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
         }
@@ -378,7 +379,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
 
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
-        snapshot = {**self.scheduler.snapshot(self.timeouts.checkpoint), "validation": self.validation}
+        snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": self.validation}
         snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
         assert self._watch is not None
         with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
@@ -395,7 +396,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
         folder = self.saved.find()
         self._load_checkpoint()
         snapshot = self.saved.load(self.prompts)
-        if snapshot is None:
+        if snapshot is None or folder is None:
             return {}
         self._saved_at = self.global_steps
         self.ledger = self._new_ledger(snapshot["ledger"])
@@ -426,7 +427,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SeparateRayPPOTrainer)
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
-            "weight_sync_seconds": 0.0 if self.publisher is None else self.publisher.seconds,
+            "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
         }
 
     def close(self, timeout_s: float = 30.0) -> None:

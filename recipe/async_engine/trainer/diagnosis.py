@@ -37,7 +37,7 @@ def describe(trainer: Any, thread: int) -> str:
 
 def _asked(trainer: Any) -> dict[str, Any]:
     """Object references of what each part of the run says of itself."""
-    if trainer.publisher is None:
+    if not trainer.is_up:
         return {}
 
     def alive(actor: Any) -> list[str]:

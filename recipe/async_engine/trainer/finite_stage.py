@@ -21,8 +21,8 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.rollout.soundness import is_number
+from recipe.async_engine.trainer.staged import StagedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,8 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
     return len(uids)
 
 
-class FiniteStage:
-    """Mixed into a trainer of verl, before its class; see the module's contract."""
-
-    skipped_updates: dict[str, SkippedUpdates]
+class FiniteStage(StagedTrainer):
+    """See the module's contract."""
 
     def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
         left_out = leave_out(batch, COMPUTED)

@@ -69,7 +69,7 @@ class Fleet:
         lost = self.publisher.take_lost() if self._replacements is not None else []
         for replica in lost:
             self._replace(replica)
-        if any(not generates(replica) for replica in (*lost, *joining)):
+        if self._tell is not None and any(not generates(replica) for replica in (*lost, *joining)):
             gone = set(map(id, lost))
             came = [replica for replica in joining if not generates(replica)]
             self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
@@ -95,5 +95,5 @@ class Fleet:
             start, what = self._start_replica, "a rollout replica"
         else:
             start, what = self._start_server, "a log-prob server"
-        if start is not None:
+        if start is not None and self._replacements is not None:
             self._replacements.begin(f"{what} in the place of number {lost.replica_rank}", lost, start)

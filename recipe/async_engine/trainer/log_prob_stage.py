@@ -18,14 +18,18 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from recipe.async_engine.core.columns import REFERENCE
 from recipe.async_engine.logprobs.columns import reference_column
 from recipe.async_engine.logprobs.mismatch import entropy_metric
+from recipe.async_engine.logprobs.sources import LogProbSource
+from recipe.async_engine.trainer.staged import StagedTrainer
 
 logger = logging.getLogger(__name__)
 
 IN_LOSS = "actor/rollout_corr/"
 
 
-class LogProbStage:
-    """Mixed into a trainer of verl, which has a ledger, a plan and ``_log_probs``, a `LogProbSource`."""
+class LogProbStage(StagedTrainer):
+    """See the module's contract."""
+
+    _log_probs: LogProbSource
 
     def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
         """Proximal log-probs, from where the settings say."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training worker whose accelerator a rollout engine shares."""
 
+from typing import Any
+
 from verl.single_controller.base.decorator import Dispatch, register
 
 from recipe.async_engine.trainer.actor_worker import ActorWorker
@@ -17,6 +19,8 @@ class NeighbourAdapter(DeadlineServerAdapter):
 
 class HybridActorWorker(ActorWorker):
     """verl's worker; what hands its weights to the engine beside it has deadlines and commits versions."""
+
+    rollout: Any
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

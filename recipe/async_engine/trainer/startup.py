@@ -36,6 +36,7 @@ from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
+from recipe.async_engine.trainer.staged import StagedTrainer
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 
@@ -100,8 +101,8 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     return results
 
 
-class Startup:
-    """Mixed into a trainer of verl, which has a plan and timeouts."""
+class Startup(StagedTrainer):
+    """See the module's contract."""
 
     actor_role = "actor"
     """What a training worker does, in verl's words."""
@@ -111,7 +112,10 @@ class Startup:
         """Start every process of the run."""
         servers = self.plan.settings.servers
         launch_servers = partial(launch, self.config, servers, self.timeouts.weight_sync)
-        parts = {"the training workers": self._start_training, "the rollout side": self._start_rollout}
+        parts: dict[str, Callable[[], Any]] = {
+            "the training workers": self._start_training,
+            "the rollout side": self._start_rollout,
+        }
         if servers.enabled:
             parts["the log-prob servers"] = launch_servers
         if servers.reference_replicas:
@@ -148,6 +152,7 @@ class Startup:
         )
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self.fleet = self._new_fleet(rollout)
+        self.is_up = True
 
     def _new_fleet(self, rollout: RolloutSide) -> Fleet:
         budget = self.plan.settings.async_training.max_replica_restarts

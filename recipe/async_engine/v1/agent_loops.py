@@ -39,12 +39,13 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
     ) -> None:
-        if validate or self._scoring is None:
+        scoring = self._scoring
+        if validate or scoring is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
         outputs = output if isinstance(output, list) else [output]
         columns, _ = await asyncio.gather(
-            asyncio.gather(*[self._columns(each) for each in outputs]),
+            asyncio.gather(*[self._columns(scoring, each) for each in outputs]),
             super()._agent_loop_postprocess(output, validate, **kwargs),
         )
         if columns:
@@ -55,14 +56,14 @@ class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 partition_id="train",
             )
 
-    async def _columns(self, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
+    async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
         """Log-probs and entropies of an answer of R tokens, float32 (R,) each."""
         response, versions = output.response_ids, output.extra_fields
         if output.multi_modal_data or versions.get("max_global_steps") is None:
             return _unscored(len(response))
         part = Part(versions["max_global_steps"], output.prompt_ids, response)
         try:
-            answer = await score(self._scoring, part, versions["min_global_steps"])
+            answer = await score(scoring, part, versions["min_global_steps"])
         except Unscored as error:
             logger.warning("an answer goes to the trainer without log-probs: %s", error)
             return _unscored(len(response))

@@ -98,7 +98,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         self._sync_metadata_from_transfer_queue()
         return self._issue_owed(self._trainer.global_steps)
 
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """As verl's; the batch is counted against the places of its version."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id == TRAIN:

@@ -37,6 +37,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -155,7 +156,8 @@ class GlooCheckpointEngine(CheckpointEngine):
         shared = self._segments
         self.reset()
         if not self._is_master:
-            self._store = connect_store(*endpoint, self._connect_timeout_s)
+            host, port = endpoint
+            self._store = connect_store(host, port, self._connect_timeout_s)
             shared = None if segments is None else SharedSegments(segments)
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
@@ -254,14 +256,14 @@ class GlooCheckpointEngine(CheckpointEngine):
         reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
         with self._dropping_group():
             turn = 0
-            arrival = self._on_thread(lambda: transport.receive(0, reader, deadline))
+            arrival = self._on_thread(partial(transport.receive, 0, reader, deadline))
             try:
                 while True:
                     header, body = await arrival
                     if header.kind == DATA:
                         turn += 1
                         # While the consumer works on this frame, the next one arrives.
-                        arrival = self._on_thread(lambda turn=turn: transport.receive(turn, reader, deadline))
+                        arrival = self._on_thread(partial(transport.receive, turn, reader, deadline))
                     for named_tensor in reader.tensors(header, body):
                         yield named_tensor
                     if header.kind == END:

@@ -200,7 +200,7 @@ class WeightPublisher(CheckpointEngineManager):
         for record, found in zip(committed, checksums, strict=True):
             if found != {self.checksum}:
                 record.error = ChecksumMismatch(
-                    f"loaded weights of version {version} with the checksum {', '.join(map(str, sorted(found)))}; "
+                    f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; "
                     + (f"most have {self.checksum}" if self.checksum else "no checksum is that of most replicas")
                 )
         committed = [record for record in committed if record.error is None]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import BinaryIO
 
 import torch
 
@@ -77,7 +78,9 @@ class SharedSegments:
     not matter. It lives as long as this object or a receiver's mapping.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, held: BinaryIO | None = None) -> None:
+        # The sender's file: closed with this object, and the path is good until then.
+        self._held = held
         self.path = path
         try:
             with open(path, "r+b") as file:
@@ -93,10 +96,7 @@ class SharedSegments:
     def create(cls, bucket_bytes: int) -> SharedSegments:
         file = os.fdopen(os.memfd_create("recipe-weights"), "r+b")
         file.truncate(SHARED_SEGMENTS * bucket_bytes)
-        segments = cls(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-        # Closed with this object; the path is good until then.
-        segments._file = file
-        return segments
+        return cls(f"/proc/{os.getpid()}/fd/{file.fileno()}", file)
 
 
 def shared_memory_domain() -> str | None:

@@ -44,7 +44,7 @@ class DeadlineSocket:
     Both calls raise WeightLoadError: the engine reported an error, or did not answer in time.
     """
 
-    def __init__(self, socket: zmq.Socket, timeout_s: float, failure: Failure) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, failure: Failure) -> None:
         self._socket = socket
         self._timeout_s = timeout_s
         self._failure = failure
@@ -80,6 +80,8 @@ class DeadlineWeightSender(BucketedWeightSender):
     If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
     for the next bucket for ever and could take no further load. The version is not committed in that case.
     """
+
+    socket: Any
 
     def __init__(self, *args: Any, timeout_s: float, failure: Failure, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -127,6 +129,8 @@ class DeadlineServerAdapter(ServerAdapter):
 
     ``checksum``: of the weights that it loaded last.
     """
+
+    zmq_handle: str
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
