@@ -5,8 +5,6 @@ A part is what one generation request returned, with all that came before it as 
 tests/core/test_alignment.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ propagates with its traceback. Messages name the thing (setting, group, state), 
 what to change.
 """
 
-from __future__ import annotations
-
 
 class RecipeError(Exception):
     """Base of every exception that the recipe raises on purpose."""

@@ -14,8 +14,6 @@ form once the running groups have ended. Proofs: docs/staleness.md. Tests: tests
 The gate is plain state: no clock, no threads, no events. Its caller holds the lock.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ answers are done first, changes nothing: what a synchronous run with these outco
 here. A group that fails says nothing of its prompt and is not counted. Test: tests/core/test_group_filter.py.
 """
 
-from __future__ import annotations
-
 
 class FilterCount:
     """See the module's contract.

@@ -15,8 +15,6 @@ Groups that reached their end are compacted to counts and runs of prompt indices
 by the live groups and the number of runs.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Mapping

@@ -22,8 +22,6 @@ Plain state: no clock, no threads, no events. Its caller holds the ledger's lock
 tests/core/test_prompt_manager.py.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence

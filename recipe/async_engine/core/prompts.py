@@ -6,8 +6,6 @@ so that the record stays small and "each prompt exactly once" can be shown from 
 gone through completely is a single run. Test: tests/core/test_ledger.py.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ live ones) and `promoted` (they are the live ones now). Contract:
 Shown by tests/core/test_scoring.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

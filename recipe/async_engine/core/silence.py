@@ -5,8 +5,6 @@ Contract: the seconds in which the listening process was itself stopped (SIGSTOP
 since nothing could be heard then. Test: tests/core/test_silence.py.
 """
 
-from __future__ import annotations
-
 MOST_S = 5.0
 """A longer gap between two looks is the listener's own; only this much of it counts."""
 

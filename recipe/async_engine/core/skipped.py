@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates that an optimizer did not make because the gradient was no number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

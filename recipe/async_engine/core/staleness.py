@@ -5,8 +5,6 @@ A group's staleness is the version it is trained at minus the version of its old
 has at most `max_staleness + 1` entries. Test: tests/core/test_ledger.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 

@@ -14,8 +14,6 @@ Plain state without threads: the callers hold one lock, or the trainer's time an
 each.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ environment tokens) carry `NOT_SAMPLED`. Labels that cannot be known exactly are
 recorded, and are marked as inexact. Test: tests/core/test_versions.py.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Contract: each function returns when Ray says that these are free again, which i
 Shown by tests/integration/test_replacement.py and tests/e2e/test_lost_replica.py.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

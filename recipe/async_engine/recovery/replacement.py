@@ -9,8 +9,6 @@ it starts after all is cleared away.
 Shown by tests/integration/test_replacement.py and, with real replicas, tests/e2e/test_replacement.py.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

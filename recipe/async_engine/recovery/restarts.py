@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actors that Ray starts again after they died (``max_restarts``), from the side of who calls them."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

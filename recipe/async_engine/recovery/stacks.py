@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where threads and coroutines of this process wait."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback

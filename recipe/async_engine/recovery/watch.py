@@ -15,8 +15,6 @@ main gets the error by the next heartbeat (`RunWatch.last_words`), so it needs n
 Shown by tests/integration/test_watch.py, tests/e2e/test_stalls.py and test_ends.py.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -7,8 +7,6 @@ is ended, and so started again, after the whole: its process was stopped, or its
 it. Shown by tests/integration/test_workers.py and test_reward_dispatch.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

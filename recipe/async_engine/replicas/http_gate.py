@@ -9,8 +9,6 @@ load, and through a pause; what waits too long, or finds a server that has left 
 the reason. Shown by tests/integration/test_http_gate.py and, with the real server, tests/e2e/test_replacement.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any

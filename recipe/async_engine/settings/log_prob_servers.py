@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the log-prob servers, and whose log-probs the trainer takes as proximal ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 

@@ -7,8 +7,6 @@ leaves a run's processes: ``config.yaml`` in its folder, and the configuration t
 Test: tests/settings/test_secrets.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

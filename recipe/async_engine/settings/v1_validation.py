@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stock verl's v1 trainers need of a configuration to have this package's parts beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

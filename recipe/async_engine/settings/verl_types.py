@@ -7,8 +7,6 @@ This package's own settings have their types in `sections`.
 Shown by tests/integration/test_config_fuzz.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

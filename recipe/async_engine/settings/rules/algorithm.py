@@ -5,8 +5,6 @@ What they accept runs, and what they refuse of verl's own does not: tests/integr
 verl's functions with what a batch has here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TypeGuard
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over batches and staleness; see :mod:`recipe.async_engine.settings.validation`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rule of validation looks at: one configuration and what is known of the outside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over data files, checkpoints and other paths; see :mod:`recipe.async_engine.settings.validation`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over the reward model's settings; see :mod:`recipe.async_engine.settings.validation`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from recipe.async_engine.settings.problems import Problem
