@@ -189,12 +189,7 @@ class ResumingClient(LLMServerClient):
                 continue
             patience = Patience(self._timeout_s)
             versions.append(self._version(part))
-            cut_by = part.extra_fields.get(GOES_ON)
-            if not self._resume and versions[-1] != versions[0]:
-                raise VersionMismatch(
-                    f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
-                    f"version {versions[-1]} only, although async_training.partial_rollout=False"
-                )
+            self._check_one_version(request_id, versions)
             recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
             recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
             self._merge(merged, part)
@@ -202,12 +197,9 @@ class ResumingClient(LLMServerClient):
                 merged.stop_reason = part.stop_reason or "completed"
             elif len(merged.token_ids) >= budget:
                 merged.stop_reason = "completed"
-            elif not self._resume and cut_by is None:
-                raise GenerationError(
-                    f"the answer to request {request_id} was cut after {len(merged.token_ids)} tokens although "
-                    "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
-                )
             else:
+                cut_by = part.extra_fields.get(GOES_ON)
+                self._check_may_be_cut(request_id, cut_by, len(merged.token_ids))
                 recorder.interruptions += cut_by != CHECKPOINT
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
         merged.extra_fields.pop(GOES_ON, None)
@@ -215,6 +207,20 @@ class ResumingClient(LLMServerClient):
             global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
         )
         return merged
+
+    def _check_one_version(self, request_id: str, versions: list[int]) -> None:
+        if not self._resume and versions[-1] != versions[0]:
+            raise VersionMismatch(
+                f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
+                f"version {versions[-1]} only, although async_training.partial_rollout=False"
+            )
+
+    def _check_may_be_cut(self, request_id: str, cut_by: str | None, tokens: int) -> None:
+        if not self._resume and cut_by is None:
+            raise GenerationError(
+                f"the answer to request {request_id} was cut after {tokens} tokens although "
+                "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
+            )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:
         """Tokens that the whole answer may have: the server's own default, which it would compute anew per part."""

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the house at a commit: `python tools/house.py [COMMIT]` prints one line each.
+
+A private member counts as used across classes where a class names `x._member`, has none of this name itself, and
+another class of the package has one: its base class, or that of an object it holds. By names alone: a few are chance.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+PACKAGE, TESTS = ("recipe/", "hydra_plugins/"), ("tests/",)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def sources(commit: str, folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Path and text of each Python file below ``folders``, without its licence header."""
+    listed = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", commit, *folders], text=True)
+    for path in listed.splitlines():
+        if path.endswith(".py"):
+            lines = subprocess.check_output(["git", "show", f"{commit}:{path}"], text=True).splitlines(keepends=True)
+            while lines and lines[0].startswith("#"):
+                del lines[0]
+            yield path, "".join(lines)
+
+
+def lines_of(node: Any) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def private_members(class_: ast.ClassDef) -> set[str]:
+    """Private names that a class defines, as methods, in its body or on `self`."""
+    names = set()
+    for node in ast.walk(class_):
+        if isinstance(node, FUNCTIONS):
+            names.add(node.name)
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def uses_of_others(classes: dict[str, ast.ClassDef]) -> Iterator[str]:
+    """Private members of one class of ours that the text of another one names."""
+    own = {name: private_members(class_) for name, class_ in classes.items()}
+    for name, class_ in classes.items():
+        others = set().union(*(members for other, members in own.items() if other != name)) - own[name]
+        for node in ast.walk(class_):
+            if isinstance(node, ast.Attribute) and node.attr in others:
+                yield f"{name}.{node.attr}"
+
+
+def main(commit: str) -> None:
+    package, tests = dict(sources(commit, PACKAGE)), dict(sources(commit, TESTS))
+    trees = {path: ast.parse(text) for path, text in package.items()}
+    functions = [
+        (lines_of(node), f"{path}:{node.name}")
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, FUNCTIONS)
+    ]
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    outside = set(uses_of_others(classes))
+    longest = max(functions)
+    for label, value in {
+        "files of the package": len(package),
+        "lines of the package": sum(text.count("\n") for text in package.values()),
+        "lines of the tests": sum(text.count("\n") for text in tests.values()),
+        "functions": len(functions),
+        "lines of a function, mean": f"{sum(size for size, _ in functions) / len(functions):.1f}",
+        "lines of the longest function": f"{longest[0]} ({longest[1]})",
+        "private members used across classes": len(outside),
+    }.items():
+        sys.stdout.write(f"{label}: {value}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "HEAD")
