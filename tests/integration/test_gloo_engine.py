@@ -110,6 +110,20 @@ def test_killed_receiver_fails_the_sender_at_once_and_a_fresh_group_works(fleet:
     members.sync(seed=2, version=2)
 
 
+def test_receiver_killed_while_the_others_work_on_a_frame_fails_them_at_once(fleet: Any) -> None:
+    members = fleet(receivers=2)
+    members.connect()
+    members.receivers[0].start("receive", version=1, pause_s=1.5)
+    members.receivers[1].start("receive", version=1, pause_s=20.0)
+    members.sender.start("send", seed=1, version=1, fail_at=None, outside=False)
+    time.sleep(0.7)
+    os.kill(members.receivers[1].process.pid, signal.SIGKILL)
+    started = time.monotonic()
+    outcomes = [members.receivers[0].outcome(), members.sender.outcome()]
+    assert all(not good and "WeightStreamError" in error for good, error in outcomes)
+    assert time.monotonic() - started < 10, "one waited for its deadline instead of the closed connections"
+
+
 def test_stalled_receiver_costs_the_sender_no_more_than_its_deadline(fleet: Any) -> None:
     members = fleet(receivers=1, timeout_s=3.0)
     members.connect()

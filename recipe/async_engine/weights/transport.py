@@ -31,6 +31,9 @@ class Transport:
 
     In shared memory there is a barrier before each frame but the first two, at which a receiver is done with the frame
     before the last. The sender fills a segment again when it has seen the barrier before the newest.
+
+    Nothing that waits for a peer is started before a barrier has been passed: a group closes its connections, by which
+    the other members learn that one has failed, only when nothing in it is under way.
     """
 
     def __init__(self, group: GlooGroup, bucket_bytes: int, shared: SharedSegments | None) -> None:
@@ -40,18 +43,25 @@ class Transport:
         self._sent = 0
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
-        self._start(self._sent, frame.header, deadline, what)
-        if not self._is_shared:
+        if self._is_shared:
+            if self._sent > 1:
+                self.group.finish(what, leaving=1)  # the header after the barrier before
+                self.group.start_barrier(deadline, what)
+            self.group.start_broadcast(frame.header, deadline, what)
+        else:
+            self.group.start_broadcast(frame.header, deadline, what)
             self.group.start_broadcast(frame.body, deadline, what)
+            # This frame may be on its way while the next one is packed.
+            self.group.finish(what, leaving=2)
         self._sent += 1
-        # Shared, those may be outstanding that come after the barrier before the newest. Else this frame may be on its
-        # way while the next one is packed.
-        self.group.finish(what, leaving=3 if self._is_shared else 2)
 
     def receive(self, turn: int, reader: BucketReader, deadline: Deadline) -> tuple[Header, torch.Tensor]:
         what = f"receiving weights on rank {self.group.rank} ({reader.position})"
         fields = torch.empty(HEADER_FIELDS, dtype=torch.int64)
-        self._start(turn, fields, deadline, what)
+        if self._is_shared and turn > 1:
+            self.group.start_barrier(deadline, what)
+            self.group.finish(what)
+        self.group.start_broadcast(fields, deadline, what)
         self.group.finish(what)
         header = reader.header(fields.tolist())
         body = self.buckets[turn % len(self.buckets)][: header.body_bytes]
@@ -64,11 +74,6 @@ class Transport:
         self._sent = 0
         self.group.start_barrier(deadline, what)
         self.group.finish(what)
-
-    def _start(self, turn: int, fields: torch.Tensor, deadline: Deadline, what: str) -> None:
-        if self._is_shared and turn > 1:
-            self.group.start_barrier(deadline, what)
-        self.group.start_broadcast(fields, deadline, what)
 
 
 class SharedSegments:
