@@ -103,8 +103,8 @@ class ObjectStore:
         self.objects.append(value)
         return len(self.objects) - 1
 
-    def get(self, references: list[int], timeout: float) -> list[Any]:
-        return [self.objects[reference] for reference in references]
+    def get(self, reference: int, timeout: float) -> Any:
+        return self.objects[reference]
 
 
 class Life:
@@ -153,7 +153,8 @@ class Life:
         assert len(trained) == len(set(trained)), "a prompt is in the weights twice"
         assert set(trained) == {(epoch, index) for epoch, first, end in rows for index in range(first, end)}
         for group in self.ledger.in_state(GroupState.READY):
-            (payload,) = self.store.get(self.groups[group.id]["payloads"], 1.0)
+            (reference,) = self.groups[group.id]["payloads"]
+            payload = self.store.get(reference, 1.0)
             assert payload["prompt"] == list(group.prompt.key)
             assert payload["oldest"] == group.start <= payload["newest"] <= self.ledger.version
             assert group.prompt.key not in set(trained)

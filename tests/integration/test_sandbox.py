@@ -21,6 +21,7 @@ import pytest
 
 import recipe.async_engine.core
 import recipe.async_engine.rewards
+import recipe.async_engine.settings
 from recipe.async_engine.rewards import sandbox
 from recipe.async_engine.rewards.sandbox import Ending, Limits, SandboxUnavailable, run
 
@@ -43,7 +44,7 @@ def python_of_all() -> str | None:
 
 def copy_for_all(folder: Path) -> None:
     """What `hostile` needs, where another user can read it: the checkout may be in a home folder."""
-    for package in (recipe.async_engine.core, recipe.async_engine.rewards):
+    for package in (recipe.async_engine.core, recipe.async_engine.rewards, recipe.async_engine.settings):
         source = Path(package.__path__[0])
         shutil.copytree(
             source, folder / "recipe" / "async_engine" / source.name, ignore=shutil.ignore_patterns("*.pyc")
