@@ -43,13 +43,11 @@ class Transport:
         self._sent = 0
 
     def send(self, frame: Frame, deadline: Deadline, what: str) -> None:
-        if self._is_shared:
-            if self._sent > 1:
-                self.group.finish(what, leaving=1)  # the header after the barrier before
-                self.group.start_barrier(deadline, what)
-            self.group.start_broadcast(frame.header, deadline, what)
-        else:
-            self.group.start_broadcast(frame.header, deadline, what)
+        if self._is_shared and self._sent > 1:
+            self.group.finish(what, leaving=1)  # the header after the barrier before
+            self.group.start_barrier(deadline, what)
+        self.group.start_broadcast(frame.header, deadline, what)
+        if not self._is_shared:
             self.group.start_broadcast(frame.body, deadline, what)
             # This frame may be on its way while the next one is packed.
             self.group.finish(what, leaving=2)
