@@ -182,16 +182,16 @@ def test_environment_and_folder_are_empty_and_files_are_made_where_they_are_aske
 def test_program_does_not_outlive_who_runs_it(ended: signal.Signals) -> None:
     script = (
         "from recipe.async_engine.rewards.sandbox import Limits, run\n"
-        "run('import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); os.setpgid(0, 0); time.sleep(1000)',\n"
-        "    limits=Limits(wall_s=1000))"
+        "run('import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); os.setpgid(0, 0)\\n'\n"
+        "    'while os.times().user < 0.2: pass\\n'\n"
+        "    'time.sleep(1000)', limits=Limits(wall_s=1000))"
     )
     runner = psutil.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + 180
-    # bubblewrap, its namespace's first process, and the program.
-    while len(programs := runner.children(recursive=True)) < 3 or programs[-1].cpu_times().user == 0:
+    # bubblewrap, its namespace's first process, and the program, which has done what it wants to outlive by.
+    while len(programs := runner.children(recursive=True)) < 3 or programs[-1].cpu_times().user < 0.2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(1.0)
     runner.send_signal(ended)
     runner.wait(timeout=60)
     assert not psutil.wait_procs(programs, timeout=60)[1]
