@@ -35,7 +35,7 @@ GPU = ["verl[vllm,fsdp]==0.9.1", "vllm==0.24.0", "torch==2.11.0", "transformers=
 
 MEGATRON = ["verl[vllm,megatron]==0.9.1", "megatron-core", "mbridge"]
 
-DEV = ["hypothesis", "import-linter", "mypy", "pytest", "pytest-asyncio", "ruff"]
+DEV = ["hypothesis", "import-linter", "mypy", "pytest", "pytest-asyncio", "pytest-xdist", "ruff"]
 
 setup(
     name="verl-recipe-async",

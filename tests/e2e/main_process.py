@@ -8,24 +8,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surroundings import shared_forks
-
 from recipe.async_engine.task.settings import TaskPaths
 
 FORKS = "ray_kwargs.ray_init.runtime_env.py_executable"
 
 
-def forked(overrides: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The overrides of a run whose workers are forks of a shared process."""
-    return [*overrides, f"{FORKS}={shared_forks(environment).executable}"]
-
-
 def run_module(
-    main: str, overrides: Sequence[str], folder: Path, environment: Mapping[str, str], timeout_s: float
+    main: str,
+    overrides: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    forks: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m main overrides`` in ``folder``, to its end; standard error is in its output."""
+    """``python -m main overrides`` in ``folder``, to its end; standard error is in its output.
+
+    Args:
+        forks: what makes forks in place of interpreters (`Prefork.executable`), for the main and what Ray starts.
+    """
+    command = [sys.executable, "-m", main]
+    if forks is not None:
+        command = [str(forks), "-m", "forked_main", str(forks), main]
+        overrides = [*overrides, f"{FORKS}={forks}"]
     return subprocess.run(
-        [sys.executable, "-m", main, *overrides],
+        [*command, *overrides],
         env=dict(environment),
         cwd=folder,
         stdout=subprocess.PIPE,

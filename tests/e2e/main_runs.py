@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from main_process import forked, run_module, short_run
-from surroundings import user_environment, with_helpers
+from main_process import run_module, short_run
+from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
 
@@ -93,16 +93,17 @@ def run_main(
 
     Args:
         main: a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
-        shared: whether its workers are forks of the process that the tests share; if not, of the run's own, as for a
-            user, who also wants them gone when they are stopped.
+        shared: whether all its processes are forks of the one that the tests share; if not, its workers are those of
+            the run's own, as for a user, who also wants them gone when they are stopped.
     """
     # The main chooses its platform by itself, as it would in a user's shell.
     module, environment = as_module(main, user_environment())
     environment = with_helpers(environment)
+    forks = shared_forks(environment).executable if shared else None
     if shared:
-        overrides = forked([*overrides, "async_training.prefork_workers=false"], environment)
+        overrides = [*overrides, "async_training.prefork_workers=false"]
     folder.mkdir(parents=True, exist_ok=True)
-    finished = run_module(module, overrides, folder, environment, timeout_s)
+    finished = run_module(module, overrides, folder, environment, timeout_s, forks)
     (folder / "output.txt").write_text(finished.stdout)
     sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
     return FinishedRun(finished.returncode, finished.stdout, folder)

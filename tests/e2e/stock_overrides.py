@@ -12,8 +12,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from main_process import forked, run_module
-from surroundings import with_helpers
+from main_process import run_module
+from surroundings import shared_forks, with_helpers
 
 from recipe.async_engine import features
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
@@ -112,7 +112,7 @@ def forked_main(
 ) -> subprocess.CompletedProcess[str]:
     """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
     environment = with_helpers(environment)
-    return run_module(main, forked(overrides, environment), folder, environment, timeout_s)
+    return run_module(main, overrides, folder, environment, timeout_s, shared_forks(environment).executable)
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"
