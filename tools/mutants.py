@@ -41,12 +41,11 @@ EQUIVALENT = CHECKOUT / "tools" / "equivalent_mutants.txt"
 TESTS = (
     "tests/core",
     "tests/settings",
-    *(f"tests/integration/test_{name}.py" for name in (
-        "config_compose", "config_files", "config_fuzz", "data_check", "examples", "finite_stage", "flags",
-        "log_prob_columns", "partial_rollout_config", "prompts", "published_weights", "scheduler", "turn_scheduler",
-        "v1_sampler",
-    )),
-)  # fmt: skip
+    *(
+        f"tests/integration/test_{name}.py"
+        for name in ("config_files", "config_fuzz", "data_check", "log_prob_columns", "scheduler")
+    ),
+)
 # Imported once, for all forks: what a test imports besides this package.
 KNOWN = ("hydra", "hypothesis", "numpy", "omegaconf", "pyarrow.parquet", "torch")
 NOT_HERE = ("test_import_contracts.py", "test_documents.py")  # they look at files, not at what the code does
@@ -215,14 +214,12 @@ def calls(test: str, folder: Path) -> tuple[float, dict[str, set[str]]]:
         seen: set[tuple[str, str]] = set()
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
-            if event == "call":
-                seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+            seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
-        threading.setprofile(note)
-        sys.setprofile(note)
+        threading.settrace(note)
+        sys.settrace(note)
         status = _run([test])
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.settrace(None)
         report.write_text(json.dumps(sorted(pair for pair in seen if pair[0].startswith(str(CHECKOUT / "recipe")))))
         return status
 
