@@ -3,7 +3,7 @@
 
 Contract: `check` is the one call a main makes before it starts a process. It reads files' existence and schemas, asks
 the model hub at most once (with a deadline), changes nothing, and starts nothing but one empty program where answers
-are programs. The judgement is `validate`'s.
+are programs. The judgement is `settings.validation`'s.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ from safetensors import SafetensorError, safe_open
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, Resources
-from recipe.async_engine.settings.plan import RunPlan, derive, has_critic
-from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.plan import RunPlan, has_critic
 from recipe.async_engine.settings.sections import lookup
-from recipe.async_engine.settings.validation import training_rows, validate
+from recipe.async_engine.settings.validation import validated_plan
 from recipe.async_engine.settings.verl_types import well_formed
 
 logger = logging.getLogger(__name__)
@@ -65,16 +64,13 @@ def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None
 
 def check_plain(settings: Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
     """`check` of a plain, resolved mapping."""
-    # What is of a wrong type is reported by `validate`; the rest is looked at all the same.
+    # What is of a wrong type is reported by `validated_plan`; the rest is looked at all the same.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
     logical = lookup(usable, "ray_kwargs.ray_init.num_gpus")
     if available is None and logical is not None and not lookup(usable, "ray_kwargs.ray_init.address"):
         available = Resources(accelerators=logical)
-    problems = validate(settings, available=available, files=facts)
-    if problems:
-        raise ConfigError(problems)
-    plan = derive(settings, dataset_rows=training_rows(settings, facts))
+    plan = validated_plan(settings, available, facts)
     if plan.settings.async_training.use_trainer_do_validate:
         setting = "async_training.use_trainer_do_validate"
         logger.warning("%s=true has no effect: rollout replicas validate, with the same scores", setting)

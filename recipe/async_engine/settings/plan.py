@@ -143,6 +143,11 @@ def derive(config: Mapping[str, Any], *, dataset_rows: int | None = None) -> Run
     settings, problems = read_settings(config)
     if problems:
         raise ConfigError(problems)
+    return plan_of(config, settings, dataset_rows)
+
+
+def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | None) -> RunPlan:
+    """`derive`, of a configuration whose sections have been read."""
     training = settings.async_training
     batch_groups = batch_size(config, training)
     groups = group_limits(lookup(config, "trainer.total_epochs"), settings, batch_groups, dataset_rows).values()
