@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes that share the tests of `make test`, a file at a time.
+WORKERS ?= 2
 LOCK_VENV := build/lock-venv
 PIP := -m pip --disable-pip-version-check
 
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-one test-all test-gpu lint docs lock clean
+.PHONY: help setup demo test test-one test-all test-gpu mutants lint docs lock clean
 
 help:
 	@echo 'make demo      set up, then train on the built-in task (writes to runs/demo)'
@@ -23,6 +25,7 @@ help:
 	@echo 'make test-one T=tests/core/test_gate.py   some of them: files, folders or names as pytest has them'
 	@echo 'make test-all  the same with the long drills'
 	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
+	@echo 'make mutants   plants faults in core and settings, and says which of them no test notices (an hour)'
 	@echo 'make lint      ruff, the import contracts and type checking'
 	@echo 'make docs      write docs/configuration.md from the config types'
 	@echo 'make lock      make requirements/cpu.lock again from requirements/cpu.in'
@@ -57,7 +60,7 @@ demo: setup
 	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu trainer.default_local_dir=runs/demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=30
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30
 
 # Slow ones too, where they are named.
 test-one: setup
@@ -69,6 +72,9 @@ test-all: setup
 
 test-gpu:
 	python -m pytest -m gpu
+
+mutants: setup
+	$(BIN)/python tools/mutants.py
 
 lint: setup
 	$(BIN)/ruff check .
