@@ -4,7 +4,7 @@
 Its rooms, from the roof to the ground. A room may import those on lower floors; `make lint` holds that.
 
     flags                      the modes as trainers of stock verl's main
-    run, v1                    a run of this package's mains; parts beside verl's own v1 trainers
+    run, verl_v1               a run of this package's mains; parts beside verl's own v1 trainers
     trainer, task, inspection  the training loop; the built-in task; what a configuration refers to
     logprobs                   sources of proximal log-probs
     rollout                    prompts to trajectories: scheduler, agent-loop workers, client

@@ -19,7 +19,7 @@ import httpx
 import ray
 from recording import kill, pid_of
 
-from recipe.async_engine.rollout.workers import WorkerPool
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.replica_set import generates
 from recipe.fully_async.trainer import FullyAsyncTrainer

@@ -12,11 +12,11 @@ from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.rollout.agent_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 
 SOON = 10.0
 

@@ -20,7 +20,7 @@ from recipe.async_engine.recovery import restarts
 from recipe.async_engine.recovery.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import NoRewardWorker, least_busy_worker
-from recipe.async_engine.rewards.workers import PoolTotals
+from recipe.async_engine.rewards.scoring_worker import PoolTotals
 
 
 class Worker:

@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 
-from recipe.async_engine.rewards import scorer, workers
+from recipe.async_engine.rewards import scorer, scoring_worker
 from recipe.async_engine.rewards.pool import RewardProcessDied, RewardTimeout, ScoringPool
-from recipe.async_engine.rewards.workers import ScoringWorker
+from recipe.async_engine.rewards.scoring_worker import ScoringWorker
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 FUNCTION = """
@@ -276,5 +276,5 @@ async def test_verls_reward_manager_scores_through_the_pool(
 
 
 def test_upstream_still_offers_what_the_workers_override() -> None:
-    assert workers.RewardLoopManager._init_reward_loop_workers
-    assert workers.RewardLoopWorker._init_reward_fn
+    assert scoring_worker.RewardLoopManager._init_reward_loop_workers
+    assert scoring_worker.RewardLoopWorker._init_reward_fn

@@ -21,7 +21,7 @@ from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRec
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError
-from recipe.async_engine.rollout.workers import TrajectoryFailed
+from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.model_engine.service import (
     EngineLost,
-    NotHere,
     ScoringFailed,
     ScoringService,
+    VersionUnavailable,
 )
 
 SOON = 10.0
@@ -169,9 +169,9 @@ async def test_failed_load_sends_its_requests_elsewhere_and_the_old_version_goes
     doomed = generation.ask("doomed", 1)
     await asyncio.sleep(0)
     generation.service.load_failed("the stream was cut off")
-    with pytest.raises(NotHere, match="version 1 did not come: the stream was cut off"):
+    with pytest.raises(VersionUnavailable, match="version 1 did not come: the stream was cut off"):
         await generation.answer(doomed)
-    with pytest.raises(NotHere, match="version 1 is not here"):
+    with pytest.raises(VersionUnavailable, match="version 1 is not here"):
         await generation.answer(generation.ask("too early", 1))
     assert (await generation.answer(generation.ask("still", 0))).version == 0
 
@@ -222,7 +222,7 @@ async def test_refused_weights_score_nothing_and_the_next_ones_do(generation: Ha
         assert (await generation.answer(generation.ask("moves", 1))).version == 1
     generation.service.refuse(1, "it has another checksum")
     for version in (0, 1):
-        with pytest.raises(NotHere):
+        with pytest.raises(VersionUnavailable):
             await generation.answer(generation.ask("asks", version))
     await generation.load(2)
     assert (await generation.answer(generation.ask("d", 2))).scores == "d by 2"
@@ -235,7 +235,7 @@ async def test_requests_that_wait_for_refused_weights_or_are_scored_by_them_go_e
     waits = generation.ask("b", 1)
     await asyncio.sleep(0)
     generation.service.refuse(1, "it has another checksum")
-    with pytest.raises(NotHere, match="another checksum"):
+    with pytest.raises(VersionUnavailable, match="another checksum"):
         await generation.answer(waits)
     held.set()
     assert (await generation.answer(scored[0])).version == 0, "the weights before it were right"

@@ -16,17 +16,17 @@ import ray
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
-from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.workers import TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.worker_pool import TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0
 
 
 def actor_class() -> type:
     # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
-    from recipe.async_engine.rollout import agent_worker as events
     from recipe.async_engine.rollout import kept_answers
+    from recipe.async_engine.rollout import trajectory_worker as events
 
     class Worker:
         """Its payloads say which turn a trajectory began in, and which turns were over for the worker by then."""
@@ -94,10 +94,10 @@ async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: 
     while (account := await pool.end_turn(2, SOON)) == before:
         await asyncio.sleep(0.1)
     # Nobody has noticed but by its counts, which begin again.
-    of_the_dead = TokenAccount(cut=20, lost=5)
-    assert account == of_the_dead + TokenAccount(cut=10, lost=1, held=4)
+    held_as_lost = TokenAccount(cut=20, lost=5)
+    assert account == held_as_lost + TokenAccount(cut=10, lost=1, held=4)
     pool.died("worker-0", 0, WorkerRestarted())
     while not pool.alive:
         await asyncio.sleep(0.1)
     # Asked for the third time: it was told once more that the turn is over.
-    assert await pool.end_turn(2, SOON) == of_the_dead + TokenAccount(cut=30, lost=1, held=4)
+    assert await pool.end_turn(2, SOON) == held_as_lost + TokenAccount(cut=30, lost=1, held=4)

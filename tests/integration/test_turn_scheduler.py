@@ -14,12 +14,12 @@ from recipe.async_engine.core.groups import GroupState, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import TurnError
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.rollout.agent_worker import TrajectoryScored
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.workers import TrajectoryFailed
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 
 def record(tokens: int) -> TrajectoryRecord:

@@ -3,8 +3,9 @@
 
 Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this does what it says. Contract:
 
-- Every request ends: with its scores, with `NotHere` if its version will not come to this server, with `ScoringFailed`
-  if its batch could not be computed, or with the server's process. A caller that goes away takes its request along.
+- Every request ends: with its scores, with `VersionUnavailable` if its version will not come to this server, with
+  `ScoringFailed` if its batch could not be computed, or with the server's process. A caller that goes away takes its
+  request along.
 - The engine is asked for one thing at a time: a batch, or a promotion.
 - A batch that fails costs that batch only. A promotion that fails ends the process, since ranks may disagree then, and
   so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
@@ -28,7 +29,7 @@ from recipe.async_engine.core.scoring import Promotion, ScoringBatch, ScoringQue
 logger = logging.getLogger(__name__)
 
 
-class NotHere(RecipeError):
+class VersionUnavailable(RecipeError):
     """This server does not have the version, and it is not on its way: another server may."""
 
 
@@ -113,12 +114,14 @@ class ScoringService:
         """Score one sequence, which the engine takes as it is; see :class:`ScoringRequest` for what goes with it.
 
         Raises:
-            NotHere, ScoringFailed: see the module's contract.
+            VersionUnavailable, ScoringFailed: see the module's contract.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise NotHere(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
+            raise VersionUnavailable(
+                f"version {version} is not here and not on its way; the newest is {self._queue.newest}"
+            )
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
@@ -163,13 +166,13 @@ class ScoringService:
     def load_failed(self, reason: str) -> None:
         """The announced weights will not come."""
         for request in self._queue.load_failed():
-            self._end(request.id, NotHere(f"version {request.version} did not come: {reason}"))
+            self._end(request.id, VersionUnavailable(f"version {request.version} did not come: {reason}"))
 
     def refuse(self, version: int, reason: str) -> None:
         """The weights that came as ``version`` are not those that were sent: score nothing before others are live."""
         self._refused = version
         for request in self._queue.refused():
-            self._end(request.id, NotHere(f"version {request.version} is not here: {reason}"))
+            self._end(request.id, VersionUnavailable(f"version {request.version} is not here: {reason}"))
         self._wake.set()
 
     def _end(self, request_id: int, result: Answer | BaseException) -> None:

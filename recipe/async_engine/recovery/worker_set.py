@@ -4,7 +4,7 @@
 Contract: a worker that died has no work until Ray has started it again and it was prepared; while there is no other,
 calls wait for that. One that was asked and has not answered for half of ``answer_s`` has none if there is another, and
 is ended, and so started again, after the whole: its process was stopped, or its event loop hangs. One event loop calls
-it. Shown by tests/integration/test_workers.py and test_reward_dispatch.py.
+it. Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
 
 import asyncio

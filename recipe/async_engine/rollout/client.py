@@ -173,7 +173,7 @@ class ResumingClient(LLMServerClient):
         versions: list[int] = []
         recorder = current_recorder() or TrajectoryRecorder()
         if any(kwargs.get(data) for data in MODALITIES):
-            recorder.without_text_only()
+            recorder.mark_multimodal()
         patience = Patience(self._timeout_s)
         while merged.stop_reason is None:
             part = await self._request(

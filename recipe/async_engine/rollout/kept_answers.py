@@ -67,7 +67,7 @@ class TokenAccount:
     def __add__(self, other: TokenAccount) -> TokenAccount:
         return TokenAccount(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
 
-    def of_the_dead(self) -> TokenAccount:
+    def held_as_lost(self) -> TokenAccount:
         """The same once the worker has died: what was held is lost."""
         return replace(self, lost=self.lost + self.held, held=0)
 

@@ -43,7 +43,7 @@ class TrajectoryRecorder:
     ticket: Ticket | None = None
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def without_text_only(self) -> None:
+    def mark_multimodal(self) -> None:
         """A request has something else than tokens: log-prob servers cannot score this trajectory."""
         self.text_only = False
         self.scorer = None

@@ -44,18 +44,18 @@ from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
-from recipe.async_engine.rollout.agent_worker import (
-    TrajectoryCancelled,
-    TrajectoryGenerated,
-    TrajectoryScored,
-)
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_thread import LoopThread
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError
-from recipe.async_engine.rollout.workers import TrajectoryCall, WorkerPool
+from recipe.async_engine.rollout.trajectory_worker import (
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
+from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ do not match their tokens come from a faulty engine or agent loop: another attem
 an infinity, or nothing at all) in a log-prob or a reward is what ``async_training.on_non_finite`` speaks of. An answer
 of special tokens only is an answer: the policy sampled it, and the reward judges it.
 
-Shown by tests/integration/test_agent_worker.py and tests/e2e/test_non_finite.py.
+Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_non_finite.py.
 """
 
 from __future__ import annotations

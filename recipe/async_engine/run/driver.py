@@ -35,17 +35,17 @@ from recipe.async_engine.platform.detect import (
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
-from recipe.async_engine.run.ending import (
+from recipe.async_engine.run.heartbeat import control_probe, listen
+from recipe.async_engine.run.memory import MemoryMeter
+from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.runner import Began, Ended, TaskRunner
+from recipe.async_engine.run.shutdown import (
     EndAtOnce,
     EndingOnSignal,
     LastResort,
     StartedProcesses,
     end_in_order,
 )
-from recipe.async_engine.run.heartbeat import control_probe, listen
-from recipe.async_engine.run.memory import MemoryMeter
-from recipe.async_engine.run.record import RunRecord
-from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.secrets import without_secrets

@@ -10,7 +10,7 @@ from recipe.async_engine.settings.rules.servers import SERVERS, log_prob_servers
 from recipe.async_engine.settings.sections import Settings, read_settings
 from recipe.async_engine.settings.verl_types import ROLLOUT
 
-MANAGER = "recipe.async_engine.v1.agent_loops.ScoringAgentLoopManager"
+MANAGER = "recipe.async_engine.verl_v1.agent_loops.ScoringAgentLoopManager"
 
 
 def read_v1(config: Mapping[str, Any]) -> Settings:

@@ -33,13 +33,13 @@ from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.recovery.watch import RunWatch
-from recipe.async_engine.rollout.agent_worker import filter_metric
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.payload import unpack
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.workers import WorkerPool
+from recipe.async_engine.rollout.trajectory_codec import unpack
+from recipe.async_engine.rollout.trajectory_worker import filter_metric
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker

@@ -30,9 +30,9 @@ from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.recovery.clean_up import clear_replica
 from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.replicas.manager import ReplicaManager
-from recipe.async_engine.rewards.workers import ScoringManager
-from recipe.async_engine.rollout.agents import TrajectoryManager
+from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from recipe.async_engine.run import driver
-from recipe.async_engine.run.ending import EndingOnSignal, StartedProcesses, end_in_order
 from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.shutdown import EndingOnSignal, StartedProcesses, end_in_order
 
 MAIN = """
 import sys, threading, time
-from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal
+from recipe.async_engine.run.shutdown import EndAtOnce, EndingOnSignal
 
 ends, deadline_s = sys.argv[1] == "ends", float(sys.argv[2])
 asked = threading.Event()
@@ -87,8 +87,8 @@ def test_deadline_ends_it_like_a_second_signal() -> None:
 
 BESIDE = """
 import os, signal, sys, time
-from recipe.async_engine.run import ending
-from recipe.async_engine.run.ending import EndAtOnce, EndingOnSignal, LastResort, end_in_order
+from recipe.async_engine.run import shutdown
+from recipe.async_engine.run.shutdown import EndAtOnce, EndingOnSignal, LastResort, end_in_order
 """
 
 
@@ -181,7 +181,7 @@ def test_run_whose_summary_cannot_be_written_has_failed(tmp_path: Path) -> None:
 def test_main_that_is_stuck_is_ended_by_force_even_if_that_cannot_be_reported() -> None:
     process = ended(
         """
-ending.LOOK_S, ending.FORCE_S = 0.05, 0.5
+shutdown.LOOK_S, shutdown.FORCE_S = 0.05, 0.5
 def end(why):
     print(why, flush=True)
     time.sleep(60)

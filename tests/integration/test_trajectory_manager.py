@@ -2,7 +2,7 @@
 """Validation over agent-loop workers that die, and what one is told that was started again.
 
 The workers of validation are objects of this process that say what Ray says; that Ray does say so is shown over real
-actors in test_workers.py, and with everything else in tests/e2e/test_replacement.py.
+actors in test_worker_pool.py, and with everything else in tests/e2e/test_replacement.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from verl import DataProto
 from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.recovery import restarts
 from recipe.async_engine.recovery.restarts import is_up_again
-from recipe.async_engine.rollout.agents import TrajectoryManager, ValidationTimeout
-from recipe.async_engine.rollout.workers import NoWorkers
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, ValidationTimeout
+from recipe.async_engine.rollout.worker_pool import NoWorkers
 
 SOON = 60.0
 DIED, RESTARTING = ActorDiedError(), ActorUnavailableError("", None)

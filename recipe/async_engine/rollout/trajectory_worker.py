@@ -9,7 +9,7 @@ retried on its own, the answer is kept. Where there are log-prob servers, a traj
 are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory. An agent loop has
 a deadline, tools included; one that goes on after it, or after its cancellation, is given up and asks no server again.
 
-Shown by tests/integration/test_agent_worker.py and tests/e2e/test_fully_async.py.
+Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
 
 import asyncio
@@ -51,7 +51,6 @@ from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
-from recipe.async_engine.rollout.payload import pack, unpack
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 from recipe.async_engine.rollout.soundness import (
     NonFinite,
@@ -62,6 +61,7 @@ from recipe.async_engine.rollout.soundness import (
     check_reward,
     shown_in_validation,
 )
+from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.turns import TurnGate
 
 logger = logging.getLogger(__name__)

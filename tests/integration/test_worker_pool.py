@@ -18,14 +18,14 @@ import ray
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.agent_worker import (
+from recipe.async_engine.rollout.trajectory_manager import CALLS_AT_ONCE
+from recipe.async_engine.rollout.trajectory_worker import (
     RewardError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.agents import CALLS_AT_ONCE
-from recipe.async_engine.rollout.workers import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.rollout.worker_pool import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0
 
@@ -33,7 +33,7 @@ SOON = 60.0
 def actor_class() -> type:
     # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
     from recipe.async_engine.recovery import worker_set
-    from recipe.async_engine.rollout import agent_worker as events
+    from recipe.async_engine.rollout import trajectory_worker as events
 
     class Worker:
         """Does what the sample's ``behaviour`` says."""

@@ -3,7 +3,8 @@
 
 Contract: what :meth:`TrajectoryManager.tell` told the workers is told to one that was started again, by
 :meth:`TrajectoryManager.prepare`, before it has work. Validation has a deadline, and the part of it that a worker had
-when it died is done by another one. Shown by tests/integration/test_agents.py and tests/e2e/test_replacement.py.
+when it died is done by another one. Shown by tests/integration/test_trajectory_manager.py and
+tests/e2e/test_replacement.py.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
-from recipe.async_engine.rollout.agent_worker import TrajectoryWorker, reported_names, spread_reports
 from recipe.async_engine.rollout.soundness import RewardError
-from recipe.async_engine.rollout.workers import NONE_LEFT, NoWorkers
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker, reported_names, spread_reports
+from recipe.async_engine.rollout.worker_pool import NONE_LEFT, NoWorkers
 
 logger = logging.getLogger(__name__)
 

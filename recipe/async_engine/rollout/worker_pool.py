@@ -5,7 +5,7 @@ Contract: a trajectory goes to the live worker with the fewest of them, on a ret
 Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
 follows where one does not, or has died, is in `recovery/worker_set.py`. Events are awaited, payloads are not: the pool
 hands on their object references. One event loop calls it. Of a worker that died, the account of tokens is that of the
-last time it was asked, and what it held is lost. Shown by tests/integration/test_workers.py and test_turn_pool.py.
+last time it was asked, and what it held is lost. Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from ray.exceptions import RayTaskError
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, WorkerSet
-from recipe.async_engine.rollout.agent_worker import (
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
+from recipe.async_engine.rollout.prompts import sample_of
+from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.trajectory_worker import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
-from recipe.async_engine.rollout.prompts import sample_of
-from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class WorkerPool(WorkerSet):
         super().__init__("agent-loop", actors, answer_s, startup_s)
         self.under_way: dict[str, TrajectoryCall] = {}
         self._accounts: dict[str, TokenAccount] = {}
-        self._of_the_dead = TokenAccount()
+        self._lost_with_workers = TokenAccount()
         self._ended_turn = 0
         self._prepare_actor = prepare
 
@@ -211,7 +211,7 @@ class WorkerPool(WorkerSet):
         return self.actors[worker_id].rescore.remote(payload, version, start)
 
     def _noticed_death(self, worker_id: str) -> None:
-        self._of_the_dead += self._accounts.pop(worker_id, TokenAccount()).of_the_dead()
+        self._lost_with_workers += self._accounts.pop(worker_id, TokenAccount()).held_as_lost()
 
     async def export(self, timeout_s: float) -> Exported:
         """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
@@ -244,11 +244,11 @@ class WorkerPool(WorkerSet):
         before = self._accounts.get(worker_id, TokenAccount())
         if account.cut < before.cut:
             # Of another process: that one died with no work, so that nobody has noticed yet.
-            self._of_the_dead += before.of_the_dead()
+            self._lost_with_workers += before.held_as_lost()
         self._accounts[worker_id] = account
 
     def _account(self) -> TokenAccount:
-        return sum(self._accounts.values(), self._of_the_dead)
+        return sum(self._accounts.values(), self._lost_with_workers)
 
     async def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
         """What the workers answer, by worker; one that does not is logged and left out."""

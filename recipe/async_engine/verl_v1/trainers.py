@@ -5,7 +5,7 @@ Contract: training is verl's own. Rollout servers have the first-weights gate: w
 before the first complete version, nor while weights are loaded over the old ones. With log-prob servers
 (``model_engine_server``) the old log-probs of a batch are there when it is sampled, computed by the version that ended
 each answer; the trainer computes those of a batch with an answer that no server scored. The bound is
-`recipe.async_engine.v1.sampler`'s.
+`recipe.async_engine.verl_v1.sampler`'s.
 
 The configuration groups ``recipe=separate_async`` and ``recipe=colocate_async`` choose them (docs/flags.md). Shown by
 tests/e2e/test_v1_trainers.py.
@@ -48,7 +48,7 @@ from recipe.async_engine.trainer.verl_settings import tell_servers
 logger = logging.getLogger(__name__)
 
 
-class Beside(PPOTrainer):
+class BoundedTrainer(PPOTrainer):
     """Mixed into a trainer of verl's; see the module's contract.
 
     Attributes:
@@ -146,7 +146,7 @@ class Beside(PPOTrainer):
         return DataProto(batch=data.to_padded_tensor())
 
 
-class SeparateAsync(Beside, PPOTrainerSeparateAsync):
+class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
     """verl's `separate_async`."""
 
     name = "recipe_separate_async"
@@ -159,7 +159,7 @@ class SeparateAsync(Beside, PPOTrainerSeparateAsync):
         return super()._compute_old_log_prob(batch, metrics)
 
 
-class ColocateAsync(Beside, PPOTrainerColocateAsync):
+class ColocateAsync(BoundedTrainer, PPOTrainerColocateAsync):
     """verl's `colocate_async`."""
 
     name = "recipe_colocate_async"

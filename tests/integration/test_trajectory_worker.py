@@ -29,18 +29,18 @@ from verl.trainer.ppo.reward import extract_reward
 
 from recipe.async_engine.core.columns import VERSION_RUNS
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
-from recipe.async_engine.rollout import agent_worker
-from recipe.async_engine.rollout.agent_worker import (
+from recipe.async_engine.rollout import trajectory_worker
+from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.trajectory_codec import pack, unpack
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.trajectory_worker import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
     TrajectoryWorker,
 )
-from recipe.async_engine.rollout.agents import TrajectoryManager
-from recipe.async_engine.rollout.client import ResumingClient
-from recipe.async_engine.rollout.payload import pack, unpack
-from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
@@ -538,7 +538,7 @@ async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: A
 async def test_agent_loop_that_does_not_end_fails_by_its_deadline_which_is_named(
     make_worker: Any, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_worker, "LAST_MOMENT_S", 0.05)
+    monkeypatch.setattr(trajectory_worker, "LAST_MOMENT_S", 0.05)
     server = ScriptedServer(part([10], 7), part([10], 7))
     worker = make_worker(server, Reward(), trajectory_s=0.1)
     with pytest.raises(AgentLoopError, match=r"not done within 0\.1 s.*async_training\.timeouts\.trajectory"):
@@ -551,7 +551,7 @@ async def test_agent_loop_that_does_not_end_fails_by_its_deadline_which_is_named
 async def test_agent_loop_that_goes_on_after_its_end_is_given_up_and_asks_for_nothing_more(
     make_worker: Any, deadline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_worker, "LAST_MOMENT_S", 0.05)
+    monkeypatch.setattr(trajectory_worker, "LAST_MOMENT_S", 0.05)
     monkeypatch.setattr(StubbornLoop, "ends", [])
     server = ScriptedServer(part([10], 7))
     worker = make_worker(server, Reward(), trajectory_s=0.1 if deadline else SOON)
@@ -592,7 +592,7 @@ def test_stock_registry_is_what_the_loops_are_found_in() -> None:
 async def test_worker_that_was_started_again_has_no_work_before_it_is_prepared(
     make_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_worker, "was_restarted", lambda: True)
+    monkeypatch.setattr(trajectory_worker, "was_restarted", lambda: True)
     worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5))
     with pytest.raises(WorkerRestarted):
         await run(worker)

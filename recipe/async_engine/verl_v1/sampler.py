@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hard staleness bound for stock verl's v1 trainers `separate_async` and `colocate_async`, as their custom sampler.
 
-    trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.v1.sampler
+    trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.verl_v1.sampler
     trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
     trainer.v1.sampler.max_off_policy_threshold=2
 

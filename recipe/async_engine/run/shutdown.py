@@ -5,7 +5,7 @@ Contract: the first signal asks the run to end after its present step, with a ch
 one, or the deadline, ends it at once, as the first one does before there is a trainer. Of the processes that a run has
 started on its own machine none outlives it, also if it was stopped or hangs. Ending comes first and reporting last;
 a step that fails keeps none of the others from being made, and hides no earlier error; where the main itself is stuck,
-it is ended all the same. Shown by tests/integration/test_ending.py, tests/e2e/test_signals.py and test_stalls.py.
+it is ended all the same. Shown by tests/integration/test_shutdown.py, tests/e2e/test_signals.py and test_stalls.py.
 """
 
 from __future__ import annotations

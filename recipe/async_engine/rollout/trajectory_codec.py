@@ -4,7 +4,7 @@
 Contract: :func:`unpack` gives back what :func:`pack` took. In between it is one `bytes`, which Ray hands over as it is:
 the trainer fetches hundreds of trajectories a step, and Ray's own way of an object with several arrays costs it several
 times as much for each (benchmarks/bookkeeping.py). Tensors are pickled as NumPy arrays, since each pickled tensor costs
-a serialisation of its own on both sides. Shown by tests/integration/test_agent_worker.py.
+a serialisation of its own on both sides. Shown by tests/integration/test_trajectory_worker.py.
 """
 
 import pickle
