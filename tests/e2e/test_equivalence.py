@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
 from surroundings import ray_folder
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.async_engine.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 SYNC_MAIN = "verl.trainer.main_ppo"
@@ -48,6 +48,7 @@ def setting(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     loops.write_text("- name: seeded\n  _target_: seeded_agent_loop.SeededAgentLoop\n")
     return [
         *small(task, folder, ray_dir)[1:],
+        f"data.train_max_samples={ROWS}",
         f"data.train_batch_size={BATCH}",
         "data.shuffle=true",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -74,23 +75,18 @@ def read(folder: Path, metrics: list[dict[str, float]]) -> Record:
 
 
 @pytest.fixture(scope="module")
-def equivalence_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    return ensure_task(tmp_path_factory.mktemp("equivalence") / "task", TaskSettings(train_size=ROWS, val_size=8))
-
-
-@pytest.fixture(scope="module")
 def short_dir() -> Iterator[Path]:
     with ray_folder() as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
-def baseline(equivalence_task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
+def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_dir: Path) -> Record:
     """Stock verl's synchronous trainer: one process generates and trains in turns."""
     folder = tmp_path_factory.mktemp("sync")
     overrides = [
         "+preset=tiny_cpu",
-        *setting(equivalence_task, folder, short_dir),
+        *setting(task, folder, short_dir),
         "trainer.use_v1=false",
         "trainer.logger=[console,file]",
         "actor_rollout_ref.hybrid_engine=true",
@@ -148,9 +144,9 @@ def test_the_baseline_learns_at_every_step(baseline: Record) -> None:
 
 @pytest.mark.e2e
 def test_bound_zero_equals_synchronous_training_bit_for_bit(
-    baseline: Record, equivalence_task: TaskPaths, tmp_path: Path, short_dir: Path
+    baseline: Record, task: TaskPaths, tmp_path: Path, short_dir: Path
 ) -> None:
-    ours = run_ours(ONE_STEP_OFF, equivalence_task, tmp_path, short_dir)
+    ours = run_ours(ONE_STEP_OFF, task, tmp_path, short_dir)
     compare(ours, baseline)
     # The version of every token is the number of updates before it, as in the baseline by construction.
     assert [metrics["fully_async/staleness/oldest_token_max"] for metrics in ours.metrics] == [0] * STEPS
@@ -194,10 +190,10 @@ def test_the_comparison_finds_a_deliberate_fault(
     fault: str,
     found: str,
     baseline: Record,
-    equivalence_task: TaskPaths,
+    task: TaskPaths,
     tmp_path: Path,
     short_dir: Path,
 ) -> None:
-    ours = run_ours(f"one_step_off:sabotage.{fault}", equivalence_task, tmp_path, short_dir)
+    ours = run_ours(f"one_step_off:sabotage.{fault}", task, tmp_path, short_dir)
     with pytest.raises(AssertionError, match=found):
         compare(ours, baseline)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from main_process import short_run
-from surroundings import user_environment
+from main_process import FORKS, short_run
+from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
 
@@ -69,8 +68,11 @@ def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tm
     places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
     batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
     overrides = [*SCALED_DOWN, *MORE.get(name, ()), *places, *batch, *short_run(task, tmp_path, ray_dir)]
-    environment = user_environment()
-    environment |= {"MODE": mode, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
+    environment = with_helpers(user_environment())
+    # The scripts' `python` is what makes forks.
+    forks = shared_forks(environment).executable
+    overrides += [f"{FORKS}={forks}", "async_training.prefork_workers=false"]
+    environment |= {"MODE": mode, "PATH": os.pathsep.join([str(forks.parent), environment["PATH"]])}
     finished = subprocess.run(
         ["bash", str(CHECKOUT / f"{name}.sh"), *overrides],
         cwd=tmp_path,

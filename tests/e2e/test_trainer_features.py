@@ -81,6 +81,7 @@ def reward_model(task: TaskPaths, tmp_path: Path) -> Path:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_reward_model_on_resources_of_its_own(
     reward_model: Path, task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

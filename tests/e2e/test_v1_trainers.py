@@ -121,7 +121,8 @@ def test_verls_strategy_drop_keeps_the_bound_by_evicting_groups(task: TaskPaths,
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("trainer", ["separate_async", pytest.param("colocate_async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["separate_async", "colocate_async"])
 def test_a_flag_puts_bound_gate_and_log_prob_servers_beside_verls_trainer(
     trainer: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
