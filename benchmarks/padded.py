@@ -22,11 +22,10 @@ from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
-from recipe.fully_async.trainer import FullyAsyncTrainer
-from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 
-class PaddedTrainer(OneStepOffTrainer):
+class PaddedTrainer(AsyncPPOTrainer):
     def _fit_update_actor(self, batch: Any) -> Any:
         time.sleep(float(os.environ["TRAINING_PAD_S"]))
         return super()._fit_update_actor(batch)
@@ -42,7 +41,7 @@ class PaddedReplica(ModelEngineReplica):
     worker_class = PaddedWorker
 
 
-class PaddedFullyAsync(FullyAsyncTrainer):
+class PaddedFullyAsync(AsyncPPOTrainer):
     def _fit_update_actor(self, batch: Any) -> Any:
         time.sleep(float(os.environ["TRAINING_PAD_S"]))
         return super()._fit_update_actor(batch)

@@ -21,8 +21,7 @@ from slow_decode import SlowDecodeExtension
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from recipe.fully_async.trainer import FullyAsyncTrainer
-from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 12, 0.9, 48
@@ -76,11 +75,11 @@ class SlowUpdate:
         return updated
 
 
-class SlowFullyAsync(SlowUpdate, FullyAsyncTrainer):
+class SlowFullyAsync(SlowUpdate, AsyncPPOTrainer):
     """See the module."""
 
 
-class SlowOneStepOff(SlowUpdate, OneStepOffTrainer):
+class SlowOneStepOff(SlowUpdate, AsyncPPOTrainer):
     """See the module."""
 
 

@@ -14,7 +14,7 @@ Its rooms, from the roof to the ground. A room may import those on lower floors;
     recovery                   what stopped is noticed, ended, replaced
     storage, prefork, platform files that last; forks; the CPU
     settings                   types, plan, rules (pure)
-    core                       state machines (pure)
+    core, modes                state machines (pure); which trainer a mode has
 """
 
 __version__ = "0.1.0"

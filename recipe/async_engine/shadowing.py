@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipe.async_engine.core.errors import RecipeError
-
-MODES = ("fully_async", "one_step_off", "partial_rollout")
+from recipe.async_engine.modes import MODES
 
 
 class ShadowedPackageError(RecipeError):

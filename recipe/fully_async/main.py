@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 def main(config: DictConfig) -> None:
     from recipe.async_engine.run import driver
 
-    driver.main(config, mode="fully_async", trainer_class="recipe.fully_async.trainer.FullyAsyncTrainer")
+    driver.main(config, "fully_async")
 
 
 if __name__ == "__main__":

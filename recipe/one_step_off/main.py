@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 def main(config: DictConfig) -> None:
     from recipe.async_engine.run import driver
 
-    driver.main(config, mode="one_step_off", trainer_class="recipe.one_step_off.trainer.OneStepOffTrainer")
+    driver.main(config, "one_step_off")
 
 
 if __name__ == "__main__":

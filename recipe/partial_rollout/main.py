@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 def main(config: DictConfig) -> None:
     from recipe.async_engine.run import driver
 
-    driver.main(config, mode="partial_rollout", trainer_class="recipe.partial_rollout.trainer.PartialRolloutTrainer")
+    driver.main(config, "partial_rollout")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import ray
 from recording import pid_of
 
 from recipe.async_engine.trainer import checkpoints
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.weights.replica_set import generates
-from recipe.fully_async.trainer import FullyAsyncTrainer
 
 DURING_S = 0.03
 
@@ -36,7 +36,7 @@ def engine_core(server: Any) -> int:
     return ray.get(server.__ray_call__.remote(pid), timeout=30)
 
 
-class DrillTrainer(FullyAsyncTrainer):
+class DrillTrainer(AsyncPPOTrainer):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         self._kill_if(f"before {name}")

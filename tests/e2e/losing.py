@@ -18,9 +18,8 @@ import ray
 from replacing import asked_of, wait_for_replacements
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.weights.replica_set import generates
-from recipe.fully_async.trainer import FullyAsyncTrainer
-from recipe.one_step_off.trainer import OneStepOffTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 LOST_AT, WAITS_AT = 3, 6
@@ -86,11 +85,11 @@ class Losing:
         wait_for_replacements(self.fleet)
 
 
-class LosingFullyAsync(Losing, FullyAsyncTrainer):
+class LosingFullyAsync(Losing, AsyncPPOTrainer):
     """See the module."""
 
 
-class LosingOneStepOff(Losing, OneStepOffTrainer):
+class LosingOneStepOff(Losing, AsyncPPOTrainer):
     """See the module."""
 
 

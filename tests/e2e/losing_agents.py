@@ -15,7 +15,7 @@ from typing import Any
 from recording import pid_of
 from replacing import wait_for_agents
 
-from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 LOST_AT, WAITS_AT = 4, 7
@@ -39,7 +39,7 @@ class LosingAgents:
         os.kill(pid, signal.SIGKILL)
 
 
-class LosingFullyAsync(LosingAgents, FullyAsyncTrainer):
+class LosingFullyAsync(LosingAgents, AsyncPPOTrainer):
     """As its bases."""
 
 

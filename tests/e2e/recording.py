@@ -18,8 +18,7 @@ import ray
 import torch
 
 from recipe.async_engine.core.columns import SCORES
-from recipe.fully_async.trainer import FullyAsyncTrainer
-from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 COLUMNS = (
     "input_ids",
@@ -84,9 +83,9 @@ class Recording:
         return super()._fit_update_actor(batch)
 
 
-class RecordingFullyAsync(Recording, FullyAsyncTrainer):
+class RecordingFullyAsync(Recording, AsyncPPOTrainer):
     """See the module."""
 
 
-class RecordingOneStepOff(Recording, OneStepOffTrainer):
+class RecordingOneStepOff(Recording, AsyncPPOTrainer):
     """See the module."""

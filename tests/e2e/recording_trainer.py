@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
-from recipe.fully_async.trainer import FullyAsyncTrainer
-from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 SOME_TOKENS = 3
@@ -91,9 +90,9 @@ class RecordingTrainer(Recording, PartialRolloutTrainer):
     """See the module."""
 
 
-class MidwayFullyAsync(Midway, FullyAsyncTrainer):
+class MidwayFullyAsync(Midway, AsyncPPOTrainer):
     """See the module."""
 
 
-class MidwayOneStepOff(Midway, OneStepOffTrainer):
+class MidwayOneStepOff(Midway, AsyncPPOTrainer):
     """See the module."""

@@ -20,9 +20,9 @@ import ray
 from recording import kill, pid_of
 
 from recipe.async_engine.rollout.worker_pool import WorkerPool
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.replica_set import generates
-from recipe.fully_async.trainer import FullyAsyncTrainer
 
 START_S = 120.0
 
@@ -68,7 +68,7 @@ def drop_a_request(server: Any) -> bool:
     return False
 
 
-class ReplacingTrainer(FullyAsyncTrainer):
+class ReplacingTrainer(AsyncPPOTrainer):
     def init_workers(self) -> None:
         super().init_workers()
         self.http_statuses = [self._complete_over_http()]

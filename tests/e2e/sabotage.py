@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe.one_step_off.trainer import OneStepOffTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 WRONG_STEP = 2
 
 
-class WrongVersionLabel(OneStepOffTrainer):
+class WrongVersionLabel(AsyncPPOTrainer):
     """The servers are told that they hold version 2, and are given the weights of version 1."""
 
     def _publish(self) -> None:
@@ -24,14 +24,14 @@ class WrongVersionLabel(OneStepOffTrainer):
         self.actor_rollout_wg.save_model_to_cpu("older")
 
 
-class WrongBatchOrder(OneStepOffTrainer):
+class WrongBatchOrder(AsyncPPOTrainer):
     """The groups of a batch are trained in the opposite order."""
 
     def _assemble(self, groups: list[Any]) -> Any:
         return super()._assemble(groups[::-1] if self.global_steps == WRONG_STEP else groups)
 
 
-class DoubleUpdate(OneStepOffTrainer):
+class DoubleUpdate(AsyncPPOTrainer):
     """A batch is trained twice."""
 
     def _fit_update_actor(self, batch: Any) -> Any:

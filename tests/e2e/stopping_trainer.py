@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 
-from recipe.fully_async.trainer import FullyAsyncTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 
-class StoppingTrainer(FullyAsyncTrainer):
+class StoppingTrainer(AsyncPPOTrainer):
     def _train(self, groups: list[Any]) -> Any:
         if self.global_steps == int(os.environ["STOP_AT_STEP"]):
             replica = self.publisher.replicas[0]

@@ -25,10 +25,10 @@ def install() -> None:
 def _register(v1: ModuleType) -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
 
-    from recipe.async_engine.flags.trainer import TRAINERS as MODES
+    from recipe.async_engine.flags.trainer import TRAINERS as OF_MODES
     from recipe.async_engine.verl_v1.trainers import TRAINERS as OF_VERL
 
-    trainers: tuple[Any, ...] = (*MODES, *OF_VERL)
+    trainers: tuple[Any, ...] = (*OF_MODES, *OF_VERL)
     for trainer in trainers:
         if trainer.name not in TRAINER_REGISTRY:
             register_trainer(trainer.name)(trainer)

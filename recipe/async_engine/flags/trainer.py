@@ -21,6 +21,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check
+from recipe.async_engine.modes import MODES
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner
@@ -46,10 +47,6 @@ class FlaggedTrainer(PPOTrainer):
 
     name: ClassVar[str]  # what ``trainer.v1.trainer_mode`` is
     mode: ClassVar[str]
-    trainer_class: ClassVar[str]
-    batch_by_updates: ClassVar[bool] = False
-    """A step's batch is counted in mini-batches (``async_training.require_batches``), where verl has
-    ``data.train_batch_size``."""
 
     def __init__(self, config: DictConfig) -> None:
         # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
@@ -66,7 +63,7 @@ class FlaggedTrainer(PPOTrainer):
             config.transfer_queue.enable = False
             # Of a synchronous DAPO script: prompts to generate at a time. Here they are issued one by one.
             config.data.gen_batch_size = None
-            if self.batch_by_updates:
+            if MODES[self.mode].counts_mini_batches:
                 self._count_in_mini_batches(config)
         self._plan = check(config)
 
@@ -99,7 +96,8 @@ class FlaggedTrainer(PPOTrainer):
         settings = OmegaConf.to_container(self.config, resolve=True)
         summary: dict[str, Any] = {}
         try:
-            for event in TaskRunner().run(settings, self.trainer_class, self._plan.settings.async_training.timeouts):
+            trainer, timeouts = MODES[self.mode].trainer, self._plan.settings.async_training.timeouts
+            for event in TaskRunner().run(settings, trainer, timeouts):
                 take_in(event, record, display)
         finally:
             summary = record.close(None)
@@ -109,29 +107,9 @@ class FlaggedTrainer(PPOTrainer):
             raise RunFailed(f"{summary['error']['name']}: {summary['error']['message']}")
 
 
-class FlaggedFullyAsync(FlaggedTrainer):
-    """See the module's contract."""
-
-    name = "recipe_fully_async"
-    mode = "fully_async"
-    trainer_class = "recipe.fully_async.trainer.FullyAsyncTrainer"
-    batch_by_updates = True
+def flagged(mode: str) -> type[FlaggedTrainer]:
+    """The trainer that verl's registry takes for a mode."""
+    return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": f"recipe_{mode}", "mode": mode})
 
 
-class FlaggedOneStepOff(FlaggedTrainer):
-    """See the module's contract."""
-
-    name = "recipe_one_step_off"
-    mode = "one_step_off"
-    trainer_class = "recipe.one_step_off.trainer.OneStepOffTrainer"
-
-
-class FlaggedPartialRollout(FlaggedTrainer):
-    """See the module's contract."""
-
-    name = "recipe_partial_rollout"
-    mode = "partial_rollout"
-    trainer_class = "recipe.partial_rollout.trainer.PartialRolloutTrainer"
-
-
-TRAINERS: tuple[type[FlaggedTrainer], ...] = (FlaggedFullyAsync, FlaggedOneStepOff, FlaggedPartialRollout)
+TRAINERS = tuple(map(flagged, MODES))

@@ -26,6 +26,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check
+from recipe.async_engine.modes import MODES
 from recipe.async_engine.platform.detect import (
     PlatformChoice,
     choose_platform,
@@ -74,10 +75,15 @@ class RunFailed(RecipeError):
     """The run ended with an error, which has been shown."""
 
 
-def main(config: DictConfig, mode: str, trainer_class: str) -> None:
-    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it."""
+def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
+    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it.
+
+    Args:
+        mode: one of `MODES`.
+        trainer_class: the fully qualified name of a trainer in place of the mode's.
+    """
     try:
-        summary = run(config, mode, trainer_class, began=psutil.Process().create_time())
+        summary = run(config, mode, trainer_class or MODES[mode].trainer, began=psutil.Process().create_time())
     except RecipeError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.exit(1)
