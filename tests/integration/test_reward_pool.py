@@ -70,7 +70,7 @@ def function(tmp_path: Path) -> Path:
 @pytest.fixture
 def main_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reward worker has to itself: a `__main__` without a file, and a server that scoring processes fork."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "main.py", raising=False)
+    monkeypatch.setitem(vars(sys.modules["__main__"]), "__file__", "main.py")
     monkeypatch.setenv(scorer.PRELOAD, "")
     multiprocessing.forkserver._forkserver._stop()
 
