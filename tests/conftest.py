@@ -7,11 +7,11 @@ imported by path, not through `sys.path`, so the folders of their helpers are ad
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from surroundings import end_shared_forks
+from surroundings import end_shared_forks, shared_forks, take_forks, usual_environment
 
 from recipe.async_engine.platform.detect import choose_platform, inspect_machine
 
@@ -19,8 +19,18 @@ sys.path[:0] = [str(Path(__file__).parent / room) for room in ("core", "integrat
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process that has part of the tests (xdist) takes what makes forks from this one, which starts it once."""
+    node.workerinput["forks"] = str(shared_forks(usual_environment()).executable)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def forks() -> Iterator[None]:
+def forks(request: pytest.FixtureRequest) -> None:
+    if given := getattr(request.config, "workerinput", None):
+        take_forks(given["forks"])
+
+
+def pytest_unconfigure() -> None:
     """The processes that workers and runs are forked from end with the session."""
-    yield
     end_shared_forks()

@@ -5,8 +5,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,62 @@ from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.prefork.run import Prefork
 
 CHECKOUT = Path(__file__).parents[1]
-_servers: dict[tuple[str | None, ...], Prefork] = {}
+
+
+@dataclass(frozen=True)
+class Forks:
+    """What makes forks for runs in one environment, and ends the process that they are forks of."""
+
+    executable: Path
+    stop: Callable[[], None]
+
+    @property
+    def runtime_env(self) -> dict[str, str]:
+        """The part of Ray's ``runtime_env`` that makes every worker of a job a fork."""
+        return {"py_executable": str(self.executable)}
+
+
+_forks: dict[tuple[str | None, ...], Forks] = {}
 
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment in which the modules of the end-to-end tests and the examples can be named in overrides."""
-    folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests", "examples")]
-    path = filter(None, [*folders, environment.get("PYTHONPATH")])
+    folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests", "examples", "")]
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    path = dict.fromkeys(filter(None, [*folders, *given]))
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def shared_forks(environment: Mapping[str, str]) -> Prefork:
+def shared_forks(environment: Mapping[str, str]) -> Forks:
     """The process that has imported the stack for all runs in such an environment; made for the first of them.
 
     A run has one of its own otherwise, and its first 15 seconds of CPU time. `end_shared_forks` ends them all.
     """
-    # What is imported once must have read nothing that differs between runs.
+    key = _read_at_import(environment)
+    if key not in _forks:
+        server = Prefork(environment)
+        _forks[key] = Forks(server.executable, server.stop)
+    return _forks[key]
+
+
+def take_forks(executable: str) -> None:
+    """Have the runs of nearly all tests be forks by ``executable``, which another process of the tests has and ends."""
+    _forks[_read_at_import(usual_environment())] = Forks(Path(executable), lambda: None)
+
+
+def usual_environment() -> dict[str, str]:
+    return with_helpers(user_environment())
+
+
+def _read_at_import(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What is imported once must have read nothing that differs between runs."""
     names = [*sorted(variable for variable, _, _ in FEATURES), "PYTHONPATH", "VERL_USE_EXTERNAL_MODULES"]
-    key = tuple(environment.get(name, os.environ.get(name)) for name in names)
-    if key not in _servers:
-        _servers[key] = Prefork(environment)
-    return _servers[key]
+    return tuple(environment.get(name, os.environ.get(name)) for name in names)
 
 
 def end_shared_forks() -> None:
-    while _servers:
-        _servers.popitem()[1].stop()
+    while _forks:
+        _forks.popitem()[1].stop()
 
 
 def user_environment() -> dict[str, str]:
@@ -90,7 +121,7 @@ def fresh_ray(**settings: int) -> Iterator[None]:
     """
     import ray
 
-    forks = shared_forks(with_helpers(user_environment()))
+    forks = shared_forks(usual_environment())
     with ray_folder() as folder, ray_starts_forks(str(forks.executable)):
         ray.shutdown()  # Ray starts itself where a test before has called it without one
         ray.init(

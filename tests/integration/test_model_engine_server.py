@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from surroundings import shared_forks, user_environment, with_helpers
+from surroundings import shared_forks, usual_environment
 
 from recipe.async_engine.model_engine.server import Ranks, deal
 from recipe.async_engine.model_engine.service import EngineLost
@@ -25,7 +25,7 @@ SERVERS = {"model_engine_0", "model_engine_1"}
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    forks = shared_forks(with_helpers(user_environment()))
+    forks = shared_forks(usual_environment())
     finished = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("server_scenario.py")), str(forks.executable)],
         capture_output=True,
