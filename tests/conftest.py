@@ -20,9 +20,15 @@ os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Processes that share the tests (xdist) are forks too, by what this one starts for all of them."""
+    for spec in specs:
+        spec.python = str(shared_forks(usual_environment()).executable)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A process that has part of the tests (xdist) takes what makes forks from this one, which starts it once."""
-    node.workerinput["forks"] = str(shared_forks(usual_environment()).executable)
+    node.workerinput["forks"] = node.gateway.spec.python
 
 
 @pytest.fixture(scope="session", autouse=True)
