@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,13 +221,25 @@ def single_rank_mesh() -> Any:
     dist.destroy_process_group()
 
 
-def test_upstream_still_pins_memory_for_forward_only_engines(single_rank_mesh: Any) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+PINNED = """
+import sys, torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+fully_shard(
+    torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=True)
+)
+"""
 
+
+def test_upstream_still_pins_memory_for_forward_only_engines(tmp_path: Path) -> None:
     source = Path(verl.__file__).parent / "workers" / "engine" / "fsdp" / "transformer_impl.py"
     assert "offload_policy = CPUOffloadPolicy(pin_memory=True)" in source.read_text()
-    with pytest.raises(RuntimeError, match="accelerator"):
-        fully_shard(torch.nn.Linear(4, 4), mesh=single_rank_mesh, offload_policy=CPUOffloadPolicy(pin_memory=True))
+    # In a process of its own: with vLLM's CPU worker, pinning does nothing.
+    command = [sys.executable, "-c", PINNED, str(tmp_path / "store")]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert tried.returncode == 1
+    assert "RuntimeError" in tried.stderr and "accelerator" in tried.stderr
 
 
 def test_upstream_still_synchronises_fsdp1_on_an_accelerator(single_rank_mesh: Any) -> None:

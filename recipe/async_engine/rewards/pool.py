@@ -64,6 +64,9 @@ class ScoringPool:
         # Else multiprocessing runs the main script again in every child, which under Ray is Ray's worker.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[scorer.PRELOAD] = json.dumps([path, name])
+        # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
+        # memory, and past the import at which the function is loaded for all.
+        multiprocessing.set_executable(sys.executable)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([scorer.__name__])
         self._started = context.SimpleQueue()
