@@ -72,6 +72,8 @@ def main_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reward worker has to itself: a `__main__` without a file, and a server that scoring processes fork."""
     monkeypatch.setitem(vars(sys.modules["__main__"]), "__file__", "main.py")
     monkeypatch.setenv(scorer.PRELOAD, "")
+    # In a local run it would start a fork of the whole stack.
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", "/no/such/interpreter")
     multiprocessing.forkserver._forkserver._stop()
 
 
