@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,12 @@ def test_rewritten_answers_are_not_placed() -> None:
     assert place([part], [1, 3], [5, 6], [1, 1]) is None
     assert place([part], PROMPT, [5, 6, 7], [1, 1, 1]) is None
     assert place([Part(0, [1], [5, 6])], PROMPT, [5, 6], [1, 1]) is None
+    assert place([Part(0, [*PROMPT, 9], [6])], PROMPT, [5], [0]) is None, "its context ends where the response does"
+
+
+def test_mask_of_another_length_than_the_response_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        place([], PROMPT, [5, 6], [0])
 
 
 @given(

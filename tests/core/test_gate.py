@@ -50,6 +50,11 @@ def test_wrong_settings_are_refused_by_name(setting: str, values: tuple[int, int
         GateSettings(*values)
     assert refusal.value.setting == setting
     assert isinstance(refusal.value, RecipeError)
+    assert " is not allowed: it must be " in str(refusal.value)
+    assert (
+        refusal.value.value
+        is values[("batch_groups", "batches_per_version", "max_staleness", "pipeline_depth").index(setting)]
+    )
 
 
 def test_slots_count_the_places_before_the_deadline() -> None:
@@ -141,9 +146,13 @@ def test_state_that_breaks_the_invariant_is_refused() -> None:
     with pytest.raises(StalenessViolation, match="2 live groups start at version 0 or before, but 1 places"):
         StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 0])
     with pytest.raises(GateError, match="starts at version 2"):
-        StalenessGate(settings(b=1, bound=1), version=1, starts=[2])
+        StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 2])
     with pytest.raises(GateError, match="batches taken"):
         StalenessGate(settings(k=1), batches_taken=2)
+    with pytest.raises(SettingError, match="version"):
+        StalenessGate(settings(), version=-1)
+    with pytest.raises(SettingError, match="batches_taken"):
+        StalenessGate(settings(), batches_taken=-1)
 
 
 def test_removing_a_group_that_is_not_live_is_refused() -> None:
