@@ -25,7 +25,7 @@ help:
 	@echo 'make test-one T=tests/core/test_gate.py   some of them: files, folders or names as pytest has them'
 	@echo 'make test-all  the same with the long drills'
 	@echo 'make test-gpu  the tests that need an accelerator, in the active environment'
-	@echo 'make mutants   plants faults in core and settings, and says which of them no test notices (an hour)'
+	@echo 'make mutants   plants faults in core and settings, and says which of them no test notices (takes hours)'
 	@echo 'make lint      ruff, the import contracts and type checking'
 	@echo 'make docs      write docs/configuration.md from the config types'
 	@echo 'make lock      make requirements/cpu.lock again from requirements/cpu.in'
