@@ -47,12 +47,12 @@ class Mode:
 AT_ONCE, AHEAD = "async_training.staleness_threshold=0", "async_training.staleness_threshold=2"
 BOUND = "async_training.max_staleness=3"
 MODES = (
-    Mode("synchronous", "fully_async", "SlowFullyAsync", (AT_ONCE,), "a batch is generated, then trained"),
-    Mode("one-step-off", "one_step_off", "SlowOneStepOff", (), "the next batch is generated while one is trained"),
+    Mode("synchronous", "fully_async", "SlowApart", (AT_ONCE,), "a batch is generated, then trained"),
+    Mode("one-step-off", "one_step_off", "SlowApart", (), "the next batch is generated while one is trained"),
     Mode(
         "fully async",
         "fully_async",
-        "SlowFullyAsync",
+        "SlowApart",
         (AHEAD, BOUND),
         "both sides stream; at a weight sync, answers go on under the new version",
     ),

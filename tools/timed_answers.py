@@ -75,11 +75,7 @@ class SlowUpdate:
         return updated
 
 
-class SlowFullyAsync(SlowUpdate, AsyncPPOTrainer):
-    """See the module."""
-
-
-class SlowOneStepOff(SlowUpdate, AsyncPPOTrainer):
+class SlowApart(SlowUpdate, AsyncPPOTrainer):
     """See the module."""
 
 

@@ -85,11 +85,7 @@ class Losing:
         wait_for_replacements(self.fleet)
 
 
-class LosingFullyAsync(Losing, AsyncPPOTrainer):
-    """See the module."""
-
-
-class LosingOneStepOff(Losing, AsyncPPOTrainer):
+class LosingApart(Losing, AsyncPPOTrainer):
     """See the module."""
 
 

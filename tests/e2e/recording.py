@@ -83,9 +83,5 @@ class Recording:
         return super()._fit_update_actor(batch)
 
 
-class RecordingFullyAsync(Recording, AsyncPPOTrainer):
-    """See the module."""
-
-
-class RecordingOneStepOff(Recording, AsyncPPOTrainer):
+class RecordingApart(Recording, AsyncPPOTrainer):
     """See the module."""

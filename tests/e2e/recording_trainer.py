@@ -90,9 +90,5 @@ class RecordingTrainer(Recording, PartialRolloutTrainer):
     """See the module."""
 
 
-class MidwayFullyAsync(Midway, AsyncPPOTrainer):
-    """See the module."""
-
-
-class MidwayOneStepOff(Midway, AsyncPPOTrainer):
+class MidwayApart(Midway, AsyncPPOTrainer):
     """See the module."""

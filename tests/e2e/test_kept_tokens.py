@@ -18,8 +18,8 @@ from recipe.async_engine.task import TaskPaths
 GROUPS, ANSWERS = 4, 4
 STEPS, CRASH = 4, 2
 
-FULLY_ASYNC = "fully_async:recording_trainer.MidwayFullyAsync"
-ONE_STEP_OFF = "one_step_off:recording_trainer.MidwayOneStepOff"
+FULLY_ASYNC = "fully_async:recording_trainer.MidwayApart"
+ONE_STEP_OFF = "one_step_off:recording_trainer.MidwayApart"
 
 
 def unfinished(state: dict[str, Any]) -> list[tuple[str, list[KeptAnswer]]]:

@@ -21,8 +21,8 @@ APART = ["rollout.n_gpus_per_node=2", "async_training.staleness_threshold=1"]
 @pytest.mark.parametrize(
     ("main", "settings", "bound"),
     [
-        pytest.param("fully_async:losing.LosingFullyAsync", APART, 1, id="fully_async"),
-        pytest.param("one_step_off:losing.LosingOneStepOff", APART[:1], 1, id="one_step_off"),
+        pytest.param("fully_async:losing.LosingApart", APART, 1, id="fully_async"),
+        pytest.param("one_step_off:losing.LosingApart", APART[:1], 1, id="one_step_off"),
         pytest.param(
             "partial_rollout:losing.LosingPartialRollout",
             ["trainer.n_gpus_per_node=2", "async_training.max_staleness=2"],

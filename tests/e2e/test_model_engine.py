@@ -98,7 +98,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
         "async_training.staleness_threshold=2",
         f"trainer.total_training_steps={steps}",
     ]
-    run = run_main("fully_async:recording.RecordingFullyAsync", overrides, tmp_path)
+    run = run_main("fully_async:recording.RecordingApart", overrides, tmp_path)
     check_books(run, steps, bound=2)
     check_served(run, steps)
     assert run.summary["interrupted"] > 0
@@ -137,7 +137,7 @@ def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes
         "async_training.trigger_parameter_sync_step=2",
         f"trainer.total_training_steps={steps}",
     ]
-    run = run_main("fully_async:recording.RecordingFullyAsync", overrides, tmp_path)
+    run = run_main("fully_async:recording.RecordingApart", overrides, tmp_path)
     check_books(run, steps, bound=1)
     check_served(run, steps)
     # The reference policy's, by a server of its own, which keeps the initial weights.
@@ -179,7 +179,7 @@ def test_one_of_two_servers_dies_then_the_other_and_no_sample_is_lost(
         "async_training.max_replica_restarts=0",
         f"trainer.total_training_steps={steps}",
     ]
-    run = run_main("one_step_off:recording.RecordingOneStepOff", overrides, tmp_path)
+    run = run_main("one_step_off:recording.RecordingApart", overrides, tmp_path)
     check_books(run, steps, bound=1)
     # The batch under way when the last server died had been scored before.
     fallback = run.column("model_engine_server/fallback_rows")

@@ -42,7 +42,7 @@ def test_each_log_prob_is_the_named_versions_also_after_a_resume_within_a_versio
         "async_training.staleness_threshold=1",
         "actor_rollout_ref.actor.optim.lr=3e-3",
     ]
-    trainer = "fully_async:recording.RecordingFullyAsync"
+    trainer = "fully_async:recording.RecordingApart"
     first = run_main(trainer, [*overrides, f"trainer.total_training_steps={stopped}"], tmp_path)
     check_books(first, stopped, bound=1)
     assert (tmp_path / f"global_step_{stopped}" / "published" / "rank_0_of_1.pt").is_file()
