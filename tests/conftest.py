@@ -23,7 +23,7 @@ os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Processes that share the tests (xdist) are forks too, by what this one starts for all of them."""
     for spec in specs:
-        spec.python = str(shared_forks(usual_environment()).executable)
+        spec.python = str(shared_forks(usual_environment()))
 
 
 @pytest.hookimpl(optionalhook=True)

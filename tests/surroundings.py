@@ -5,9 +5,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,8 @@ from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.prefork.run import Prefork
 
 CHECKOUT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Forks:
-    """What makes forks for runs in one environment, and ends the process that they are forks of."""
-
-    executable: Path
-    stop: Callable[[], None]
-
-    @property
-    def runtime_env(self) -> dict[str, str]:
-        """The part of Ray's ``runtime_env`` that makes every worker of a job a fork."""
-        return {"py_executable": str(self.executable)}
-
-
-_forks: dict[tuple[str | None, ...], Forks] = {}
+_servers: list[Prefork] = []
+_forks: dict[tuple[str | None, ...], Path] = {}
 
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
@@ -42,21 +27,22 @@ def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def shared_forks(environment: Mapping[str, str]) -> Forks:
-    """The process that has imported the stack for all runs in such an environment; made for the first of them.
+def shared_forks(environment: Mapping[str, str]) -> Path:
+    """What makes forks of the process that has imported the stack for all runs in such an environment.
 
-    A run has one of its own otherwise, and its first 15 seconds of CPU time. `end_shared_forks` ends them all.
+    That process is started for the first of them. A run has one of its own otherwise, and its first 15 seconds of CPU
+    time. `end_shared_forks` ends them all.
     """
     key = _read_at_import(environment)
     if key not in _forks:
-        server = Prefork(environment)
-        _forks[key] = Forks(server.executable, server.stop)
+        _servers.append(Prefork(environment))
+        _forks[key] = _servers[-1].executable
     return _forks[key]
 
 
 def take_forks(executable: str) -> None:
     """Have the runs of nearly all tests be forks by ``executable``, which another process of the tests has and ends."""
-    _forks[_read_at_import(usual_environment())] = Forks(Path(executable), lambda: None)
+    _forks[_read_at_import(usual_environment())] = Path(executable)
 
 
 def usual_environment() -> dict[str, str]:
@@ -70,8 +56,9 @@ def _read_at_import(environment: Mapping[str, str]) -> tuple[str | None, ...]:
 
 
 def end_shared_forks() -> None:
-    while _forks:
-        _forks.popitem()[1].stop()
+    _forks.clear()
+    while _servers:
+        _servers.pop().stop()
 
 
 def user_environment() -> dict[str, str]:
@@ -122,13 +109,13 @@ def fresh_ray(**settings: int) -> Iterator[None]:
     import ray
 
     forks = shared_forks(usual_environment())
-    with ray_folder() as folder, ray_starts_forks(str(forks.executable)):
+    with ray_folder() as folder, ray_starts_forks(str(forks)):
         ray.shutdown()  # Ray starts itself where a test before has called it without one
         ray.init(
             include_dashboard=False,
             _temp_dir=str(folder),
             log_to_driver=False,
-            runtime_env=forks.runtime_env,
+            runtime_env={"py_executable": str(forks)},
             **settings,
         )
         yield

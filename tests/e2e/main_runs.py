@@ -99,8 +99,9 @@ def run_main(
     # The main chooses its platform by itself, as it would in a user's shell.
     module, environment = as_module(main, user_environment())
     environment = with_helpers(environment)
-    forks = shared_forks(environment).executable if shared else None
+    forks = None
     if shared:
+        forks = shared_forks(environment)
         overrides = [*overrides, "async_training.prefork_workers=false"]
     folder.mkdir(parents=True, exist_ok=True)
     finished = run_module(module, overrides, folder, environment, timeout_s, forks)

@@ -112,7 +112,7 @@ def forked_main(
 ) -> subprocess.CompletedProcess[str]:
     """Run a stock main to its end, with workers that are forked from a process that has imported the stack."""
     environment = with_helpers(environment)
-    return run_module(main, overrides, folder, environment, timeout_s, shared_forks(environment).executable)
+    return run_module(main, overrides, folder, environment, timeout_s, shared_forks(environment))
 
 
 ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"

@@ -70,7 +70,7 @@ def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tm
     overrides = [*SCALED_DOWN, *MORE.get(name, ()), *places, *batch, *short_run(task, tmp_path, ray_dir)]
     environment = with_helpers(user_environment())
     # The scripts' `python` is what makes forks.
-    forks = shared_forks(environment).executable
+    forks = shared_forks(environment)
     overrides += [f"{FORKS}={forks}", "async_training.prefork_workers=false"]
     environment |= {"MODE": mode, "PATH": os.pathsep.join([str(forks.parent), environment["PATH"]])}
     finished = subprocess.run(

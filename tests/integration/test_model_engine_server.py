@@ -27,7 +27,7 @@ SERVERS = {"model_engine_0", "model_engine_1"}
 def seen() -> dict[str, Any]:
     forks = shared_forks(usual_environment())
     finished = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("server_scenario.py")), str(forks.executable)],
+        [sys.executable, str(Path(__file__).with_name("server_scenario.py")), str(forks)],
         capture_output=True,
         text=True,
         timeout=SCENARIO_S,
