@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.trainer.fleet import Fleet
+from recipe.async_engine.weights.publisher import LoadedVersion
 from recipe.partial_rollout.publisher import TurnPublisher
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class TurnFleet(Fleet):
     def restarts(self) -> int:
         return self._restarts
 
-    def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
-        """See :meth:`WeightPublisher.publish`.
+    def load(self, version: int) -> LoadedVersion:
+        """See :meth:`WeightPublisher.load`.
 
         Raises:
             ReplicaLost: one died and the budget is used up, or it did not start.
@@ -57,7 +57,7 @@ class TurnFleet(Fleet):
         cause = self.publisher.find_dead()
         for lost in self.publisher.take_lost():
             self.publisher.add_replicas([self._in_place_of(lost, cause)])
-        return self.publisher.publish(version, announce)
+        return self.publisher.load(version)
 
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if self._restarts >= self._budget:

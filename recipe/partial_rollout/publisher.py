@@ -3,7 +3,7 @@
 
 Contract: generation happens between :meth:`begin_generation` and :meth:`pause` only. `pause` returns when every live
 engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
-trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`publish` takes it back
+trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`load` takes it back
 with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
 committed. A replica that died is out of routing for the rest of its turn; before the next publication
 `recipe.partial_rollout.fleet` has it started again.
@@ -13,10 +13,14 @@ Shown by tests/integration/test_turn_publisher.py and tests/e2e/test_partial_rol
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
 
-from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.publisher import (
+    ChecksumMismatch,
+    LoadedVersion,
+    NoReplicaLeft,
+    PublishFailed,
+    WeightPublisher,
+)
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, ReplicaRecord
 
 
@@ -58,7 +62,8 @@ class TurnPublisher(WeightPublisher):
     async def _check_engine(record: ReplicaRecord) -> None:
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
-    async def transfer(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
+    async def transfer(self, loaded: LoadedVersion) -> None:
+        version = loaded.version
         outcomes = await self.outcomes(self.actor_wg.update_weights(global_steps=version, mode=self.backend))
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is not None:
@@ -66,8 +71,9 @@ class TurnPublisher(WeightPublisher):
         if len(set(outcomes)) > 1:
             raise ChecksumMismatch(f"trainer ranks loaded different weights of version {version}: {outcomes}")
         self.checksum = outcomes[0]
-        announce()
-        return {}
+
+    async def _resume(self, loaded: LoadedVersion) -> None:
+        """Nothing: the next generation turn begins with :meth:`begin_generation`."""
 
     async def _unroute_dead(self) -> None:
         """Take engines that died since the last turn out of routing; their requests have failed or will."""

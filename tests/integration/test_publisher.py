@@ -120,7 +120,9 @@ class Fleet:
         self.publisher.backend_cls = Topology
 
     def publish(self, version: int) -> dict[str, float]:
-        return self.publisher.publish(version, announce=lambda: self.journal.append(("announce", version)))
+        loaded = self.publisher.load(version)
+        self.journal.append(("announce", version))
+        return self.publisher.resume(loaded)
 
     @property
     def routed(self) -> list[str]:

@@ -80,7 +80,9 @@ class Turn:
         self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), timeout_s=5.0)
 
     def publish(self, version: int) -> None:
-        self.publisher.publish(version, announce=lambda: self.journal.append(("announce", version)))
+        loaded = self.publisher.load(version)
+        self.journal.append(("announce", version))
+        self.publisher.resume(loaded)
 
     @property
     def routed(self) -> list[str]:

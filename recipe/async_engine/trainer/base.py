@@ -326,7 +326,10 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             training = self.plan.settings.async_training
             if not training.partial_rollout:
                 self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
-            self.metrics.update(self.fleet.publish(self.ledger.version + 1, announce=self.running.version_published))
+            loaded = self.fleet.load(self.ledger.version + 1)
+            # No replica generates yet: what starts from here on is the new version's.
+            self.running.version_published()
+            self.metrics.update(self.fleet.resume(loaded))
             self.published.keep()
             if not training.partial_rollout:
                 self.running.open_turn()

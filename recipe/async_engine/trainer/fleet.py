@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.model_engine.meter import ServerMeter
 from recipe.async_engine.recovery.replacement import Replacements
-from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.async_engine.weights.publisher import LoadedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import generates
 
 Handles = dict[str, Any]
@@ -45,6 +45,7 @@ class Fleet:
         self._start_server: Callable[[], RolloutReplica] | None = None
         self._tell: Callable[[Handles], None] | None = None
         self._meter = ServerMeter()
+        self._joining: list[RolloutReplica] = []
 
     def use_servers(
         self,
@@ -61,17 +62,25 @@ class Fleet:
         self.publisher.add_replicas(servers)
         tell(self._handles)
 
-    def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
-        """See :meth:`WeightPublisher.publish`."""
-        joining = self._replacements.take() if self._replacements is not None else []
-        self.publisher.add_replicas(joining)
-        metrics = self.publisher.publish(version, announce)
+    def publish(self, version: int) -> dict[str, float]:
+        """Load and resume; see both."""
+        return self.resume(self.load(version))
+
+    def load(self, version: int) -> LoadedVersion:
+        """See :meth:`WeightPublisher.load`; replicas that have started since the last sync take part."""
+        self._joining = self._replacements.take() if self._replacements is not None else []
+        self.publisher.add_replicas(self._joining)
+        return self.publisher.load(version)
+
+    def resume(self, loaded: LoadedVersion) -> dict[str, float]:
+        """See :meth:`WeightPublisher.resume`; replacements of what was lost begin to start."""
+        metrics = self.publisher.resume(loaded)
         lost = self.publisher.take_lost() if self._replacements is not None else []
         for replica in lost:
             self._replace(replica)
-        if self._tell is not None and any(not generates(replica) for replica in (*lost, *joining)):
+        if self._tell is not None and any(not generates(replica) for replica in (*lost, *self._joining)):
             gone = set(map(id, lost))
-            came = [replica for replica in joining if not generates(replica)]
+            came = [replica for replica in self._joining if not generates(replica)]
             self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
             self._tell(self._handles)
         return metrics

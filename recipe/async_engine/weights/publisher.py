@@ -21,7 +21,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -50,6 +51,19 @@ class ChecksumMismatch(RecipeError):
 
 class PublishFailed(RecipeError):
     """The trainer's side of a weight sync failed, on every attempt."""
+
+
+@dataclass
+class LoadedVersion:
+    """A version that replicas hold and do not generate with yet."""
+
+    version: int
+    began: float
+    paused: float | None = None
+    """When generation paused, on the clock of ``began``; None where it does not go on with the version."""
+    holders: list[ReplicaRecord] = field(default_factory=list)
+    sender: dict[str, float] = field(default_factory=dict)
+    """Metrics of the sender."""
 
 
 def agreed(checksums: Sequence[set[str | None]]) -> str | None:
@@ -93,41 +107,68 @@ class WeightPublisher(CheckpointEngineManager):
         """Replicas in routing: each holds the version that was announced last."""
         return sum(record.routed for record in self.known.records)
 
-    def publish(self, version: int, announce: Callable[[], Any] | None = None) -> dict[str, float]:
-        """Publish the trainer's weights as ``version``; returns metrics of the sync.
+    def publish(self, version: int) -> dict[str, float]:
+        """Load and resume; see both."""
+        return self.resume(self.load(version))
 
-        Args:
-            version: the version's number.
-            announce: called once every live replica has committed, before any of them generates again.
+    def load(self, version: int) -> LoadedVersion:
+        """Bring the trainer's weights to the replicas as ``version``; none of them generates from here to `resume`.
 
         Raises:
             NoReplicaLeft: no replica holds the version.
             PublishFailed: the trainer could not send.
         """
-        started = time.monotonic()
-        metrics = asyncio.run(self.transfer(version, announce or (lambda: None)))
-        seconds = time.monotonic() - started
-        self.seconds += seconds
-        return {**metrics, "fully_async/weight_sync/seconds": seconds}
+        loaded = LoadedVersion(version, began=time.monotonic())
+        asyncio.run(self.transfer(loaded))
+        return loaded
 
-    async def transfer(self, version: int, announce: Callable[[], Any]) -> dict[str, float]:
-        """Bring the weights to the replicas; see :meth:`publish`."""
+    def resume(self, loaded: LoadedVersion) -> dict[str, float]:
+        """Have the replicas that hold the version generate; returns metrics of the sync.
+
+        Raises:
+            NoReplicaLeft: none of them does.
+        """
+        asyncio.run(self._resume(loaded))
+        now = time.monotonic()
+        self.seconds += now - loaded.began
+        metrics = {**loaded.sender, "fully_async/weight_sync/seconds": now - loaded.began}
+        if loaded.paused is not None:
+            metrics["fully_async/weight_sync/generation_paused_seconds"] = now - loaded.paused
+        return metrics
+
+    async def transfer(self, loaded: LoadedVersion) -> None:
+        """Pause the replicas, bring them the version and note in ``loaded`` which hold it; see :meth:`load`."""
+        version = loaded.version
         # Before generation pauses: one that is gone would be missed in the middle of the transfer, by everyone.
         servers = [record for record in self.known.records if not record.generates and not record.dead]
         await self.known.each("answer", servers, self._ping, PING_TIMEOUT_S, or_absent=True)
-        paused_at = time.monotonic()
+        loaded.paused = time.monotonic()
         await self.known.each("pause", self.known.present, self._pause)
-        metrics: dict[str, float] = {}
-        loaded: list[ReplicaRecord] = []
+        committed = await self._load_with_retries(loaded)
+        loaded.holders = [record for record in committed if not record.dead]
+        wrong = [record for record in self.known.present if isinstance(record.error, ChecksumMismatch)]
+        await self.known.each(
+            "refuse its weights",
+            [record for record in wrong if not record.generates],
+            lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
+        )
+        await self._unroute([record for record in self.known.records if record not in loaded.holders])
+        if not any(record.generates for record in loaded.holders):
+            raise self._no_replica(f"no rollout replica holds version {version}", self.known.records)
+
+    async def _load_with_retries(self, loaded: LoadedVersion) -> list[ReplicaRecord]:
+        """Those that committed in the last attempt; PublishFailed if the trainer could not send in any."""
+        version = loaded.version
+        committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
         for attempt in range(1, ATTEMPTS + 1):
             candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break
-            loaded, metrics, trainer_error = await self._load(candidates, version)
-            if len(loaded) < len(candidates):
+            committed, loaded.sender, trainer_error = await self._load(candidates, version)
+            if len(committed) < len(candidates):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
-            if all(record in loaded for record in candidates if record.generates):
+            if all(record in committed for record in candidates if record.generates):
                 break
             await self.known.each("answer", self.known.present, self._ping, PING_TIMEOUT_S)
             # In a collective transfer one engine that takes no weights fails it for all: the others go on without it.
@@ -136,23 +177,12 @@ class WeightPublisher(CheckpointEngineManager):
                 refused = []
             if attempt == ATTEMPTS and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
-        loaded = [record for record in loaded if not record.dead]
-        wrong = [record for record in self.known.present if isinstance(record.error, ChecksumMismatch)]
-        await self.known.each(
-            "refuse its weights",
-            [record for record in wrong if not record.generates],
-            lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
-        )
-        await self._unroute([record for record in self.known.records if record not in loaded])
-        if not any(record.generates for record in loaded):
-            cause = next((record.error for record in self.known.records if record.error is not None), None)
-            raise NoReplicaLeft(f"no rollout replica holds version {version}: {self.known.errors}") from cause
-        announce()
-        await self._resume(loaded)
-        if not self.live_replicas:
-            cause = next(record.error for record in loaded if record.error is not None)
-            raise NoReplicaLeft(f"no rollout replica resumed with version {version}: {self.known.errors}") from cause
-        return {**metrics, "fully_async/weight_sync/generation_paused_seconds": time.monotonic() - paused_at}
+        return committed
+
+    def _no_replica(self, what: str, records: list[ReplicaRecord]) -> NoReplicaLeft:
+        error = NoReplicaLeft(f"{what}: {self.known.errors}")
+        error.__cause__ = next((record.error for record in records if record.error is not None), None)
+        return error
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
@@ -246,12 +276,14 @@ class WeightPublisher(CheckpointEngineManager):
             "leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote()
         )
 
-    async def _resume(self, records: list[ReplicaRecord]) -> None:
+    async def _resume(self, loaded: LoadedVersion) -> None:
         async def resume(record: ReplicaRecord) -> None:
             await record.replica.resume_kv_cache()
             await record.replica.resume_generation()
 
+        records = loaded.holders
         await self.known.each("resume", records, resume)
-        lost = [record for record in records if record.dead]
-        await self._unroute(lost)
+        await self._unroute([record for record in records if record.dead])
         await self.known.route([record for record in records if not record.dead])
+        if not self.live_replicas:
+            raise self._no_replica(f"no rollout replica resumed with version {loaded.version}", records)
