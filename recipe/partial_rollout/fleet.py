@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.weights.publisher import LoadedVersion
+from recipe.async_engine.weights.publisher import StagedVersion
 from recipe.partial_rollout.publisher import TurnPublisher
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class TurnFleet(Fleet):
     def restarts(self) -> int:
         return self._restarts
 
-    def load(self, version: int) -> LoadedVersion:
-        """See :meth:`WeightPublisher.load`.
+    def stage(self, version: int) -> StagedVersion:
+        """See :meth:`WeightPublisher.stage`.
 
         Raises:
             ReplicaLost: one died and the budget is used up, or it did not start.
@@ -57,7 +57,7 @@ class TurnFleet(Fleet):
         cause = self.publisher.find_dead()
         for lost in self.publisher.take_lost():
             self.publisher.add_replicas([self._in_place_of(lost, cause)])
-        return self.publisher.load(version)
+        return self.publisher.stage(version)
 
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if self._restarts >= self._budget:

@@ -3,7 +3,7 @@
 
 Contract: generation happens between :meth:`begin_generation` and :meth:`pause` only. `pause` returns when every live
 engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
-trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`load` takes it back
+trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`swap` takes it back
 with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
 committed. A replica that died is out of routing for the rest of its turn; before the next publication
 `recipe.partial_rollout.fleet` has it started again.
@@ -16,9 +16,9 @@ import time
 
 from recipe.async_engine.weights.publisher import (
     ChecksumMismatch,
-    LoadedVersion,
     NoReplicaLeft,
     PublishFailed,
+    StagedVersion,
     WeightPublisher,
 )
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, ReplicaRecord
@@ -62,8 +62,12 @@ class TurnPublisher(WeightPublisher):
     async def _check_engine(record: ReplicaRecord) -> None:
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
-    async def transfer(self, loaded: LoadedVersion) -> None:
-        version = loaded.version
+    def stage(self, version: int) -> StagedVersion:
+        """Nothing yet: the engines' memory is the trainer's until `swap`, which loads the weights in place."""
+        return StagedVersion(version)
+
+    async def _swap(self, staged: StagedVersion) -> None:
+        version = staged.version
         outcomes = await self.outcomes(self.actor_wg.update_weights(global_steps=version, mode=self.backend))
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is not None:
@@ -72,7 +76,7 @@ class TurnPublisher(WeightPublisher):
             raise ChecksumMismatch(f"trainer ranks loaded different weights of version {version}: {outcomes}")
         self.checksum = outcomes[0]
 
-    async def _resume(self, loaded: LoadedVersion) -> None:
+    async def _resume(self, staged: StagedVersion) -> None:
         """Nothing: the next generation turn begins with :meth:`begin_generation`."""
 
     async def _unroute_dead(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from recipe.async_engine.platform.vllm_cpu import CPUWorkerExtension
+from recipe.async_engine.weights.cpu_engine_extension import CPUStagingExtension
 
 
 def record_requests(scheduler_output: Any) -> None:
@@ -28,7 +28,7 @@ def record_requests(scheduler_output: Any) -> None:
             file.writelines(lines)
 
 
-class SlowDecodeExtension(CPUWorkerExtension):
+class SlowDecodeExtension(CPUStagingExtension):
     """The extension of the CPU platform, in an engine whose model runner waits."""
 
     def __new__(cls, **kwargs: Any) -> SlowDecodeExtension:

@@ -28,7 +28,11 @@ class Replica:
         self.alive = True
         self.answers = True
         self.resumes: list[Any] = []
-        self.workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping), update=self.update)]
+        self.swaps: list[Any] = []
+        take = SimpleNamespace(remote=self.update)
+        self.workers = [
+            SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping), stage_weights=take, update_weights=take)
+        ]
         self.servers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping))]
         self.server_handle = Handle(self)
 
@@ -59,9 +63,16 @@ class Replica:
             raise ActorDiedError()
         self.note("pause")
 
-    async def release_kv_cache(self) -> None: ...
+    async def release_kv_cache(self) -> None:
+        self.note("release")
 
     async def resume_kv_cache(self) -> None: ...
+
+    def swap(self, version: int, checksum: str) -> None:
+        if self.swaps:
+            raise self.swaps.pop(0)
+        assert checksum == f"checksum of {version}"
+        self.note(f"swap {version}")
 
     async def resume_generation(self) -> None:
         if self.resumes:
@@ -108,21 +119,22 @@ class Topology:
 class Fleet:
     """A publisher with its replicas, balancer and trainer."""
 
-    def __init__(self, *scripts: tuple[Any, ...], timeout_s: float = 5.0) -> None:
+    def __init__(self, *scripts: tuple[Any, ...], timeout_s: float = 5.0, in_place: bool = False) -> None:
         self.journal: list[Any] = []
         self.replicas = [Replica(rank, self.journal, *script) for rank, script in enumerate(scripts)]
         self.balancer = GlobalRequestLoadBalancer({})
         self.sender = Sender()
         config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.async_engine.weights.gloo_engine")
         self.publisher = WeightPublisher(
-            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s
+            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s, in_place
         )
         self.publisher.backend_cls = Topology
 
     def publish(self, version: int) -> dict[str, float]:
-        loaded = self.publisher.load(version)
+        staged = self.publisher.stage(version)
+        self.publisher.swap(staged)
         self.journal.append(("announce", version))
-        return self.publisher.resume(loaded)
+        return self.publisher.resume(staged)
 
     @property
     def routed(self) -> list[str]:
@@ -142,17 +154,52 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
 
 
-def test_version_is_announced_after_every_commit_and_before_any_resume() -> None:
+def in_order(fleet: Fleet, *events: str) -> bool:
+    """Whether all of one kind have happened before the first of the next kind, on both replicas."""
+    places = [fleet.when(event) for event in events]
+    assert all(len(found) == 2 for event, found in zip(events, places, strict=True) if event != "announce")
+    return all(max(these) < min(those) for these, those in zip(places, places[1:], strict=False))
+
+
+def test_generation_pauses_when_every_replica_has_the_version_and_resumes_when_it_is_announced() -> None:
     fleet = Fleet((), ())
     metrics = fleet.publish(0)
-    assert max(fleet.when("pause")) < min(fleet.when("commit 0"))
-    assert max(fleet.when("commit 0")) < fleet.when("announce")[0] < min(fleet.when("resume"))
-    assert len(fleet.when("commit 0")) == len(fleet.when("resume")) == 2
+    assert in_order(fleet, "commit 0", "pause", "swap 0", "announce", "resume")
+    assert fleet.when("release") == []
     assert fleet.routed == ["server-0", "server-1"]
     assert fleet.publisher.live_replicas == 2
     assert metrics["bytes"] == 100.0
     assert metrics["fully_async/weight_sync/generation_paused_seconds"] <= metrics["fully_async/weight_sync/seconds"]
     assert fleet.publisher.seconds == metrics["fully_async/weight_sync/seconds"]
+
+
+def test_generation_pauses_before_weights_are_loaded_in_place() -> None:
+    fleet = Fleet((), (), in_place=True)
+    fleet.publish(0)
+    assert in_order(fleet, "pause", "commit 0", "announce", "resume")
+    assert fleet.when("swap 0") == []
+    assert len(fleet.when("release")) == 2
+    assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_failed_transfer_leaves_everyone_generating_with_the_old_version() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    before = list(fleet.journal)
+    fleet.sender.fails = [ActorDiedError(), ActorDiedError()]
+    with pytest.raises(PublishFailed):
+        fleet.publish(1)
+    assert {what for what, _ in fleet.journal[len(before) :]} <= {"commit 1"}, "nothing was paused or swapped"
+    assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_replica_that_cannot_swap_is_given_up() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    fleet.replicas[0].swaps = [RuntimeError("torn")]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    assert [replica.replica_rank for replica in fleet.publisher.take_lost()] == [0]
 
 
 def test_replica_is_routed_to_only_after_its_first_commit_and_once() -> None:

@@ -17,7 +17,7 @@ from recipe.async_engine.recovery import clean_up
 from recipe.async_engine.recovery.clean_up import clear_replica, cleared_on_failure
 from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.weights.publisher import LoadedVersion
+from recipe.async_engine.weights.publisher import StagedVersion
 
 SOON_S = 5.0
 
@@ -48,11 +48,13 @@ class Publisher:
     def add_replicas(self, replicas: list[Part]) -> None:
         self.replicas += replicas
 
-    def load(self, version: int) -> LoadedVersion:
-        return LoadedVersion(version, began=0.0)
+    def stage(self, version: int) -> StagedVersion:
+        return StagedVersion(version)
 
-    def resume(self, loaded: LoadedVersion) -> dict[str, float]:
-        return {"version": loaded.version}
+    def swap(self, staged: StagedVersion) -> None: ...
+
+    def resume(self, staged: StagedVersion) -> dict[str, float]:
+        return {"version": staged.version}
 
     def take_lost(self) -> list[Part]:
         lost, self.dying = self.dying, []

@@ -80,9 +80,10 @@ class Turn:
         self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), timeout_s=5.0)
 
     def publish(self, version: int) -> None:
-        loaded = self.publisher.load(version)
+        staged = self.publisher.stage(version)
+        self.publisher.swap(staged)
         self.journal.append(("announce", version))
-        self.publisher.resume(loaded)
+        self.publisher.resume(staged)
 
     @property
     def routed(self) -> list[str]:

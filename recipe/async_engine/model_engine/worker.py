@@ -93,6 +93,8 @@ class ModelEngineWorker(CheckpointEngineWorker):
             await self._tell("staged")
         return checksum
 
+    stage_weights = update_weights
+
     def _receive(self, version: int | None) -> str:
         self._use_device()
         checksum = StreamChecksum()

@@ -5,9 +5,10 @@ Contract:
 
 * A server started with dummy weights answers nothing before its first complete load: requests wait up to
   ``first_weights_timeout_s`` and then fail with :class:`FirstWeightsTimeout`.
-* ``begin_load`` closes the server, ``set_global_steps`` (which verl's adapter calls when every weight has arrived)
-  opens it. A load that is cut off in between leaves the server closed, so torn weights never answer. Abort, resume and
-  wake-up calls open nothing.
+* Weights are staged beside those that answer; ``swap`` makes them the live ones, while the engine is paused. Where they
+  are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
+  weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
+  Abort, resume and wake-up calls open nothing.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
   stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
 
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
 
-CPU_WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
+WORKER_EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
+CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
 
 
 class FirstWeightsTimeout(RecipeError):
@@ -253,6 +255,25 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 )
             await asyncio.sleep(STRAGGLER_S)
 
+    async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
+        """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
+        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s))
+
+    async def staging_outcomes(self) -> list[str]:
+        """Of each of the engine's workers; see `recipe.async_engine.weights.engine_extension`."""
+        return await self.engine.collective_rpc("staging_outcome")
+
+    async def swap(self, version: int, checksum: str) -> None:
+        """Make the staged weights, of this checksum, the live ones; the engine must be paused, its caches empty.
+
+        The server answers nothing more if that fails on the way.
+        """
+        self._gate.begin_load(version)
+        if self.node_rank == 0:
+            await self.engine.collective_rpc("swap_staged", args=(version,))
+        await self.loaded(checksum)
+        await self.set_global_steps(version)
+
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""
         self._gate.begin_load(global_steps)
@@ -296,7 +317,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     def _get_worker_extension_cls(self) -> str:
         if get_platform().device_name == "cpu":
             return CPU_WORKER_EXTENSION
-        return super()._get_worker_extension_cls()
+        return WORKER_EXTENSION
 
 
 class GatedVLLMReplica(vLLMReplica):

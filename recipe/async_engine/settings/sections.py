@@ -66,6 +66,20 @@ class Timeouts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """How new weights get to the rollout replicas."""
+
+    staging: str = field(
+        "device",
+        "Where a version waits until every replica has it: `device`, beside the live weights in the engine's memory,"
+        " which takes room for the weights a second time (leave it with `rollout.gpu_memory_utilization`); generation"
+        " pauses for the swap alone. `none`: nowhere; generation pauses while the weights are loaded in place. Where"
+        " both sides share accelerators nothing generates during a sync, and they are loaded in place either way.",
+        choices=("device", "none"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AsyncTraining:
     """How far generation and training may run apart, and what happens at a weight sync."""
 
@@ -186,6 +200,7 @@ class AsyncTraining:
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
         " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
     )
+    weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = field(
         False,
@@ -257,6 +272,7 @@ class Settings:
 
 SECTIONS: Mapping[str, type[Any]] = {
     "async_training": AsyncTraining,
+    "async_training.weights": Weights,
     "async_training.timeouts": Timeouts,
     "rollout": RolloutResources,
     "builtin_task": BuiltinTask,

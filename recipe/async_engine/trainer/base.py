@@ -324,12 +324,13 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _publish(self) -> None:
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             training = self.plan.settings.async_training
+            staged = self.fleet.stage(self.ledger.version + 1)
             if not training.partial_rollout:
                 self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
-            loaded = self.fleet.load(self.ledger.version + 1)
-            # No replica generates yet: what starts from here on is the new version's.
+            self.fleet.swap(staged)
+            # No replica generates: what starts from here on is the new version's.
             self.running.version_published()
-            self.metrics.update(self.fleet.resume(loaded))
+            self.metrics.update(self.fleet.resume(staged))
             self.published.keep()
             if not training.partial_rollout:
                 self.running.open_turn()

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.model_engine.meter import ServerMeter
 from recipe.async_engine.recovery.replacement import Replacements
-from recipe.async_engine.weights.publisher import LoadedVersion, WeightPublisher
+from recipe.async_engine.weights.publisher import StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import generates
 
 Handles = dict[str, Any]
@@ -63,18 +63,24 @@ class Fleet:
         tell(self._handles)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Load and resume; see both."""
-        return self.resume(self.load(version))
+        """Stage, swap and resume; see the three."""
+        staged = self.stage(version)
+        self.swap(staged)
+        return self.resume(staged)
 
-    def load(self, version: int) -> LoadedVersion:
-        """See :meth:`WeightPublisher.load`; replicas that have started since the last sync take part."""
+    def stage(self, version: int) -> StagedVersion:
+        """See :meth:`WeightPublisher.stage`; replicas that have started since the last sync take part."""
         self._joining = self._replacements.take() if self._replacements is not None else []
         self.publisher.add_replicas(self._joining)
-        return self.publisher.load(version)
+        return self.publisher.stage(version)
 
-    def resume(self, loaded: LoadedVersion) -> dict[str, float]:
+    def swap(self, staged: StagedVersion) -> None:
+        """See :meth:`WeightPublisher.swap`."""
+        self.publisher.swap(staged)
+
+    def resume(self, staged: StagedVersion) -> dict[str, float]:
         """See :meth:`WeightPublisher.resume`; replacements of what was lost begin to start."""
-        metrics = self.publisher.resume(loaded)
+        metrics = self.publisher.resume(staged)
         lost = self.publisher.take_lost() if self._replacements is not None else []
         for replica in lost:
             self._replace(replica)

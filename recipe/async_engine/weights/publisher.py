@@ -3,10 +3,12 @@
 
 Contract:
 
-* A version is announced only when every live replica has committed it; generation resumes after that, and only on
-  replicas that hold it.
-* A replica that died, or failed to load, serves nothing and is out of routing until a later load succeeds. The others
-  load again without it: engines load in place, so a broken transfer may have left torn weights everywhere.
+* A version is staged beside the weights that generate. Generation pauses only when every live replica has it whole, for
+  the swap; until then, and if the transfer fails, the old version answers. It is announced when the live replicas have
+  swapped; generation resumes after that, and only on replicas that hold it.
+* A replica that died, or did not take the version, is out of routing until a later one succeeds; the others go on
+  without it. Where weights are loaded in place (``async_training.weights.staging=none``), generation pauses for the
+  whole transfer, and after a broken one, which may have left torn weights everywhere, all load again.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
   (checkpoint_engine/base.py:553).
 * Replicas that loaded other weights than most rollout replicas did, by their checksums, have failed to load; where no
@@ -21,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +56,16 @@ class PublishFailed(RecipeError):
 
 
 @dataclass
-class LoadedVersion:
-    """A version that replicas hold and do not generate with yet."""
+class StagedVersion:
+    """A version on its way to the replicas, from :meth:`WeightPublisher.stage` to :meth:`WeightPublisher.resume`."""
 
     version: int
-    began: float
-    paused: float | None = None
-    """When generation paused, on the clock of ``began``; None where it does not go on with the version."""
+    seconds: float = 0.0
+    """What the calls have taken so far."""
+    paused_at: float | None = None
+    """When generation paused (monotonic clock); None where it does not go on with the version."""
     holders: list[ReplicaRecord] = field(default_factory=list)
+    """Replicas that have the version, beside their live weights or in their place."""
     sender: dict[str, float] = field(default_factory=dict)
     """Metrics of the sender."""
 
@@ -84,8 +88,10 @@ class WeightPublisher(CheckpointEngineManager):
         replicas: list[RolloutReplica],
         load_balancer: ray.actor.ActorHandle,
         timeout_s: float,
+        in_place: bool = False,
     ) -> None:
         super().__init__(config, actor_wg, replicas)
+        self._in_place = in_place
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
@@ -108,64 +114,101 @@ class WeightPublisher(CheckpointEngineManager):
         return sum(record.routed for record in self.known.records)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Load and resume; see both."""
-        return self.resume(self.load(version))
+        """Stage, swap and resume; see the three."""
+        staged = self.stage(version)
+        self.swap(staged)
+        return self.resume(staged)
 
-    def load(self, version: int) -> LoadedVersion:
-        """Bring the trainer's weights to the replicas as ``version``; none of them generates from here to `resume`.
+    def stage(self, version: int) -> StagedVersion:
+        """Bring the trainer's weights beside those that the replicas generate with, which they go on doing.
+
+        Raises:
+            NoReplicaLeft: no replica has taken the version.
+            PublishFailed: the trainer could not send.
+        """
+        staged = StagedVersion(version)
+        if not self._in_place:
+            self._timed(staged, self._transfer(staged))
+        return staged
+
+    def swap(self, staged: StagedVersion) -> None:
+        """Pause generation and make the staged weights the live ones; none generates from here to `resume`.
 
         Raises:
             NoReplicaLeft: no replica holds the version.
-            PublishFailed: the trainer could not send.
+            PublishFailed: weights are loaded in place, and the trainer could not send.
         """
-        loaded = LoadedVersion(version, began=time.monotonic())
-        asyncio.run(self.transfer(loaded))
-        return loaded
+        self._timed(staged, self._swap(staged))
 
-    def resume(self, loaded: LoadedVersion) -> dict[str, float]:
+    def resume(self, staged: StagedVersion) -> dict[str, float]:
         """Have the replicas that hold the version generate; returns metrics of the sync.
 
         Raises:
             NoReplicaLeft: none of them does.
         """
-        asyncio.run(self._resume(loaded))
-        now = time.monotonic()
-        self.seconds += now - loaded.began
-        metrics = {**loaded.sender, "fully_async/weight_sync/seconds": now - loaded.began}
-        if loaded.paused is not None:
-            metrics["fully_async/weight_sync/generation_paused_seconds"] = now - loaded.paused
+        self._timed(staged, self._resume(staged))
+        self.seconds += staged.seconds
+        metrics = {**staged.sender, "fully_async/weight_sync/seconds": staged.seconds}
+        if staged.paused_at is not None:
+            metrics["fully_async/weight_sync/generation_paused_seconds"] = time.monotonic() - staged.paused_at
         return metrics
 
-    async def transfer(self, loaded: LoadedVersion) -> None:
-        """Pause the replicas, bring them the version and note in ``loaded`` which hold it; see :meth:`load`."""
-        version = loaded.version
-        # Before generation pauses: one that is gone would be missed in the middle of the transfer, by everyone.
-        servers = [record for record in self.known.records if not record.generates and not record.dead]
-        await self.known.each("answer", servers, self._ping, PING_TIMEOUT_S, or_absent=True)
-        loaded.paused = time.monotonic()
-        await self.known.each("pause", self.known.present, self._pause)
-        committed = await self._load_with_retries(loaded)
-        loaded.holders = [record for record in committed if not record.dead]
+    @staticmethod
+    def _timed(staged: StagedVersion, work: Coroutine[Any, Any, None]) -> None:
+        began = time.monotonic()
+        try:
+            asyncio.run(work)
+        finally:
+            staged.seconds += time.monotonic() - began
+
+    async def _transfer(self, staged: StagedVersion) -> None:
+        """Bring the version to the replicas and note in ``staged`` which have it; the others leave routing."""
+        version = staged.version
+        # One that is gone would be missed in the middle of the transfer, by everyone.
+        living = [record for record in self.known.records if not record.dead]
+        servers = [record for record in living if not record.generates]
+        await asyncio.gather(
+            self.known.each("answer", servers, self._ping, PING_TIMEOUT_S, or_absent=True),
+            self.known.each("answer", [record for record in living if record.generates], self._ping),
+        )
+        committed = await self._load_with_retries(staged)
+        staged.holders = [record for record in committed if not record.dead]
         wrong = [record for record in self.known.present if isinstance(record.error, ChecksumMismatch)]
         await self.known.each(
             "refuse its weights",
             [record for record in wrong if not record.generates],
             lambda record: record.replica.server_handle.refuse.remote(version, str(record.error)),
         )
-        await self._unroute([record for record in self.known.records if record not in loaded.holders])
-        if not any(record.generates for record in loaded.holders):
+        if not any(record.generates for record in staged.holders):
             raise self._no_replica(f"no rollout replica holds version {version}", self.known.records)
 
-    async def _load_with_retries(self, loaded: LoadedVersion) -> list[ReplicaRecord]:
+    async def _swap(self, staged: StagedVersion) -> None:
+        staged.paused_at = time.monotonic()
+        await self.known.each("pause", self.known.present, self._pause)
+        if self._in_place:
+            await self._transfer(staged)
+        else:
+            checksum = self.checksum
+            await self.known.each(
+                "swap its weights",
+                [record for record in staged.holders if record.generates and not record.dead],
+                lambda record: record.replica.server_handle.swap.remote(staged.version, checksum),
+            )
+        staged.holders = [record for record in staged.holders if not record.dead]
+        await self._unroute([record for record in self.known.records if record not in staged.holders])
+        if not any(record.generates for record in staged.holders):
+            raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
+
+    async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
         """Those that committed in the last attempt; PublishFailed if the trainer could not send in any."""
-        version = loaded.version
+        version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
         for attempt in range(1, ATTEMPTS + 1):
             candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break
-            committed, loaded.sender, trainer_error = await self._load(candidates, version)
+            committed, staged.sender, trainer_error = await self._load(candidates, version)
             if len(committed) < len(candidates):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in committed for record in candidates if record.generates):
@@ -188,10 +231,10 @@ class WeightPublisher(CheckpointEngineManager):
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
         return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
 
-    @staticmethod
-    async def _pause(record: ReplicaRecord) -> None:
+    async def _pause(self, record: ReplicaRecord) -> None:
         await record.replica.abort_all_requests()
-        await record.replica.release_kv_cache()
+        if self._in_place:
+            await record.replica.release_kv_cache()
 
     @staticmethod
     async def _ping(record: ReplicaRecord) -> None:
@@ -212,7 +255,9 @@ class WeightPublisher(CheckpointEngineManager):
                 record.error = error
             return [], {}, error
         sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        results = await self.outcomes([*sent, *rollout.update_weights(global_steps=version)])
+        how = "update_weights" if self._in_place else "stage_weights"
+        received = [getattr(worker, how).remote(version) for worker in handles]
+        results = await self.outcomes([*sent, *received])
         trainer, receivers = results[: len(sent)], results[len(sent) :]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
         committed: list[ReplicaRecord] = []
@@ -276,14 +321,15 @@ class WeightPublisher(CheckpointEngineManager):
             "leave routing", leaving, lambda record: record.replica.server_handle.leave_routing.remote()
         )
 
-    async def _resume(self, loaded: LoadedVersion) -> None:
+    async def _resume(self, staged: StagedVersion) -> None:
         async def resume(record: ReplicaRecord) -> None:
-            await record.replica.resume_kv_cache()
+            if self._in_place:
+                await record.replica.resume_kv_cache()
             await record.replica.resume_generation()
 
-        records = loaded.holders
+        records = staged.holders
         await self.known.each("resume", records, resume)
         await self._unroute([record for record in records if record.dead])
         await self.known.route([record for record in records if not record.dead])
         if not self.live_replicas:
-            raise self._no_replica(f"no rollout replica resumed with version {loaded.version}", records)
+            raise self._no_replica(f"no rollout replica resumed with version {staged.version}", records)

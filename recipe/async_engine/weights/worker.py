@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The receiving end of a weight sync, beside each rollout server's engine.
 
-Contract: a load either completes and commits its version, or fails within its deadline and leaves the server closed
-(see `recipe.async_engine.replicas.server`) and its engine ready for another load. Nothing blocks the worker's event
-loop. Stock verl has neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop
-(bucketed_weight_transfer.py:163).
+Contract: weights are staged beside those that generate (`stage_weights`), which go on answering until the server is
+told to swap, or loaded in place (`update_weights`), where the server is closed until they are complete. Either succeeds
+as a whole, or fails within its deadline and leaves the engine ready for another one; after a failed load in place the
+server stays closed (see `recipe.async_engine.replicas.server`). Nothing blocks the worker's event loop. Stock verl has
+neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop (bucketed_weight_transfer.py:163).
 """
 
 import asyncio
@@ -28,6 +29,12 @@ from recipe.async_engine.weights.checksum import StreamChecksum
 
 LOOK_MS = 100
 """How long a call on the socket waits before it looks for an error of the engine again."""
+
+WATCH_S = 1.0
+"""How often an engine that is being sent to is asked whether it is alive."""
+
+UNDER_WAY, COMPLETE = "under way", "complete"
+"""Outcomes of staging, as `recipe.async_engine.weights.engine_extension` reports them; any other is an error."""
 
 T = TypeVar("T")
 Failure = Callable[[], Exception | None]
@@ -157,30 +164,67 @@ class DeadlineServerAdapter(ServerAdapter):
             timeout=self._timeout_s,
             kwargs={**kwargs, "use_shm": self.use_shm},
         )
-        checksum = StreamChecksum()
         outcome = asyncio.create_task(_error_of(load))
-        sender = DeadlineWeightSender(
-            zmq_handle=self.zmq_handle,
-            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
-            use_shm=self.use_shm,
-            timeout_s=self._timeout_s,
-            failure=lambda: outcome.result() if outcome.done() else None,
-        )
         try:
-            await asyncio.to_thread(
-                _run_on, get_platform().current_device(), sender.async_send_weights(checksum.watching(weights))
-            )
+            await self._send(weights, outcome)
             error = await self._in_time(outcome, "finish the load")
         finally:
             outcome.cancel()
         if error is not None:
             raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {error}")
-        self.checksum = checksum.value()
         if self._has_server:
             await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
             if global_steps is not None:
                 await self._in_time(self.server_handle.loaded.remote(self.checksum), "take a checksum")
                 await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
+
+    @torch.no_grad()
+    async def stage_weights(self, weights: NamedTensors, version: int) -> None:
+        """Bring every tensor of ``weights`` beside those that the engine generates with, as ``version``.
+
+        Raises:
+            WeightLoadError: the engine lacks a part of its weights, or did not answer in time; it goes on as before.
+        """
+        leads = self._ensure_server_handle()
+        if leads:
+            staging = self.server_handle.begin_staging.remote(version, self.use_shm, self._timeout_s)
+            await self._in_time(staging, "begin to stage weights")
+        outcome = asyncio.create_task(self._death_of_engine(leads))
+        try:
+            await self._send(weights, outcome)
+        finally:
+            outcome.cancel()
+        if leads:
+            await self._in_time(self._staged(version), "stage the weights")
+
+    async def _staged(self, version: int) -> None:
+        while UNDER_WAY in (outcomes := await self.server_handle.staging_outcomes.remote()):
+            await asyncio.sleep(LOOK_MS / 1000)
+        wrong = [outcome for outcome in outcomes if outcome != COMPLETE]
+        if wrong:
+            raise WeightLoadError(f"the rollout engine did not take version {version}: {wrong[0]}")
+
+    async def _death_of_engine(self, leads: bool) -> Exception:
+        """What the engine died of, once it has."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
+                return error
+
+    async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
+        """Send to the engine, unless ``failure`` comes to be known; notes the checksum of what was sent."""
+        checksum = StreamChecksum()
+        sender = DeadlineWeightSender(
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+            timeout_s=self._timeout_s,
+            failure=lambda: failure.result() if failure.done() else None,
+        )
+        await asyncio.to_thread(
+            _run_on, get_platform().current_device(), sender.async_send_weights(checksum.watching(weights))
+        )
+        self.checksum = checksum.value()
 
     async def _in_time(self, answer: Awaitable[T], what: str) -> T:
         try:
@@ -223,4 +267,11 @@ class RolloutWeightWorker(CheckpointEngineWorker):
     async def update_weights(self, global_steps: int | None = None) -> str | None:
         """As verl's; returns the checksum of what was loaded."""
         await super().update_weights(global_steps)
+        return self.server_adapter.checksum
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def stage_weights(self, global_steps: int) -> str | None:
+        """Receive version ``global_steps`` and stage it beside the engine's live weights; returns its checksum."""
+        weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
+        await self.server_adapter.stage_weights(weights, global_steps)
         return self.server_adapter.checksum

@@ -31,11 +31,21 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
         backend = "recipe_gloo" if context.on_cpu else "nccl"
         advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
+    yield from _staging(context, shared)
     longest = (context.count("data.max_prompt_length") or 0) + (context.count("data.max_response_length") or 0)
     room = context.count(f"{ROLLOUT}.max_model_len")
     if room is not None and room < longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
         yield context.problem(f"{ROLLOUT}.max_model_len", f"at least prompt and response together, {longest}", advice)
+
+
+def _staging(context: RuleContext, shared: bool) -> Iterator[Problem]:
+    if shared or context.settings.async_training.weights.staging != "device":
+        return
+    for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
+        if context.get(setting):
+            advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
+            yield context.problem(setting, "null or false with async_training.weights.staging=device", advice)
 
 
 def engine(context: RuleContext) -> Iterator[Problem]:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package adds to a vLLM worker: weights arrive beside generation, on a thread, until a call swaps them in.
+
+vLLM mixes the class into its worker and calls it by `collective_rpc`. Contract: each call returns in a moment, but for
+`begin_staging`, which makes the second instance of the model when it is called for the first time. The stream comes
+from the weight worker beside this process, through verl's socket and shared memory or IPC; whatever goes wrong with it
+here is in `staging_outcome`, and the sender is not kept waiting: it is let through its stream to the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import Any
+
+import torch
+import zmq
+from torch import nn
+from verl.plugin.platform import get_platform
+from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
+from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
+
+
+class DeadlineReceiver(BucketedWeightReceiver):
+    """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds."""
+
+    socket: Any
+
+    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_ms = int(timeout_s * 1000)
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        self.socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
+        self.socket.setsockopt(zmq.LINGER, 0)
+
+
+def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+    """Another instance of the engine's model, with weights of no meaning; the engine's registers do not know it."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    # Where the layers of a model enter themselves, and where the engine looks for the live ones.
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    # A tensor made in inference mode could be written to nowhere else.
+    with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
+        return initialize_model(vllm_config=config, model_config=config.model_config).eval()
+
+
+def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> StagedModel:
+    """A place for the next weights of a vLLM worker's model."""
+    spare = second_instance(vllm_config, device)
+    patch_vllm_moe_model_weight_loader(spare)
+    return StagedModel(
+        live,
+        spare,
+        lambda model: process_weights_after_loading(model, vllm_config.model_config, device),
+        # Where graphs are captured they hold the addresses of the live weights.
+        copies=not vllm_config.model_config.enforce_eager,
+    )
+
+
+class Staging:
+    """One stream of weights on its way into a `StagedModel`, on a thread of its own."""
+
+    def __init__(self, model: StagedModel, version: int, receiver: DeadlineReceiver, device: Any) -> None:
+        self._model, self._version, self._receiver, self._device = model, version, receiver, device
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+        self._thread.start()
+
+    @property
+    def outcome(self) -> str:
+        """`UNDER_WAY`, `COMPLETE`, or what went wrong."""
+        if self._thread.is_alive():
+            return UNDER_WAY
+        return COMPLETE if self._error is None else f"{type(self._error).__name__}: {self._error}"
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the stream; returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        get_platform().set_device(self._device)
+        try:
+            self._model.begin()
+            self._receiver.receive_weights(self._take)
+        except Exception as error:  # of whatever kind, it is this stream's outcome
+            self._error = self._error or error
+
+    def _take(self, weights: NamedTensors, is_last: bool) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._model.load(weights)
+            if is_last:
+                # Before the sender is answered: when it is, the outcome is known.
+                self._model.complete(self._version)
+        except Exception as error:  # the sender goes through its stream to the end all the same
+            self._error = error
+
+
+class StagingExtension(vLLMColocateWorkerExtension):
+    """verl's own extension, with a place for the next weights; see the module's contract."""
+
+    device: Any
+    model_runner: Any
+    _staged_model: StagedModel | None = None
+    _staging: Staging | None = None
+
+    def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
+        """Take the stream of weights that comes now as ``version``.
+
+        Raises:
+            StagingRefused: the engine has weights that cannot be staged, or an earlier stream does not end.
+        """
+        if self._staging is not None and not self._staging.join(timeout_s):
+            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+        if self._staged_model is None:
+            if is_quantized_model(self.model_runner.vllm_config) or self._get_drafter_model() is not None:
+                raise StagingRefused(
+                    "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
+                    "async_training.weights.staging=none"
+                )
+            self._staged_model = staged_model_of(
+                self.model_runner.get_model(), self.model_runner.vllm_config, self.device
+            )
+        receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
+        self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
+
+    def staging_outcome(self) -> str:
+        """`UNDER_WAY`, `COMPLETE`, or what went wrong with the last stream."""
+        return UNDER_WAY if self._staging is None else self._staging.outcome
+
+    def swap_staged(self, version: int) -> float:
+        """Make the staged weights the live ones; returns the seconds that it took.
+
+        Raises:
+            StagingRefused: they are not complete, or not of this version.
+        """
+        if self._staged_model is None:
+            raise StagingRefused("no weights have been staged")
+        began = time.monotonic()
+        self._staged_model.swap(version)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.monotonic() - began
