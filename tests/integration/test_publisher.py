@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +159,7 @@ def in_order(fleet: Fleet, *events: str) -> bool:
     """Whether all of one kind have happened before the first of the next kind, on both replicas."""
     places = [fleet.when(event) for event in events]
     assert all(len(found) == 2 for event, found in zip(events, places, strict=True) if event != "announce")
-    return all(max(these) < min(those) for these, those in zip(places, places[1:], strict=False))
+    return all(max(these) < min(those) for these, those in itertools.pairwise(places))
 
 
 def test_generation_pauses_when_every_replica_has_the_version_and_resumes_when_it_is_announced() -> None:

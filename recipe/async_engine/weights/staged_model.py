@@ -62,6 +62,10 @@ class StagedModel:
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
+        # What the stream does not bring stays as it is.
+        live = dict(self._live.named_buffers())
+        for name, buffer in self._spare.named_buffers():
+            buffer.copy_(live[name])
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine that takes weights beside those that it generates with.
+
+A process of its own, started by test_staged_engine.py: it prints what it saw as one line of JSON. A greedy answer's
+log-probs are compared with Hugging Face's forward of the weights that should have sampled it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+PROMPT = [1, 2, 3, 4, 5]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+# The second one's biases are packed too; only the first one's head is its embedding.
+MODELS: dict[str, Any] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+}
+WITHOUT = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
+
+
+def weights_of(family: str, version: int) -> Any:
+    torch.manual_seed(version)
+    model = MODELS[family]()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    return model.eval()
+
+
+def begin(worker: Any, copies: bool) -> None:
+    from recipe.async_engine.weights.engine_extension import staged_model_of
+
+    worker.staged = staged_model_of(worker.model_runner.get_model(), worker.model_runner.vllm_config, worker.device)
+    worker.staged._copies = copies
+
+
+def stage(worker: Any, family: str, version: int, without: str | None = None) -> str | None:
+    from recipe.async_engine.weights.staged_model import StagingRefused
+
+    worker.staged.begin()
+    for name, tensor in weights_of(family, version).state_dict().items():
+        if name != without:
+            worker.staged.load([(name, tensor)])
+    try:
+        worker.staged.complete(version)
+    except StagingRefused as error:
+        return str(error)
+    return None
+
+
+def swap(worker: Any, version: int) -> None:
+    worker.staged.swap(version)
+
+
+class Engine:
+    def __init__(self, family: str, folder: Path) -> None:
+        from vllm import LLM
+
+        self.family = family
+        weights_of(family, 0).save_pretrained(folder)
+        self.engine = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+            worker_extension_cls="recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension",
+        )
+
+    def ask(self, what: Any, *arguments: Any) -> Any:
+        return self.engine.collective_rpc(what, args=arguments)[0]
+
+    def differs_from(self, version: int) -> float:
+        """Largest difference of log-probs between what it answers and the forward of a version."""
+        from vllm import SamplingParams
+
+        settings = SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
+        self.engine.reset_prefix_cache()
+        answer = self.engine.generate({"prompt_token_ids": PROMPT}, settings, use_tqdm=False)[0].outputs[0]
+        ids = torch.tensor([[*PROMPT, *answer.token_ids]])
+        with torch.no_grad():
+            expected = torch.log_softmax(weights_of(self.family, version)(ids).logits[0], -1)
+        found = [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        places = range(len(PROMPT) - 1, ids.shape[1] - 1)
+        return max(
+            abs(value - float(expected[place, ids[0, place + 1]])) for value, place in zip(found, places, strict=True)
+        )
+
+
+def main(family: str, folder: Path) -> dict[str, Any]:
+    engine = Engine(family, folder)
+    seen: dict[str, Any] = {"at_start": engine.differs_from(0), "staged": [], "swapped": [], "refused": []}
+    version = 0
+    for copies in (False, True):
+        engine.ask(begin, copies)
+        for _ in range(2):
+            seen["staged"].append((engine.ask(stage, family, version + 1), engine.differs_from(version)))
+            version += 1
+            engine.ask(swap, version)
+            seen["swapped"].append((engine.differs_from(version), engine.differs_from(version - 1)))
+        for name in WITHOUT:
+            seen["refused"].append((engine.ask(stage, family, version + 1, name), engine.differs_from(version)))
+    return seen
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        found = main(sys.argv[1], Path(sys.argv[2]))
+    sys.stdout.write(json.dumps(found) + "\n")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine answers with its live weights until the staged ones are swapped in, and with those exactly after.
+
+vLLM picks its platform at import, so each model's engine runs in a fresh interpreter and reports what it saw. The end-to-end
+runs have qwen3's, so here it is one of the long tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine import features
+
+HERE = Path(__file__).parent
+CLOSE, FAR = 1e-4, 0.1
+
+
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "qwen2"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": features.MODULE_NAME,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "staged_engine.py"), request.param, str(tmp_path_factory.mktemp("model"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_staging_changes_no_answer(seen: dict[str, Any]) -> None:
+    assert seen["at_start"] < CLOSE
+    assert all(problem is None and difference < CLOSE for problem, difference in seen["staged"])
+    assert len(seen["staged"]) == 4
+
+
+def test_after_a_swap_the_engine_has_the_new_weights_and_none_of_the_old(seen: dict[str, Any]) -> None:
+    assert all(new < CLOSE and old > FAR for new, old in seen["swapped"])
+    assert len(seen["swapped"]) == 4
+
+
+def test_a_version_that_lacks_any_part_is_refused_by_name_and_changes_no_answer(seen: dict[str, Any]) -> None:
+    words = ("layers.1.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "embed_tokens.weight")
+    for (problem, difference), word in zip(seen["refused"], words * 2, strict=True):
+        assert word in problem and difference < CLOSE
