@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine answers with its live weights until the staged ones are swapped in, and with those exactly after.
 
-vLLM picks its platform at import, so each model's engine runs in a fresh interpreter and reports what it saw. The end-to-end
-runs have qwen3's, so here it is one of the long tests.
+vLLM picks its platform at import, so each model's engine runs in a fresh interpreter and reports what it saw. The
+end-to-end runs have qwen3's, so here it is one of the long tests.
 """
 
 from __future__ import annotations

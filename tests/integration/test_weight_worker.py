@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that complete, fail or time out: the real sender, and a peer with verl's receiver, through shared memory."""
+"""Weights that are staged or loaded, fail or time out: the real sender, and a peer with the engine's own receiver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import zmq
 from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
+from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.weights import worker as module
 from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.engine_extension import DeadlineReceiver, Staging
 from recipe.async_engine.weights.worker import (
     DeadlineServerAdapter,
     DeadlineSocket,
@@ -61,6 +64,8 @@ class Server:
         self.engine_error: Exception | None = None
         self.silent: set[str] = set()
         self.released = threading.Event()
+        self.staging: Staging | None = None
+        self.dead = False
 
     async def begin_load(self, version: int) -> None:
         await self._answer("begin_load", version)
@@ -74,6 +79,20 @@ class Server:
 
     async def set_global_steps(self, version: int) -> None:
         await self._answer("commit", version)
+
+    async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
+        await self._answer("begin_staging", version)
+        if "engine" not in self.silent:
+            receiver = DeadlineReceiver(self.address, torch.device("cpu"), use_shm=use_shm, timeout_s=timeout_s)
+            self.staging = Staging(Place(self), version, receiver, 0)
+
+    async def staging_outcomes(self) -> list[str]:
+        assert self.staging is not None
+        return [self.staging.outcome]
+
+    async def check_engine(self) -> None:
+        if self.dead:
+            raise EngineDied("the engine died")
 
     async def collective_rpc(self, method: str, **settings: Any) -> None:
         assert method == "update_weights_from_ipc"
@@ -102,6 +121,27 @@ class Server:
         if what in self.silent:
             await asyncio.get_running_loop().create_future()
         self.journal.append((what, version))
+
+
+class Place:
+    """Of the engine's staged weights."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def begin(self) -> None:
+        self.server.weights.clear()
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        if self.server.engine_error is not None:
+            # One of its own, since an error holds on to what it was raised with.
+            raise type(self.server.engine_error)(*self.server.engine_error.args)
+        self.server._take(weights, False)
+
+    def complete(self, version: int) -> None:
+        if missing := make_weights().keys() - self.server.weights.keys():
+            raise ValueError(f"{sorted(missing)} never came")
+        self.server.journal.append(("staged", version))
 
 
 def make_adapter(server: Server, timeout_s: float = SOON) -> DeadlineServerAdapter:
@@ -239,3 +279,85 @@ def test_sender_alone_gives_up_on_a_peer_that_never_connects(address: str) -> No
         asyncio.run(sender.async_send_weights(stream()))
     assert sender.socket is None
     assert sender.shm is None
+
+
+async def test_staging_says_nothing_to_the_server_that_would_keep_it_from_answering(address: str) -> None:
+    server = Server(address)
+    adapter = make_adapter(server)
+    await adapter.stage_weights(stream(), 4)
+    assert server.journal == [("begin_staging", 4), ("staged", 4)]
+    assert_complete(server)
+    arrived = StreamChecksum()
+    for name, tensor in server.weights.items():
+        arrived.add(name, tensor)
+    assert adapter.checksum == arrived.value()
+
+
+async def test_engine_that_cannot_load_a_tensor_is_named_and_takes_the_next_weights(address: str) -> None:
+    server = Server(address)
+    server.engine_error = ValueError("no parameter named layer.0")
+    adapter = make_adapter(server)
+    with pytest.raises(WeightLoadError, match=r"did not take version 4: ValueError: no parameter named layer\.0"):
+        await adapter.stage_weights(stream(), 4)
+    server.engine_error = None
+    await adapter.stage_weights(stream(), 5)
+    assert server.journal[-1] == ("staged", 5)
+    assert_complete(server)
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 4])
+async def test_broken_stream_stages_nothing_and_the_next_one_is_taken(address: str, fail_after: int) -> None:
+    server = Server(address)
+    adapter = make_adapter(server)
+    with pytest.raises(ConnectionError, match="the trainer is gone"):
+        await adapter.stage_weights(stream(fail_after), 4)
+    assert ("staged", 4) not in server.journal
+    await asyncio.wait_for(adapter.stage_weights(stream(), 5), SOON)
+    assert server.journal[-1] == ("staged", 5)
+    assert_complete(server)
+
+
+async def test_stream_without_its_last_tensors_is_refused(address: str) -> None:
+    async def shorter() -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        async for name, tensor in stream():
+            if name != "norm":
+                yield name, tensor
+
+    server = Server(address)
+    with pytest.raises(WeightLoadError, match=r"\['norm'\] never came"):
+        await make_adapter(server).stage_weights(shorter(), 4)
+    assert ("staged", 4) not in server.journal
+
+
+async def test_engine_that_dies_while_it_is_sent_to_ends_the_staging(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WATCH_S", 0.01)
+    server = Server(address)
+    server.silent, server.dead = {"engine"}, True
+    began = time.monotonic()
+    with pytest.raises(WeightLoadError, match="ended the load: the engine died"):
+        await make_adapter(server).stage_weights(stream(), 4)
+    assert time.monotonic() - began < SOON / 2
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"), [("begin_staging", "did not begin to stage"), ("engine", "took no weights")]
+)
+async def test_staging_ends_within_its_deadline_where_nobody_answers(address: str, silent: str, words: str) -> None:
+    server = Server(address)
+    server.silent = {silent}
+    with pytest.raises(WeightLoadError, match=words):
+        await make_adapter(server, timeout_s=0.2).stage_weights(stream(), 4)
+    assert ("staged", 4) not in server.journal
+
+
+def test_receiver_gives_up_on_a_sender_that_says_nothing(address: str) -> None:
+    socket = zmq.Context.instance().socket(zmq.REQ)
+    socket.bind(address)
+    server = Server(address)
+    receiver = DeadlineReceiver(address, torch.device("cpu"), use_shm=True, timeout_s=0.1)
+    staging = Staging(Place(server), 4, receiver, 0)
+    assert staging.join(SOON)
+    assert staging.outcome.startswith("Again"), "zmq's word for a deadline"
+    socket.close(linger=0)

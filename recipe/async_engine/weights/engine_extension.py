@@ -75,7 +75,8 @@ class Staging:
 
     def __init__(self, model: StagedModel, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._model, self._version, self._receiver, self._device = model, version, receiver, device
-        self._error: BaseException | None = None
+        # Not the error itself, whose traceback would keep the shared memory.
+        self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self._thread.start()
 
@@ -84,7 +85,7 @@ class Staging:
         """`UNDER_WAY`, `COMPLETE`, or what went wrong."""
         if self._thread.is_alive():
             return UNDER_WAY
-        return COMPLETE if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        return COMPLETE if self._problem is None else self._problem
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the stream; returns whether it has ended."""
@@ -97,10 +98,10 @@ class Staging:
             self._model.begin()
             self._receiver.receive_weights(self._take)
         except Exception as error:  # of whatever kind, it is this stream's outcome
-            self._error = self._error or error
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
 
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
-        if self._error is not None:
+        if self._problem is not None:
             return
         try:
             self._model.load(weights)
@@ -108,7 +109,7 @@ class Staging:
                 # Before the sender is answered: when it is, the outcome is known.
                 self._model.complete(self._version)
         except Exception as error:  # the sender goes through its stream to the end all the same
-            self._error = error
+            self._problem = f"{type(error).__name__}: {error}"
 
 
 class StagingExtension(vLLMColocateWorkerExtension):
