@@ -294,6 +294,8 @@ def main(arguments: Sequence[str]) -> int:
             if status == 0 and str(mutant) not in equivalent:
                 survivors.append(mutant)
                 print(f"survives: {mutant}  (line {mutant.line})", flush=True)
+            if len(waiting) % 25 == 0:
+                print(f"{len(waiting)} left, {len(survivors)} alive", flush=True)
     alive = Counter(mutant.file for mutant in survivors)
     for file in files:
         print(f"{planted[file] - alive[file]:4d} of {planted[file]:4d}  {file}")

@@ -82,8 +82,12 @@ def check_served(run: FinishedRun, steps: int) -> None:
 def test_two_servers_score_each_token_by_the_version_that_sampled_it(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers are interrupted by weight syncs and go on: their tokens have several versions."""
-    steps = 6
+    """Answers are interrupted by weight syncs and go on: their tokens have several versions.
+
+    A batch takes longer to generate than to train, whatever the machine: decode steps of 0.05 s, two groups at once.
+    """
+    steps = 3
+    monkeypatch.setenv("DECODE_STEP_S", "0.05")
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     monkeypatch.setenv("RECORDED", str(recorded))
@@ -94,6 +98,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
         "model_engine_server.n_gpus_per_node=2",
         "model_engine_server.replicas=2",
         "data.max_response_length=96",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
         "async_training.concurrent_samples_per_replica=1",
         "async_training.staleness_threshold=2",
         f"trainer.total_training_steps={steps}",
