@@ -125,6 +125,31 @@ def test_an_incomplete_group_is_never_complete() -> None:
         manager.complete(0, 0)
 
 
+def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
+    manager = new_manager(size=2)
+    group = manager.ledger.issue(prompt(0))
+    pending, running = TrajectoryState.PENDING, TrajectoryState.RUNNING
+    for states in ([pending], [pending] * 3, [pending, running]):
+        with pytest.raises(TurnError, match="has 2 trajectories, none of which runs"):
+            manager.adopt(group, states)
+    manager.adopt(group, [pending, pending])
+    with pytest.raises(TurnError, match="known already"):
+        manager.adopt(group, [pending, pending])
+    ended = manager.ledger.mark_ready(manager.ledger.issue(prompt(1)).id, 0)
+    with pytest.raises(TurnError, match="it cannot be adopted"):
+        manager.adopt(ended, [pending, pending])
+
+
+def test_a_trajectory_that_has_not_begun_has_no_last_token_and_no_failed_attempt() -> None:
+    manager = new_manager(size=2, slots=1)
+    manager.open_turn()
+    fill(manager)
+    with pytest.raises(TurnError, match="is pending, expected running or interrupted"):
+        manager.sampled(Trajectory(0, 1))
+    with pytest.raises(TurnError, match="is pending, expected running or interrupted or sampled"):
+        manager.begin_again(Trajectory(0, 1))
+
+
 def test_in_a_stream_a_group_begins_when_all_of_it_may() -> None:
     manager = new_manager(size=2, slots=3, stream=True)
     manager.open_turn()
