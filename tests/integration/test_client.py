@@ -14,6 +14,7 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.replicas.output_watch import OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import LoadBalancerLost, NoRolloutServer, ResumingClient, VersionMismatch
@@ -215,13 +216,14 @@ async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
         for finished in (False, True):
             yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
 
-    watch = OutputWatch()
+    watch, versions = OutputWatch(), RequestVersions()
+    versions.submit("one", 4)
     told = []
     async for _ in watch.watching(sample)([], {}, "one"):
-        told.append([watch.since("one", known, version=0) for known in (0, 1, 2)])
-    nothing = Sampled(0, [], None)
-    assert told == [[Sampled(0, [10, 11], None), Sampled(0, [11], None), nothing], [None, None, None]]
-    assert watch.since("one", 0, version=0) == nothing
+        told.append([watch.since("one", known, versions) for known in (0, 1, 2)])
+    nothing = Sampled([], [], None)
+    assert told == [[Sampled([10, 11], [(4, 2)], None), Sampled([11], [(4, 1)], None), nothing], [None, None, None]]
+    assert watch.since("one", 0, versions) == nothing
 
 
 async def test_death_of_the_last_server_is_said_in_words() -> None:

@@ -37,6 +37,10 @@ def client_of(*servers: Any, resume: bool = True, **rollout: Any) -> ResumingCli
     return ResumingClient(config, load_balancer_handle=Handle(balancer_of(*servers)))
 
 
+def sampled(version: int, tokens: list[int]) -> Sampled:
+    return Sampled(list(tokens), [(version, len(tokens))], [-float(token) for token in tokens])
+
+
 class SlowServer:
     """Its one request samples what a test says, and ends when a test says so."""
 
@@ -58,11 +62,7 @@ class SlowServer:
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
         self.asked.append(known)
-        return {
-            name: Sampled(self.version, self.sampled[count:], [-float(token) for token in self.sampled[count:]])
-            for name, count in known.items()
-            if name in self.here
-        }
+        return {name: sampled(self.version, self.sampled[count:]) for name, count in known.items() if name in self.here}
 
 
 async def settle() -> None:
@@ -321,10 +321,7 @@ class CountingServer:
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
         here = {name: self.under_way[name] for name in known if name in self.under_way}
-        return {
-            name: Sampled(self.version, tokens[known[name] :], [-float(token) for token in tokens[known[name] :]])
-            for name, tokens in here.items()
-        }
+        return {name: sampled(self.version, tokens[known[name] :]) for name, tokens in here.items()}
 
     async def sync(self) -> None:
         """Cut every answer and take the next version; ended by its task's cancellation."""

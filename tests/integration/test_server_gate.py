@@ -293,7 +293,10 @@ async def test_server_tells_of_the_requests_that_it_works_on_and_of_no_other(mak
     parked = request(server, "parked")
     await settle()
     # One that waits here has no tokens, and is told of all the same: its caller need not ask again.
-    assert await server.sampled_since(asked) == {"sampled": Sampled(3, [7], None), "parked": Sampled(None, [], None)}
+    assert await server.sampled_since(asked) == {
+        "sampled": Sampled([7], [(3, 1)], None),
+        "parked": Sampled([], [], None),
+    }
     server.engine.finish_all()
     await sampled
     assert (await server.sampled_since(asked)).keys() == {"parked"}

@@ -72,6 +72,10 @@ WHOLE = {
     "data.train_batch_size": 64,
     "data.gen_batch_size": None,
 }
+WEIGHTS = "async_training.weights"
+CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
+KEEP = {f"{WEIGHTS}.at_swap": "keep"}
+IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
 GAE = {
     "algorithm.adv_estimator": "gae",
     "critic.strategy": "fsdp2",
@@ -284,6 +288,14 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
         ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, f"{ROLLOUT}.checkpoint_engine.backend", "backend=nccl"),
+        ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "staging=none"),
+        ({f"{WEIGHTS}.staging": "host"}, f"{WEIGHTS}.staging", "device or none"),
+        ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
+        ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),
+        (KEEP | {f"{WEIGHTS}.staging": "none"}, f"{WEIGHTS}.staging", "loaded in place"),
+        (KEEP | {f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"kv_connector": "x"}}, CONNECTOR, "remove it"),
+        (KEEP | WHOLE, f"{WEIGHTS}.at_swap", "drain with whole batches"),
+        (KEEP | IN_TURNS, f"{WEIGHTS}.at_swap", "interrupt with placement=shared"),
         ({f"{ROLLOUT}.agent.num_workers": 0}, f"{ROLLOUT}.agent.num_workers", ">= 1"),
         ({"actor_rollout_ref.hybrid_engine": True}, "actor_rollout_ref.hybrid_engine", "false"),
         ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "model_engine=megatron"),

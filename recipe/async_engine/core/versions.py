@@ -7,7 +7,7 @@ recorded, and are marked as inexact. Test: tests/core/test_versions.py.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
 
@@ -29,6 +29,81 @@ def expand(runs: Iterable[tuple[int, int]], length: int) -> list[int]:
     """One version per token from `run_lengths`, padded at the end with `NOT_SAMPLED` to `length`."""
     versions = [version for version, count in runs for _ in range(count)]
     return versions + [NOT_SAMPLED] * (length - len(versions))
+
+
+def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The runs of the last ``count`` tokens of those that ``runs`` are of."""
+    found: list[tuple[int, int]] = []
+    for version, length in reversed(runs):
+        if count <= 0:
+            break
+        found.append((version, min(length, count)))
+        count -= length
+    return found[::-1]
+
+
+def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The runs of tokens of ``runs`` with those of ``more`` after them."""
+    found: list[tuple[int, int]] = []
+    for version, length in (*runs, *more):
+        if found and found[-1][0] == version:
+            length += found.pop()[1]
+        if length:
+            found.append((version, length))
+    return found
+
+
+class RequestVersions:
+    """Which version sampled which tokens of the requests that a server has.
+
+    A request is sampled by the version at its submission until a `swap`, which says how many tokens each request had
+    by then; what comes later is the new version's.
+    """
+
+    def __init__(self) -> None:
+        self._submitted: dict[str, int | None] = {}
+        # (version, tokens until the swap that ended it), of requests that a swap found under way.
+        self._ended: dict[str, list[tuple[int | None, int]]] = {}
+        self._newest: dict[str, int] = {}
+
+    def submit(self, request_id: str, version: int | None) -> None:
+        """The request may reach the engine, which samples by ``version`` (None: it has never been told one)."""
+        self._submitted[request_id] = version
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        for known in (self._submitted, self._ended, self._newest):
+            known.pop(request_id, None)
+
+    def submitted(self, request_id: str) -> int | None:
+        """The version at its submission; None if it has not been submitted."""
+        return self._submitted.get(request_id)
+
+    def swap(self, sampled: Mapping[str, int], version: int) -> None:
+        """From now on ``version`` samples; ``sampled``: tokens so far of each request, 0 where it is not named."""
+        for request_id, submitted in self._submitted.items():
+            before = self._newest.get(request_id, submitted)
+            self._ended.setdefault(request_id, []).append((before, sampled.get(request_id, 0)))
+            self._newest[request_id] = version
+
+    def swapped_under(self, request_id: str) -> bool:
+        """Whether a swap found the request under way."""
+        return request_id in self._ended
+
+    def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
+        """(version, token count) of each run of the request's first ``tokens`` tokens; None if a version is unknown."""
+        ends = self._ended.get(request_id, [])
+        newest = self._newest.get(request_id, self._submitted.get(request_id))
+        found: list[tuple[int, int]] = []
+        counted = 0
+        for version, end in [*ends, (newest, tokens)]:
+            end = min(end, tokens)
+            if end > counted and version is None:
+                return None
+            if end > counted and version is not None:
+                found = joined(found, [(version, end - counted)])
+                counted = end
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,5 +94,5 @@ class ModelEngineReplica(RolloutReplica):
     async def _nothing(self, *_: Any, **__: Any) -> None:
         """Nothing is generated, and the weights stay where they compute: during a sync the live version answers."""
 
-    abort_all_requests = resume_generation = _nothing
+    abort_all_requests = hold_requests = resume_generation = _nothing
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing

@@ -14,21 +14,27 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.async_engine.core.versions import RequestVersions, joined, last_runs
+
 ABORTED = ("aborted", "abort")
 """Stop reasons of an answer that is not complete."""
 
 GOES_ON = "recipe_goes_on"
 """In the extra fields of a cut answer: what cut it, if that was no weight sync. It may go on under its version then."""
+VERSION_RUNS = "recipe_version_runs"
+"""In the extra fields of an answer: (version, token count) of each run of versions that sampled it."""
+RECOMPUTED = "recipe_recomputed_tokens"
+"""In the extra fields of an answer: prompt and own tokens that the engine computed again after swaps of weights."""
 SERVER_DIED = "its server died"
 CHECKPOINT = "a checkpoint was taken"
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of one request and, where they were asked for, their log-probs; ``version`` sampled all of them."""
+    """Tokens of one request, the runs of versions that sampled them and, where asked for, their log-probs."""
 
-    version: int | None
     token_ids: list[int]
+    runs: list[tuple[int, int]]
     log_probs: list[float] | None
 
 
@@ -58,21 +64,29 @@ class OutputWatch:
 
         return watched
 
-    def since(self, request_id: str, known: int, version: int | None) -> Sampled | None:
+    def prompt_tokens(self, request_id: str) -> int:
+        """Length of the request's prompt; 0 before its first output."""
+        output = self._newest.get(request_id)
+        return 0 if output is None else len(output.prompt_token_ids or ())
+
+    def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
         """What came after the first ``known`` tokens, perhaps nothing; None if the answer is complete.
 
         A complete answer is on its way already; taken for a part, it would go on after its end.
         """
         output = self._newest.get(request_id)
         if output is None or not output.outputs:
-            return Sampled(version, [], None)
+            return Sampled([], [], None)
         if output.finished:
             return None
         answer = output.outputs[0]
+        runs = versions.runs(request_id, len(answer.token_ids))
+        if runs is None:
+            return Sampled([], [], None)
         tokens, log_probs = list(answer.token_ids[known:]), None
         if answer.logprobs is not None:
             log_probs = [answer.logprobs[known + n][token].logprob for n, token in enumerate(tokens)]
-        return Sampled(version, tokens, log_probs)
+        return Sampled(tokens, last_runs(runs, len(tokens)), log_probs)
 
 
 @dataclass(eq=False)
@@ -87,23 +101,24 @@ class Flight:
     server_id: str | None = None
     server: Any = None
     engine_request_id: str | None = None
-    version: int | None = None
+    runs: list[tuple[int, int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
 
     def add(self, sampled: Sampled, after: int) -> None:
         """Take in what came after the first ``after`` tokens; another question may have brought some of it already."""
         new = slice(len(self.token_ids) - after, None)
-        self.version = sampled.version
+        self.runs = joined(self.runs, last_runs(sampled.runs, len(sampled.token_ids[new])))
         self.token_ids += sampled.token_ids[new]
         if sampled.log_probs is not None:
             self.log_probs = [*(self.log_probs or []), *sampled.log_probs[new]]
 
     def cut_answer(self, why: str) -> TokenOutput | None:
         """What is known, as an answer that was cut; None if that is nothing."""
-        if not self.token_ids or self.version is None:
+        if not self.token_ids:
             return None
-        extra = {"global_steps": self.version, "submitted_version": self.version, GOES_ON: why}
+        first, last = self.runs[0][0], self.runs[-1][0]
+        extra = {"global_steps": last, "submitted_version": first, VERSION_RUNS: list(self.runs), GOES_ON: why}
         log_probs = None if self.log_probs is None else list(self.log_probs)
         return TokenOutput(
             token_ids=list(self.token_ids), log_probs=log_probs, stop_reason="aborted", extra_fields=extra

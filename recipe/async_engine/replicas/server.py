@@ -20,6 +20,8 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,9 +30,10 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
+from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
-from recipe.async_engine.replicas.output_watch import OutputWatch, Sampled
+from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
 logger = logging.getLogger(__name__)
@@ -128,16 +131,21 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
-        self._submitted_versions: dict[str, int | None] = {}
+        self._versions = RequestVersions()
+        self._recomputed: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._dropped: set[str] = set()
         self._outputs = OutputWatch()
         self._checksum: str | None = None
+        self._keeps_cache = False
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
+
+        If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
+        and how many tokens the engine computed again for it (`RECOMPUTED`).
 
         Raises:
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
@@ -153,7 +161,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
-            output.extra_fields["submitted_version"] = self._submitted_versions.get(request_id, self.global_steps)
+            submitted = self._versions.submitted(request_id)
+            output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
+            if self._versions.swapped_under(request_id):
+                output.extra_fields[VERSION_RUNS] = self._versions.runs(request_id, len(output.token_ids))
+                output.extra_fields[RECOMPUTED] = self._recomputed[request_id]
             return output
         except asyncio.CancelledError:
             if request_id not in self._dropped:
@@ -165,7 +177,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 raise EngineDied(f"the engine of rollout replica {self.replica_rank} died: {error}") from error
             raise
         finally:
-            self._submitted_versions.pop(request_id, None)
+            self._versions.forget(request_id)
+            self._recomputed.pop(request_id, None)
             self._tasks.pop(request_id, None)
             self._dropped.discard(request_id)
 
@@ -189,7 +202,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if parked is not None:
                 return parked
             if self._gate.is_open:
-                self._submitted_versions[request_id] = self.global_steps
+                self._versions.submit(request_id, self.global_steps)
                 return None
             # A load began while the request was parked and has not been committed: a resume alone admits nothing.
             self._admitting -= 1
@@ -200,7 +213,17 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """As verl's, with the gate over the HTTP endpoints too, and a watch on the engine's outputs."""
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
-        self.engine.generate = self._outputs.watching(self.engine.generate)
+        self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+
+    def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only."""
+
+        def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(prompt, dict):
+                prompt = {**prompt, "cache_salt": f"version {self.global_steps}"}
+            return generate(prompt, *args, **kwargs)
+
+        return salted
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
         """What the engine has sampled for requests under way, after as many tokens as ``known`` says of each.
@@ -208,7 +231,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         A request that is not here, not yet or not any more, or whose answer is complete, is left out.
         """
         news = {
-            request_id: self._outputs.since(request_id, count, self._submitted_versions.get(request_id))
+            request_id: self._outputs.since(request_id, count, self._versions)
             for request_id, count in known.items()
             if request_id in self._tasks
         }
@@ -227,7 +250,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
         # Only requests over the actor's interface are counted.
         self._admitting -= 1
-        self._submitted_versions.pop(name, None)
+        self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """As verl's, but where late requests are rejected, which ends a generation turn, the engine stops at once.
@@ -270,9 +293,51 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """
         self._gate.begin_load(version)
         if self.node_rank == 0:
-            await self.engine.collective_rpc("swap_staged", args=(version,))
+            try:
+                counts = await self.engine.collective_rpc("swap_staged", args=(version,))
+            except Exception:
+                for name in list(self._tasks):
+                    await self.drop_request(name)
+                raise
+            await self._swapped_under(self._by_server_ids(counts), version)
         await self.loaded(checksum)
         await self.set_global_steps(version)
+
+    async def hold_requests(self, keep_cache: bool) -> None:
+        """Stop the engine with its requests in it, which go on when generation resumes; later ones wait here.
+
+        Args:
+            keep_cache: they go on with the keys and values of what they have so far; otherwise those are computed
+                again, by whatever weights are live then.
+        """
+        if self.node_rank != 0:
+            return
+        self._submission_paused, self._rejecting = True, False
+        self._resume_event.clear()
+        self._keeps_cache = keep_cache
+        await self.engine.pause_generation(mode="keep", clear_cache=not keep_cache)
+
+    def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
+        """Tokens by the server's names of requests; the engine adds something of its own to each name."""
+        states = self.engine.output_processor.request_states
+        known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
+        return {states[name].external_req_id: count for name, count in known.items()}
+
+    async def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
+        """The engine has swapped its weights with requests in it, which have so many tokens of the old ones."""
+        self._versions.swap(sampled, version)
+        held = {name: count for name, count in sampled.items() if name in self._tasks and count}
+        if not self._keeps_cache:
+            for name, count in held.items():
+                self._recomputed[name] += self._outputs.prompt_tokens(name) + count
+            return
+        # What has no token yet would look for its prefix among what the old weights computed. Its client asks again.
+        waiting = [name for name in self._tasks if self._versions.submitted(name) is not None and name not in held]
+        tasks = [self._tasks[name] for name in waiting]
+        for name in waiting:
+            await self.drop_request(name)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._pause_timeout_s)
 
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""
@@ -326,6 +391,10 @@ class GatedVLLMReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(GatedVLLMHttpServer)
+
+    async def hold_requests(self, keep_cache: bool) -> None:
+        """See :meth:`GatedVLLMHttpServer.hold_requests`."""
+        await asyncio.gather(*[server.hold_requests.remote(keep_cache) for server in self.servers])
 
     def get_ray_class_with_init_args(self) -> Any:
         from verl.single_controller.ray import RayClassWithInitArgs

@@ -5,6 +5,8 @@ Contract:
 
 * ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
   under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
+* Where a sync holds requests in their engine (``async_training.weights.at_swap=keep``), the server says which version
+  sampled which tokens.
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
   cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
   checkpoint, it goes on under the same version only.
@@ -39,7 +41,15 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
-from recipe.async_engine.replicas.output_watch import ABORTED, CHECKPOINT, GOES_ON, SERVER_DIED, Flight
+from recipe.async_engine.replicas.output_watch import (
+    ABORTED,
+    CHECKPOINT,
+    GOES_ON,
+    RECOMPUTED,
+    SERVER_DIED,
+    VERSION_RUNS,
+    Flight,
+)
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)
@@ -188,9 +198,14 @@ class ResumingClient(LLMServerClient):
                 await patience.refused()
                 continue
             patience = Patience(self._timeout_s)
-            versions.append(self._version(part))
+            context = prompt_ids + merged.token_ids
+            sampled = 0
+            for version, count in self._runs(part):
+                versions.append(version)
+                recorder.record(version, part.token_ids[sampled : sampled + count], context + part.token_ids[:sampled])
+                sampled += count
             self._check_one_version(request_id, versions)
-            recorder.record(versions[-1], part.token_ids, context=prompt_ids + merged.token_ids)
+            recorder.reprefilled_tokens += part.extra_fields.get(RECOMPUTED, 0)
             recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
             self._merge(merged, part)
             if part.stop_reason not in ABORTED:
@@ -202,14 +217,15 @@ class ResumingClient(LLMServerClient):
                 self._check_may_be_cut(request_id, cut_by, len(merged.token_ids))
                 recorder.interruptions += cut_by != CHECKPOINT
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
-        merged.extra_fields.pop(GOES_ON, None)
+        for ours in (GOES_ON, VERSION_RUNS, RECOMPUTED):
+            merged.extra_fields.pop(ours, None)
         merged.extra_fields.update(
             global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
         )
         return merged
 
     def _check_one_version(self, request_id: str, versions: list[int]) -> None:
-        if not self._resume and versions[-1] != versions[0]:
+        if not self._resume and len(set(versions)) > 1:
             raise VersionMismatch(
                 f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
                 f"version {versions[-1]} only, although async_training.partial_rollout=False"
@@ -354,14 +370,22 @@ class ResumingClient(LLMServerClient):
                     flight.add(news, after=known[str(flight.engine_request_id)])
 
     @staticmethod
-    def _version(part: TokenOutput) -> int:
+    def _runs(part: TokenOutput) -> list[tuple[int, int]]:
+        """(version, token count) of each run of versions that sampled the part's tokens."""
+        runs = part.extra_fields.get(VERSION_RUNS)
+        if runs:
+            if sum(count for _, count in runs) != len(part.token_ids):
+                raise VersionMismatch(
+                    f"a rollout server answered {len(part.token_ids)} tokens with the versions {runs}"
+                )
+            return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
         version = submitted if submitted is not None else answered
         if version is None:
             raise VersionMismatch("a rollout server answered without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
             raise VersionMismatch(f"weights changed from version {version} to {answered} under an uninterrupted answer")
-        return int(version)
+        return [(int(version), len(part.token_ids))]
 
     @staticmethod
     def _merge(merged: TokenOutput, part: TokenOutput) -> None:

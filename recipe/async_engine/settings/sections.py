@@ -77,6 +77,19 @@ class Weights:
         " both sides share accelerators nothing generates during a sync, and they are loaded in place either way.",
         choices=("device", "none"),
     )
+    at_swap: str | None = field(
+        None,
+        "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them"
+        " (`timeouts.drain`); `interrupt`, they are cut and go on under the new version from the tokens that they have;"
+        " `keep`, they are held in the engine and go on there. Each token has the version that sampled it in any case."
+        " null: `interrupt`, or `drain` with `async_training.partial_rollout=false`.",
+        choices=("drain", "interrupt", "keep"),
+    )
+    keep_cache: bool = field(
+        False,
+        "With `at_swap=keep`: true lets the held answers go on with the keys and values that the old weights computed,"
+        " so that their next tokens are of neither version alone; false has them computed again by the new weights.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +233,12 @@ class AsyncTraining:
     dynamic_schedule_enable_rebalance: bool = field(
         True, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
     )
+
+    @property
+    def resolved_weights(self) -> Weights:
+        """`weights`, with what becomes of running answers decided."""
+        at_swap = self.weights.at_swap or ("interrupt" if self.partial_rollout else "drain")
+        return dataclasses.replace(self.weights, at_swap=at_swap)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.critic,
     engines.micro_batches,
     engines.lora,
+    engines.weights,
     engines.rollout,
     engines.cpu,
     servers.proximal_log_probs,

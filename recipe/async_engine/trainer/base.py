@@ -324,15 +324,16 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _publish(self) -> None:
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             training = self.plan.settings.async_training
+            drains = training.resolved_weights.at_swap == "drain"
             staged = self.fleet.stage(self.ledger.version + 1)
-            if not training.partial_rollout:
+            if drains:
                 self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
             self.fleet.swap(staged)
             # No replica generates: what starts from here on is the new version's.
             self.running.version_published()
             self.metrics.update(self.fleet.resume(staged))
             self.published.keep()
-            if not training.partial_rollout:
+            if drains:
                 self.running.open_turn()
 
     @property

@@ -149,7 +149,7 @@ class Startup(StagedTrainer):
             replicas=rollout.replicas.get_replicas(),
             load_balancer=rollout.replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
-            in_place=self.plan.settings.async_training.weights.staging == "none",
+            weights=self.plan.settings.async_training.resolved_weights,
         )
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self.fleet = self._new_fleet(rollout)

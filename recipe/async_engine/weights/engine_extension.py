@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from typing import Any
 
 import torch
@@ -144,16 +143,18 @@ class StagingExtension(vLLMColocateWorkerExtension):
         """`UNDER_WAY`, `COMPLETE`, or what went wrong with the last stream."""
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
-    def swap_staged(self, version: int) -> float:
-        """Make the staged weights the live ones; returns the seconds that it took.
+    def swap_staged(self, version: int) -> dict[str, int]:
+        """Make the staged weights the live ones.
+
+        Returns:
+            How many tokens each request in the engine has by now, by the engine's names; all are of the old weights.
 
         Raises:
             StagingRefused: they are not complete, or not of this version.
         """
         if self._staged_model is None:
             raise StagingRefused("no weights have been staged")
-        began = time.monotonic()
         self._staged_model.swap(version)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        return time.monotonic() - began
+        return {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}

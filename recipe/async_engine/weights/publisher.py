@@ -35,6 +35,7 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet
 from recipe.async_engine.weights.worker import WeightLoadError
 
@@ -88,10 +89,11 @@ class WeightPublisher(CheckpointEngineManager):
         replicas: list[RolloutReplica],
         load_balancer: ray.actor.ActorHandle,
         timeout_s: float,
-        in_place: bool = False,
+        weights: Weights,
     ) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._in_place = in_place
+        self._in_place = weights.staging == "none"
+        self._weights = weights
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
@@ -184,7 +186,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _swap(self, staged: StagedVersion) -> None:
         staged.paused_at = time.monotonic()
-        await self.known.each("pause", self.known.present, self._pause)
+        await self.known.each("pause", self.known.present, lambda record: self._pause(record, record in staged.holders))
         if self._in_place:
             await self._transfer(staged)
         else:
@@ -231,7 +233,10 @@ class WeightPublisher(CheckpointEngineManager):
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
         return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
 
-    async def _pause(self, record: ReplicaRecord) -> None:
+    async def _pause(self, record: ReplicaRecord, is_holder: bool) -> None:
+        if is_holder and self._weights.at_swap == "keep":
+            await record.replica.hold_requests(self._weights.keep_cache)
+            return
         await record.replica.abort_all_requests()
         if self._in_place:
             await record.replica.release_kv_cache()
