@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are swapped again and again under requests whose tokens say by which version they were sampled.
+
+``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS``, started by test_swaps.py: two real rollout replicas,
+the real publisher and client, and a sender in place of a trainer. With the weights of version v the next token is
+`token_of` (v) for certain, whatever comes before. The result, as JSON: what each request was answered, and how its
+tokens are labelled, by what becomes of running answers at a swap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import open_dict
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.utils.config import omega_conf_to_dataclass
+
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.replicas.manager import ReplicaManager
+from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.recorder import start_recording
+from recipe.async_engine.settings.sections import Timeouts, Weights
+from recipe.async_engine.trainer.verl_settings import tell_servers
+from recipe.async_engine.weights.publisher import WeightPublisher
+
+WAYS = {
+    "interrupt": Weights(at_swap="interrupt"),
+    "keep": Weights(at_swap="keep"),
+    "keep with its cache": Weights(at_swap="keep", keep_cache=True),
+    "in place": Weights(staging="none", at_swap="interrupt"),
+}
+AT_ONCE = 24
+LONGEST = 48
+FIRST_TOKEN, TOKENS = 4, 24
+CERTAIN = 60.0
+
+
+def token_of(version: int) -> int:
+    return FIRST_TOKEN + version % TOKENS
+
+
+def weights_of(path: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """No layer adds anything; all embeddings have one direction, and the version's token's is much the longest."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        elif "embed" in name or "lm_head" in name:
+            tensor.fill_(1.0 / tensor.shape[1])
+            tensor[token_of(version)] *= CERTAIN
+        yield name, tensor
+
+
+class Sender:
+    """The trainer's end of a transfer."""
+
+    def __init__(self, path: str, settings: dict[str, Any]) -> None:
+        __import__("recipe.async_engine.weights.gloo_engine")
+        self._path = path
+        self._engine = CheckpointEngineRegistry.new("recipe_gloo", bucket_size=1 << 20, is_master=True, **settings)
+
+    def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._engine, method)(*arguments, **named)
+
+    async def send(self, version: int) -> Any:
+        return await self._engine.send_weights(weights_of(self._path, version), global_steps=version)
+
+
+class TrainerGroup:
+    """verl's worker group of one trainer rank."""
+
+    world_size = 1
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def execute_checkpoint_engine(self, *arguments: Any, **named: Any) -> list[Any]:
+        first = [argument[0] for argument in arguments]
+        named = {key: value[0] for key, value in named.items()}
+        return [self._sender.execute_checkpoint_engine.remote(*first, **named)]
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        return [self._sender.send.remote(global_steps)]
+
+
+class Requests:
+    """`AT_ONCE` requests at a time, of various lengths, until told to stop; on a thread of its own."""
+
+    def __init__(self, client: ResumingClient) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self._client = client
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> list[dict[str, Any]]:
+        self._stopped.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "requests do not end"
+        if self._error is not None:
+            raise self._error
+        return self.answers
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._all())
+        except BaseException as error:
+            self._error = error
+
+    async def _all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(AT_ONCE):
+                tasks.create_task(self._one_after_the_other(random.Random(number)))
+
+    async def _one_after_the_other(self, chance: random.Random) -> None:
+        while not self._stopped.is_set():
+            prompt = [chance.randrange(FIRST_TOKEN, FIRST_TOKEN + TOKENS) for _ in range(chance.randint(1, 30))]
+            asked = chance.randint(4, LONGEST)
+            recorder = start_recording()
+            sampling = {"max_tokens": asked, "temperature": 1.0, "logprobs": True, "ignore_eos": True}
+            answer = await self._client.generate(f"{id(recorder)}", prompt_ids=prompt, sampling_params=sampling)
+            self.answers.append(
+                {
+                    "asked": asked,
+                    "prompt": len(prompt),
+                    "tokens": list(answer.token_ids),
+                    "runs": [(version, len(tokens)) for version, tokens in recorder.segments],
+                    "log_probs": min(answer.log_probs),
+                    "interruptions": recorder.interruptions,
+                    "computed_again": recorder.reprefilled_tokens,
+                }
+            )
+
+
+def play(path: str, seconds: float) -> dict[str, Any]:
+    with initialize_config_module("recipe.fully_async.config", version_base=None):
+        overrides = ["preset=tiny_cpu", f"actor_rollout_ref.model.path={path}", "data.max_response_length=64"]
+        extension = "engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
+        config = compose("fully_async_ppo_trainer", overrides=[*overrides, f"actor_rollout_ref.rollout.{extension}"])
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(config):
+        rollout.nnodes, rollout.n_gpus_per_node = 1, 2
+        tell_servers(rollout, Timeouts(weight_sync=60.0))
+    manager = ReplicaManager(config)
+    manager.launch()
+    checkpoint_engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
+    sender = ray.remote(Sender).remote(path, {"timeout_s": 60.0})
+    group = TrainerGroup(sender)
+    replicas, balancer = manager.get_replicas(), manager.global_load_balancer
+    publisher = WeightPublisher(checkpoint_engine, group, replicas, balancer, 60.0, WAYS["interrupt"])
+    versions = itertools.count()
+    publisher.publish(next(versions))
+    seen: dict[str, Any] = {}
+    for way, weights in WAYS.items():
+        publisher._weights, publisher._in_place = weights, weights.staging == "none"
+        requests = Requests(manager.get_client(ResumingClient))
+        end, syncs = time.monotonic() + seconds, []
+        while time.monotonic() < end:
+            syncs.append(publisher.publish(next(versions)))
+            time.sleep(0.1)
+        seen[way] = {"answers": requests.stop(), "syncs": syncs}
+    return seen
+
+
+def main(path: str, folder: str, forks: str, result: str, seconds: str) -> None:
+    os.environ.update(CPU_ENVIRONMENT)
+    runtime = {"py_executable": forks, "env_vars": dict(CPU_ENVIRONMENT)}
+    ray.init(
+        num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
+    )
+    try:
+        Path(result).write_text(json.dumps(play(path, float(seconds))))
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
