@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.errors import VersionRecordError
-from recipe.async_engine.core.versions import NOT_SAMPLED, Alignment, align, expand, run_lengths
+from recipe.async_engine.core.versions import (
+    NOT_SAMPLED,
+    Alignment,
+    RequestVersions,
+    align,
+    expand,
+    joined,
+    last_runs,
+    run_lengths,
+)
 
 VERSIONS = st.lists(st.integers(NOT_SAMPLED, 4), max_size=30)
 
@@ -25,6 +34,51 @@ def test_run_length_coding_agrees_with_plain_lists(versions: list[int]) -> None:
     if sampled:
         found = Alignment(versions, exact=True)
         assert (found.oldest, found.newest) == (min(sampled), max(sampled))
+
+
+@given(VERSIONS, VERSIONS, st.integers(-1, 40))
+def test_runs_are_joined_and_cut_as_the_lists_that_they_stand_for(one: list[int], other: list[int], count: int) -> None:
+    assert joined(run_lengths(one), run_lengths(other)) == run_lengths(one + other)
+    assert last_runs(run_lengths(one), count) == run_lengths(one[max(0, len(one) - max(0, count)) :])
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=12), st.data())
+def test_requests_have_the_versions_that_sampled_between_the_swaps(
+    rounds: list[list[int]], data: st.DataObject
+) -> None:
+    """Two requests, one of which comes later; between swaps each samples some tokens."""
+    versions, truth = RequestVersions(), {"early": [], "late": []}
+    begins = data.draw(st.integers(0, len(rounds)))
+    versions.submit("early", 0)
+    for version, sampled in enumerate(rounds):
+        if version == begins:
+            versions.submit("late", version)
+        for name, count in zip(truth, sampled, strict=True):
+            if name == "early" or version >= begins:
+                truth[name] += [version] * count
+        for name, labels in truth.items():
+            known = data.draw(st.integers(0, len(labels)))
+            if labels:
+                assert versions.runs(name, known) == run_lengths(labels[:known])
+        # A request that has no token yet may be unknown to the engine.
+        versions.swap({name: len(labels) for name, labels in truth.items() if labels}, version + 1)
+    for name, labels in truth.items():
+        if labels:
+            assert versions.runs(name, len(labels)) == run_lengths(labels)
+        assert versions.swapped_under(name) == (len(rounds) > (0 if name == "early" else begins))
+        versions.forget(name)
+        assert versions.runs(name, 1) is None and not versions.swapped_under(name)
+
+
+def test_tokens_of_a_version_that_was_never_told_have_no_label() -> None:
+    versions = RequestVersions()
+    versions.submit("one", None)
+    assert versions.runs("one", 0) == [] and versions.runs("one", 2) is None
+    versions.swap({"one": 2}, 5)
+    assert versions.runs("one", 3) is None
+    versions.submit("two", None)
+    versions.swap({}, 6)
+    assert versions.runs("two", 3) == [(6, 3)]
 
 
 def test_expand_pads_with_unsampled_tokens() -> None:

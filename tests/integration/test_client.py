@@ -15,7 +15,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
 from recipe.async_engine.core.versions import RequestVersions
-from recipe.async_engine.replicas.output_watch import OutputWatch, Sampled
+from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import LoadBalancerLost, NoRolloutServer, ResumingClient, VersionMismatch
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
@@ -131,16 +131,24 @@ async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_fro
 
 
 class SamplingServer:
-    """Samples tokens 10, 11, ... for its one request, of which it tells, until it is told to die."""
+    """Samples tokens 10, 11, ... for its one request, of which it tells, until it is told to die.
 
-    def __init__(self, tokens: int, with_log_probs: bool = True) -> None:
+    By version 7; from the token ``swap_after`` on by version 8, if it is given.
+    """
+
+    def __init__(self, tokens: int, with_log_probs: bool = True, swap_after: int | None = None) -> None:
         self.outputs = OutputWatch()
+        self.versions = RequestVersions()
+        self.swap_after = swap_after
         self.tokens = tokens
         self.with_log_probs = with_log_probs
         self.told: list[int] = []
         self.dies = asyncio.Event()
 
     async def generate(self, request_id: str, **request: Any) -> Any:
+        self.versions.submit(request_id, 7)
+        if self.swap_after is not None:
+            self.versions.swap({request_id: self.swap_after}, 8)
         async for _ in self.outputs.watching(self._sample)(prompt=[], sampling_params={}, request_id=request_id):
             pass
 
@@ -154,7 +162,7 @@ class SamplingServer:
         raise ActorDiedError
 
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Any]:
-        news = {request_id: self.outputs.since(request_id, count, version=7) for request_id, count in known.items()}
+        news = {request_id: self.outputs.since(request_id, count, self.versions) for request_id, count in known.items()}
         self.told += [len(sampled.token_ids) for sampled in news.values() if sampled.token_ids]
         if self.told:
             self.dies.set()
@@ -209,6 +217,32 @@ async def test_answer_begins_anew_where_no_tokens_are_fetched() -> None:
     dying.dies.set()
     assert (await asked).token_ids == [20]
     assert dying.told == []
+
+
+async def test_fetched_tokens_keep_the_versions_on_both_sides_of_a_swap() -> None:
+    dying, other = SamplingServer(3, swap_after=2), ScriptedServer(part([20], 9))
+    balancer = balancer_of(dying)
+    recorder = start_recording()
+    asked = asyncio.create_task(ask(make_client(balancer, every_s=0.02), max_tokens=6))
+    await dying.dies.wait()
+    balancer.add_servers({"other": Handle(other)})
+    assert (await asked).token_ids == [10, 11, 12, 20]
+    assert recorder.segments == [(7, (10, 11)), (8, (12,)), (9, (20,))]
+
+
+async def test_answer_that_a_swap_found_under_way_has_the_versions_that_its_server_gives() -> None:
+    answer = part([10, 11, 12], 8, submitted=7)
+    answer.extra_fields |= {VERSION_RUNS: [(7, 2), (8, 1)], RECOMPUTED: 5}
+    recorder = start_recording()
+    merged = await ask(client_of(ScriptedServer(answer)), max_tokens=6)
+    assert recorder.segments == [(7, (10, 11)), (8, (12,))]
+    assert (recorder.reprefilled_tokens, recorder.interruptions) == (5, 0)
+    extra = merged.extra_fields
+    assert (extra["min_global_steps"], extra["max_global_steps"]) == (7, 8)
+    assert not extra.keys() & {VERSION_RUNS, RECOMPUTED}
+    answer.extra_fields[VERSION_RUNS] = [(7, 2)]
+    with pytest.raises(VersionMismatch, match="3 tokens with the versions"):
+        await ask(client_of(ScriptedServer(answer)), max_tokens=6)
 
 
 async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:

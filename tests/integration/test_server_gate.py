@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.replicas.output_watch import Sampled
+from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.replicas.server import (
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
@@ -42,12 +42,15 @@ class Engine:
         self.submitted = asyncio.Event()
         self.errored = False
         self.error: Exception | None = None
+        self.held = False
+        self.swap_error: Exception | None = None
 
     async def generate(self, *, request_id: str, **request: Any) -> AsyncIterator[Any]:
         if self.error is not None:
             raise self.error
         ended = asyncio.get_running_loop().create_future()
         self.output_processor.request_states[request_id] = ended
+        ended.external_req_id = request_id
         self.submitted.set()
         if not self.prefilling:
             yield self._output([7], None)
@@ -61,7 +64,11 @@ class Engine:
     def _output(tokens: list[int], reason: str | None) -> Any:
         completion = SimpleNamespace(token_ids=tokens, logprobs=None, finish_reason=reason)
         return SimpleNamespace(
-            outputs=[completion], num_cached_tokens=0, prompt_logprobs=None, finished=reason is not None
+            outputs=[completion],
+            num_cached_tokens=0,
+            prompt_logprobs=None,
+            prompt_token_ids=[1, 2],
+            finished=reason is not None,
         )
 
     def finish_all(self, reason: str = "stop") -> None:
@@ -69,8 +76,18 @@ class Engine:
             ended.set_result(reason)
         self.submitted.clear()
 
-    async def pause_generation(self, **settings: Any) -> None:
-        self.finish_all("abort")
+    async def pause_generation(self, mode: str = "abort", **settings: Any) -> None:
+        if mode == "keep":
+            self.held = True
+        else:
+            self.finish_all("abort")
+
+    async def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """A swap: each request but one that prefills has one token."""
+        assert method == "swap_staged" and self.held
+        if self.swap_error is not None:
+            raise self.swap_error
+        return [{} if self.prefilling else dict.fromkeys(self.output_processor.request_states, 1)]
 
     async def resume_generation(self) -> None: ...
 
@@ -426,3 +443,78 @@ async def test_request_that_is_over_or_unknown_is_dropped_without_effect(make_se
     await submitted(server)
     server.engine.finish_all()
     assert (await asyncio.wait_for(again, SOON)).token_ids == [7, 8]
+
+
+def watched(server: GatedVLLMHttpServer) -> list[Any]:
+    """Put the server between its requests and its engine, as it does when it starts; returns the prompts that pass."""
+    prompts: list[Any] = []
+
+    def generate(prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> AsyncIterator[Any]:
+        prompts.append(prompt)
+        return Engine.generate(server.engine, request_id=request_id)
+
+    server.engine.generate = server._outputs.watching(server._salted(generate))
+    return prompts
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+async def test_held_request_goes_on_with_its_tokens_labelled_on_both_sides_of_the_swap(
+    make_server: Any, keep_cache: bool
+) -> None:
+    server = make_server()
+    prompts = watched(server)
+    await load(server, 3)
+    held = request(server, "held")
+    await submitted(server)
+    await settle()
+    await server.hold_requests(keep_cache)
+    late = request(server, "late")
+    await server.swap(4, "checksum")
+    assert await server.sampled_since({"held": 0}) == {"held": Sampled([7], [(3, 1)], None)}
+    await server.resume_generation()
+    await settle()
+    server.engine.finish_all()
+    first, second = await asyncio.wait_for(asyncio.gather(held, late), SOON)
+    assert (first.token_ids, first.stop_reason) == ([7, 8], "completed")
+    assert first.extra_fields[VERSION_RUNS] == [(3, 1), (4, 1)]
+    assert first.extra_fields[RECOMPUTED] == (0 if keep_cache else 3)
+    assert second.extra_fields["submitted_version"] == 4 and VERSION_RUNS not in second.extra_fields
+    assert [prompt["cache_salt"] for prompt in prompts] == ["version 3", "version 4"]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+async def test_request_without_a_token_is_sent_again_where_caches_are_kept(make_server: Any, keep_cache: bool) -> None:
+    server = make_server()
+    watched(server)
+    server.engine.prefilling = True
+    await load(server, 3)
+    waiting = request(server, "waiting")
+    await submitted(server)
+    await server.hold_requests(keep_cache)
+    await server.swap(4, "checksum")
+    if not keep_cache:
+        await server.resume_generation()
+        server.engine.finish_all()
+    answer = await asyncio.wait_for(waiting, SOON)
+    if keep_cache:
+        assert (answer.token_ids, answer.stop_reason) == ([], "aborted")
+    else:
+        assert answer.extra_fields[VERSION_RUNS] == [(4, 2)]
+
+
+async def test_swap_that_fails_closes_the_server_and_sends_what_it_holds_away(make_server: Any) -> None:
+    server = make_server()
+    watched(server)
+    await load(server, 3)
+    held = request(server, "held")
+    await submitted(server)
+    await server.hold_requests(keep_cache=False)
+    server.engine.swap_error = RuntimeError("torn")
+    with pytest.raises(RuntimeError, match="torn"):
+        await server.swap(4, "checksum")
+    assert (await asyncio.wait_for(held, SOON)).stop_reason == "aborted"
+    await server.resume_generation()
+    later = request(server, "later")
+    await settle()
+    assert not later.done()
+    later.cancel()

@@ -26,7 +26,9 @@ class Timeouts:
     first_weights: float = seconds(
         1800.0, "How long a request to a rollout server waits for the first committed version before it fails."
     )
-    weight_sync: float = seconds(600.0, "One weight sync, from the pause of generation to the last replica's commit.")
+    weight_sync: float = seconds(
+        600.0, "One weight sync, from its beginning to the last replica's commit, and each part of it."
+    )
     generation: float = seconds(
         1800.0, "One generation request to a rollout replica; a group that fails by it is retried."
     )
@@ -45,7 +47,7 @@ class Timeouts:
     batch_wait: float = seconds(
         3600.0, "How long the trainer waits for the next batch before the run ends with an error."
     )
-    drain: float = seconds(1800.0, "How long a weight sync waits for running answers when `partial_rollout` is false.")
+    drain: float = seconds(1800.0, "How long a weight sync waits for running answers where it drains them.")
     validation: float = seconds(3600.0, "One validation pass over all prompts.")
     checkpoint: float = seconds(1800.0, "Writing or reading one checkpoint.")
     stall: float = seconds(

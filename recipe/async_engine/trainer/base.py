@@ -323,6 +323,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
 
     def _publish(self) -> None:
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
+            began = time.monotonic()
             training = self.plan.settings.async_training
             drains = training.resolved_weights.at_swap == "drain"
             staged = self.fleet.stage(self.ledger.version + 1)
@@ -332,6 +333,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             # No replica generates: what starts from here on is the new version's.
             self.running.version_published()
             self.metrics.update(self.fleet.resume(staged))
+            self.metrics["fully_async/weight_sync/trainer_paused_seconds"] = time.monotonic() - began
             self.published.keep()
             if drains:
                 self.running.open_turn()
