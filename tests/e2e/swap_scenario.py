@@ -53,10 +53,14 @@ def token_of(version: int) -> int:
     return FIRST_TOKEN + version % TOKENS
 
 
-def weights_of(path: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+_models: dict[str, Any] = {}
+
+
+def weights_of(path: str, dtype: torch.dtype, version: int) -> Iterator[tuple[str, torch.Tensor]]:
     """No layer adds anything; all embeddings have one direction, and the version's token's is much the longest."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
+    if path not in _models:
+        _models[path] = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    for name, tensor in _models[path].state_dict().items():
         if "o_proj" in name or "down_proj" in name:
             tensor.zero_()
         elif "norm" in name:
@@ -70,16 +74,17 @@ def weights_of(path: str, version: int) -> Iterator[tuple[str, torch.Tensor]]:
 class Sender:
     """The trainer's end of a transfer."""
 
-    def __init__(self, path: str, settings: dict[str, Any]) -> None:
+    def __init__(self, path: str, dtype: str, settings: dict[str, Any]) -> None:
         __import__("recipe.async_engine.weights.gloo_engine")
-        self._path = path
-        self._engine = CheckpointEngineRegistry.new("recipe_gloo", bucket_size=1 << 20, is_master=True, **settings)
+        __import__("recipe.async_engine.weights.gloo_engine")
+        self._path, self._dtype = path, getattr(torch, dtype)
+        self._engine = CheckpointEngineRegistry.new("recipe_gloo", is_master=True, **settings)
 
     def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
         return getattr(self._engine, method)(*arguments, **named)
 
     async def send(self, version: int) -> Any:
-        return await self._engine.send_weights(weights_of(self._path, version), global_steps=version)
+        return await self._engine.send_weights(weights_of(self._path, self._dtype, version), global_steps=version)
 
 
 class TrainerGroup:
@@ -149,27 +154,39 @@ class Requests:
             )
 
 
-def play(path: str, seconds: float) -> dict[str, Any]:
+def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaManager, WeightPublisher]:
+    """Replicas on a Ray that runs already, and a publisher of weights that are made for each version."""
     with initialize_config_module("recipe.fully_async.config", version_base=None):
-        overrides = ["preset=tiny_cpu", f"actor_rollout_ref.model.path={path}", "data.max_response_length=64"]
-        extension = "engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
-        config = compose("fully_async_ppo_trainer", overrides=[*overrides, f"actor_rollout_ref.rollout.{extension}"])
+        overrides = [f"actor_rollout_ref.model.path={path}", "data.max_response_length=64", *overrides]
+        config = compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu", *overrides])
     rollout = config.actor_rollout_ref.rollout
     with open_dict(config):
-        rollout.nnodes, rollout.n_gpus_per_node = 1, 2
+        rollout.nnodes, rollout.n_gpus_per_node = 1, replicas
         tell_servers(rollout, Timeouts(weight_sync=60.0))
     manager = ReplicaManager(config)
     manager.launch()
     checkpoint_engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
-    sender = ray.remote(Sender).remote(path, {"timeout_s": 60.0})
-    group = TrainerGroup(sender)
-    replicas, balancer = manager.get_replicas(), manager.global_load_balancer
-    publisher = WeightPublisher(checkpoint_engine, group, replicas, balancer, 60.0, WAYS["interrupt"])
+    megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
+    sender = ray.remote(Sender).remote(path, rollout.dtype, {"bucket_size": megabytes << 20, "timeout_s": 60.0})
+    publisher = WeightPublisher(
+        checkpoint_engine,
+        TrainerGroup(sender),
+        manager.get_replicas(),
+        manager.global_load_balancer,
+        60.0,
+        WAYS["interrupt"],
+    )
+    return manager, publisher
+
+
+def play(path: str, seconds: float) -> dict[str, Any]:
+    extension = "engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
+    manager, publisher = start(path, [f"actor_rollout_ref.rollout.{extension}"], replicas=2)
     versions = itertools.count()
     publisher.publish(next(versions))
     seen: dict[str, Any] = {}
     for way, weights in WAYS.items():
-        publisher._weights, publisher._in_place = weights, weights.staging == "none"
+        publisher.use(weights)
         requests = Requests(manager.get_client(ResumingClient))
         end, syncs = time.monotonic() + seconds, []
         while time.monotonic() < end:

@@ -92,11 +92,15 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
     ) -> None:
         super().__init__(config, actor_wg, replicas)
-        self._in_place = weights.staging == "none"
-        self._weights = weights
+        self.use(weights)
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
+
+    def use(self, weights: Weights) -> None:
+        """How the next version gets into the replicas; ``at_swap`` is not null."""
+        self._weights = weights
+        self._in_place = weights.staging == "none"
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
         """Replicas that take part from the next sync on; see verl's method of this name."""

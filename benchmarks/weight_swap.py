@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long generation pauses for a weight sync, by how the weights get into the engine, side by side.
+
+    python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10]
+
+One real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps take a
+fixed time that uses no core (`fixed_decode.py`). The ways take turns, one sync each. Medians: the whole sync, its
+transfer, the pause of generation and its share of the sync, and the rate of decode steps while weights were staged
+over the rate in as long a time before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mains import ray_folder, with_helpers
+from sync_in_run import half_billion
+
+from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.task import TaskSettings, ensure_task
+
+STEP_S = 0.05
+LARGE = [
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=320",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=1024",
+]
+
+
+def rate(record: Path, began: float, ended: float) -> float:
+    """Decode steps a second between two moments."""
+    steps = sum(began < float(line) <= ended for line in record.read_text().splitlines())
+    return steps / (ended - began)
+
+
+def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+    from swap_scenario import WAYS, Requests, start
+
+    manager, publisher = start(path, [*overrides, f"{ENGINE}.worker_extension_cls=fixed_decode.FixedDecodeExtension"])
+    versions = itertools.count()
+    publisher.publish(next(versions))
+    requests = Requests(manager.get_client(ResumingClient))
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(repeats):
+        for way, weights in WAYS.items():
+            time.sleep(2.0)
+            publisher.use(weights)
+            began = time.monotonic()
+            staged = publisher.stage(next(versions))
+            ended = time.monotonic()
+            publisher.swap(staged)
+            metrics = publisher.resume(staged)
+            row = {
+                "sync_s": metrics["fully_async/weight_sync/seconds"],
+                "transfer_s": metrics["weight_sync/seconds"],
+                "paused_s": metrics["fully_async/weight_sync/generation_paused_seconds"],
+            }
+            row["paused_share"] = row["paused_s"] / row["sync_s"]
+            if weights.staging != "none":
+                before = rate(record, began - (ended - began), began)
+                row["decode_rate_while_staged"] = rate(record, began, ended) / before
+            found[way].append(row)
+    requests.stop()
+    return found
+
+
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=("tiny", "0.5B"), default=("tiny", "0.5B"))
+    parser.add_argument("--repeats", type=int, default=10)
+    arguments = parser.parse_args()
+    here = str(Path(__file__).parent)
+    os.environ |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "DECODE_STEP_S": str(STEP_S)}
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, with_helpers(os.environ)["PYTHONPATH"]])
+    import ray
+
+    with tempfile.TemporaryDirectory() as folder:
+        task = ensure_task(Path(folder) / "task", TaskSettings())
+        for model in arguments.models:
+            large = model == "0.5B"
+            path = half_billion(task, Path(folder) / "large") if large else task.model
+            record = Path(folder) / f"{model}.txt"
+            os.environ["DECODE_RECORD"] = str(record)
+            with ray_folder() as ray_dir:
+                ray.init(num_cpus=20, num_gpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(ray_dir))
+                try:
+                    found: dict[str, Any] = measure(str(path), LARGE if large else [], record, arguments.repeats)
+                finally:
+                    ray.shutdown()
+            for way, rows in found.items():
+                medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+                print(json.dumps({"model": model, "way": way, "syncs": len(rows), **medians}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
