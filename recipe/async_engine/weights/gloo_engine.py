@@ -97,6 +97,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
         self._assembly: torch.Tensor | None = None
+        self._left_because = ""
 
     # Membership
 
@@ -171,8 +172,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Group and buffers are kept for the next sync."""
 
-    def reset(self) -> None:
+    def reset(self, reason: str = "") -> None:
         """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
+        self._left_because = reason
         transport, self._transport = self._transport, None
         self._segments = None
         if transport is None:
@@ -289,12 +291,15 @@ class GlooCheckpointEngine(CheckpointEngine):
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:
         """Leave the group on any failure, cancellation and early end included: it is out of step then."""
+        self._left_because = ""
         try:
             yield
         except BaseException as error:
-            name = type(error).__name__
+            name, reason = type(error).__name__, self._left_because
             logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", name, error)
             self.reset()
+            if reason and isinstance(error, WeightStreamError):
+                raise WeightStreamError(f"{error}; this member had left the sync: {reason}") from error
             raise
 
 
