@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -75,11 +75,15 @@ class Replica:
 class WorkerGroup:
     """Runs each worker's part; the trainer's group has one sender."""
 
+    told: ClassVar[list[str]] = []
+    """What engines were told, a group at a time."""
+
     def __init__(self, worker_handles: list[Any], **settings: Any) -> None:
         self.workers = worker_handles
         self.world_size = len(worker_handles)
 
     def execute_checkpoint_engine(self, method: list[str], **arguments: Any) -> list[Any]:
+        self.told.append(method[0])
         return [asyncio.sleep(0, result={}) for _ in method]
 
     def update_weights(self, global_steps: int, mode: str | None = None) -> list[Any]:
@@ -139,6 +143,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RayWorkerGroup", WorkerGroup)
+    monkeypatch.setattr(WorkerGroup, "told", [])
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
 
 
@@ -298,6 +303,35 @@ def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pyte
     fleet.publish(0)
     assert connects == [2, 1]
     assert fleet.routed == ["server-1"]
+
+
+def test_engines_are_finalized_after_every_transfer_failed_ones_too() -> None:
+    fleet = Fleet((None, RuntimeError("odd")), ())
+    transfer = [*["prepare"] * 2, *["init_process_group"] * 2, *["finalize"] * 2]
+    fleet.publish(0)
+    assert WorkerGroup.told == transfer
+    fleet.publish(1)
+    assert WorkerGroup.told == transfer * 3
+
+
+def test_whoever_waits_for_a_member_that_failed_is_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet((WeightLoadError("bad shape"),), ())
+    fleet.publisher.backend_cls = type("Engine", (Topology,), {"reset": None})
+    sends = []
+
+    async def send(version: int) -> dict[str, float]:
+        sends.append(version)
+        while len(sends) == 1:
+            if "reset" in WorkerGroup.told:
+                raise RuntimeError("left the group")
+            await asyncio.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(fleet.sender, "update", send)
+    metrics = fleet.publish(0)
+    assert WorkerGroup.told.count("reset") == 2
+    assert fleet.routed == ["server-1"]
+    assert metrics["fully_async/weight_sync/seconds"] < fleet.publisher.known.timeout_s
 
 
 def test_replica_that_cannot_resume_leaves_routing() -> None:

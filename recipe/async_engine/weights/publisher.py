@@ -8,13 +8,15 @@ Contract:
 * A replica that died, or failed to load, serves nothing and is out of routing until a later load succeeds. The others
   load again without it: engines load in place, so a broken transfer may have left torn weights everywhere.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
-  (checkpoint_engine/base.py:553).
+  (checkpoint_engine/base.py:553). As soon as one member fails, engines that can leave their group (``reset``) are told
+  to, since a collective waits for every member; all are finalized after each transfer, failed ones too.
 * Replicas that loaded other weights than most rollout replicas did, by their checksums, have failed to load; where no
   value is held by most of them, that of most receivers counts, and where there is none, all have. A log-prob server
   that has failed is told so and scores nothing before a later load; it never ends the run.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
-Shown by tests/integration/test_publisher.py and, with a replica killed in a real sync, tests/e2e/test_faults.py.
+Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
+tests/e2e/test_faults.py.
 """
 
 import asyncio
@@ -293,8 +295,7 @@ class WeightPublisher(CheckpointEngineManager):
         except TimeoutError as error:
             if str(error):
                 raise
-            late = f"no answer within {timeout_s:g} s (async_training.timeouts.weight_sync)"
-            raise TimeoutError(late) from None
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Take replicas out of routing, then send away the requests that wait at their servers.
