@@ -16,7 +16,9 @@ import pytest
 import ray
 from engine_fleet import Engine, Fleet, Replica, Trainer, bits, make_weights
 from nccl_on_cpu import for_a_while
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
+from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights import publisher
 from recipe.async_engine.weights.publisher import PublishFailed
 
@@ -168,10 +170,10 @@ def test_replica_that_dies_before_it_joins_costs_the_others_the_deadline_of_join
 
 @pytest.mark.slow
 def test_replica_that_stands_still_costs_the_others_the_deadline_of_a_sync(
-    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch
+    fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publisher, "PING_TIMEOUT_S", 2.0)
-    fleet = fleet_of(OURS, timeout_s=6.0)
+    fleet = fleet_of(replace(OURS, settings={"timeout_s": 5.0}), timeout_s=8.0)
     first, second = fleet.replicas
     stopped = second.ask("pid")
     second.ask("meet", "stand still")
@@ -179,6 +181,14 @@ def test_replica_that_stands_still_costs_the_others_the_deadline_of_a_sync(
         publish(fleet, 1, to=[first], transfers=2)
     finally:
         os.kill(stopped, signal.SIGKILL)
+    assert "it was not over within timeout_s=5" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["timeout_s", "connect_timeout_s"])
+def test_deadline_has_to_be_above_zero(setting: str) -> None:
+    OURS.load()
+    with pytest.raises(SettingError, match=f"engine_kwargs.nccl.{setting}"):
+        CheckpointEngineRegistry.new("nccl", bucket_size=1, **{setting: 0})
 
 
 @pytest.mark.parametrize("rebuild", [False, True])

@@ -55,6 +55,7 @@ BACKEND = "recipe_gloo"
 # Larger buckets are not faster on one host or over loopback, and several of them are kept.
 MAX_BUCKET_BYTES = 64 << 20
 OUTSIDE = -1
+NOT_CONNECTED = "call prepare and init_process_group first"
 
 T = TypeVar("T")
 
@@ -202,7 +203,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         transport = self._transport
         if transport is None:
             if self._is_master:
-                raise WeightStreamError("no group to send in: call prepare and init_process_group first")
+                raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
             await self._on_thread(lambda: _exhaust(weights))
             return {}
         with self._dropping_group():
@@ -253,7 +254,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         """
         transport = self._transport
         if transport is None:
-            raise WeightStreamError("no group to receive in: call prepare and init_process_group first")
+            raise WeightStreamError(f"no group to receive in: {self._left_because or NOT_CONNECTED}")
         deadline = Deadline(self._timeout_s)
         reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
         with self._dropping_group():
