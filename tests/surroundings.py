@@ -20,8 +20,8 @@ _forks: dict[tuple[str | None, ...], Path] = {}
 
 
 def with_helpers(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which the modules of the end-to-end tests and the examples can be named in overrides."""
-    folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests", "examples", "")]
+    """An environment in which helpers of the tests, and the examples, can be named in overrides or be actors."""
+    folders = [str(CHECKOUT / folder) for folder in ("tests/e2e", "tests/integration", "tests", "examples", "")]
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = dict.fromkeys(filter(None, [*folders, *given]))
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}

@@ -35,6 +35,7 @@ from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import WeightPublisher
 
 MODEL = Scenario("fsdp2", "qwen3", tied=False)
@@ -202,7 +203,7 @@ def play(path: str) -> dict[str, Any]:
     two_ranks, both = ScoringClient(dict([*handles.items()][:1]), TIMEOUT_S), ScoringClient(handles, TIMEOUT_S)
     group = TrainerGroup()
     config = CheckpointEngineConfig(backend="recipe_gloo", custom_backend_module=MODULE, engine_kwargs=ENGINE)
-    sync = Sync(config, group, [], None, TIMEOUT_S)
+    sync = Sync(config, group, [], None, TIMEOUT_S, Weights())
     sync.add_replicas(replicas)
     seen: dict[str, Any] = {"before_any": refusal(both, 0), "first": sync.load(0)}
     seen["version_0"] = [difference(two_ranks, 0, 0), difference(both, 0, 0)]

@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.worker import WeightLoadError
+
+INTERRUPT = Weights(at_swap="interrupt")
 
 
 class Replica:
@@ -64,6 +67,9 @@ class Replica:
             raise ActorDiedError()
         self.note("pause")
 
+    async def hold_requests(self, keep_cache: bool) -> None:
+        self.note(f"hold {keep_cache}")
+
     async def release_kv_cache(self) -> None:
         self.note("release")
 
@@ -87,11 +93,15 @@ class Replica:
 class WorkerGroup:
     """Runs each worker's part; the trainer's group has one sender."""
 
+    told: ClassVar[list[str]] = []
+    """What engines were told, a group at a time."""
+
     def __init__(self, worker_handles: list[Any], **settings: Any) -> None:
         self.workers = worker_handles
         self.world_size = len(worker_handles)
 
     def execute_checkpoint_engine(self, method: list[str], **arguments: Any) -> list[Any]:
+        self.told.append(method[0])
         return [asyncio.sleep(0, result={}) for _ in method]
 
     def update_weights(self, global_steps: int, mode: str | None = None) -> list[Any]:
@@ -120,14 +130,14 @@ class Topology:
 class Fleet:
     """A publisher with its replicas, balancer and trainer."""
 
-    def __init__(self, *scripts: tuple[Any, ...], timeout_s: float = 5.0, in_place: bool = False) -> None:
+    def __init__(self, *scripts: tuple[Any, ...], timeout_s: float = 5.0, weights: Weights = INTERRUPT) -> None:
         self.journal: list[Any] = []
         self.replicas = [Replica(rank, self.journal, *script) for rank, script in enumerate(scripts)]
         self.balancer = GlobalRequestLoadBalancer({})
         self.sender = Sender()
         config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.async_engine.weights.gloo_engine")
         self.publisher = WeightPublisher(
-            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s, in_place
+            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s, weights
         )
         self.publisher.backend_cls = Topology
 
@@ -152,6 +162,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RayWorkerGroup", WorkerGroup)
+    monkeypatch.setattr(WorkerGroup, "told", [])
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
 
 
@@ -175,12 +186,25 @@ def test_generation_pauses_when_every_replica_has_the_version_and_resumes_when_i
 
 
 def test_generation_pauses_before_weights_are_loaded_in_place() -> None:
-    fleet = Fleet((), (), in_place=True)
+    fleet = Fleet((), (), weights=Weights(staging="none", at_swap="interrupt"))
     fleet.publish(0)
     assert in_order(fleet, "pause", "commit 0", "announce", "resume")
     assert fleet.when("swap 0") == []
     assert len(fleet.when("release")) == 2
     assert fleet.routed == ["server-0", "server-1"]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_requests_are_held_where_the_version_came_and_interrupted_where_it_did_not(keep_cache: bool) -> None:
+    broken = RuntimeError("out of memory")
+    fleet = Fleet((), (None, broken, broken), weights=Weights(at_swap="keep", keep_cache=keep_cache))
+    fleet.publish(0)
+    assert in_order(fleet, f"hold {keep_cache}", "swap 0", "announce", "resume")
+    fleet.journal.clear()
+    fleet.publish(1)
+    assert [rank for what, rank in fleet.journal if what == f"hold {keep_cache}"] == [0]
+    assert [rank for what, rank in fleet.journal if what == "pause"] == [1], "it will not resume with what it holds"
+    assert fleet.routed == ["server-0"]
 
 
 def test_failed_transfer_leaves_everyone_generating_with_the_old_version() -> None:
@@ -346,6 +370,35 @@ def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pyte
     fleet.publish(0)
     assert connects == [2, 1]
     assert fleet.routed == ["server-1"]
+
+
+def test_engines_are_finalized_after_every_transfer_failed_ones_too() -> None:
+    fleet = Fleet((None, RuntimeError("odd")), ())
+    transfer = [*["prepare"] * 2, *["init_process_group"] * 2, *["finalize"] * 2]
+    fleet.publish(0)
+    assert WorkerGroup.told == transfer
+    fleet.publish(1)
+    assert WorkerGroup.told == transfer * 3
+
+
+def test_whoever_waits_for_a_member_that_failed_is_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet((WeightLoadError("bad shape"),), ())
+    fleet.publisher.backend_cls = type("Engine", (Topology,), {"reset": None})
+    sends = []
+
+    async def send(version: int) -> dict[str, float]:
+        sends.append(version)
+        while len(sends) == 1:
+            if "reset" in WorkerGroup.told:
+                raise RuntimeError("left the group")
+            await asyncio.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(fleet.sender, "update", send)
+    metrics = fleet.publish(0)
+    assert WorkerGroup.told.count("reset") == 2
+    assert fleet.routed == ["server-1"]
+    assert metrics["fully_async/weight_sync/seconds"] < fleet.publisher.known.timeout_s
 
 
 def test_replica_that_cannot_resume_leaves_routing() -> None:

@@ -13,6 +13,7 @@ from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed
 from recipe.partial_rollout.fleet import ReplicaLost, TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
@@ -77,7 +78,7 @@ class Turn:
         self.ranks = Ranks(self.journal)
         self.balancer = GlobalRequestLoadBalancer({})
         config = SimpleNamespace(backend="naive", custom_backend_module=None)
-        self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), timeout_s=5.0)
+        self.publisher = TurnPublisher(config, self.ranks, self.engines, Handle(self.balancer), 5.0, Weights())
 
     def publish(self, version: int) -> None:
         staged = self.publisher.stage(version)

@@ -349,6 +349,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             f"{ROLLOUT}.checkpoint_engine.backend",
             "recipe_gloo",
         ),
+        (
+            CPU | {f"{ROLLOUT}.checkpoint_engine.custom_backend_module": "recipe.async_engine.weights.nccl_engine"},
+            f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
+            "recipe.async_engine.weights.gloo_engine",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:

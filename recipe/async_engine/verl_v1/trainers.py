@@ -32,7 +32,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
 from recipe.async_engine.inspection.check import plain
@@ -84,16 +84,25 @@ class BoundedTrainer(PPOTrainer):
         RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
         super()._setup()
         self._scoring: ScoringClient | None = None
+        self._server_sync: CheckpointEngineManager | None = None
         if self._servers.enabled:
             replicas = launch(self.config, self._servers, self._timeouts.weight_sync)
             handles = {replica.server_address: replica.server_handle for replica in replicas}
             self._scoring = ScoringClient(handles, self._servers.timeout)
-            # Not verl's manager of the rollout replicas: the servers have a version before the first answer of it.
-            self._server_sync = CheckpointEngineManager(
-                config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
-                actor_wg=self.actor_rollout_wg,
-                replicas=replicas,
-            )
+            self._server_sync = self._give_weights_to(replicas)
+
+    def _give_weights_to(self, servers: list[RolloutReplica]) -> CheckpointEngineManager | None:
+        """Have log-prob servers take part in the weight syncs, before the first answer of the version.
+
+        Returns:
+            A manager of theirs; None if one of verl's has them: the trainer's checkpoint engine serves one manager.
+        """
+        # verl hands weights to the rollout without that engine.
+        return CheckpointEngineManager(
+            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=servers,
+        )
 
     def get_llm_client(self) -> LLMServerClient:
         """verl's, which takes the log-prob servers to the agent loops."""
@@ -113,7 +122,7 @@ class BoundedTrainer(PPOTrainer):
         super().on_step_end()
 
     def _publish_to_servers(self) -> None:
-        if self._scoring is not None:
+        if self._server_sync is not None:
             self._server_sync.update_weights(self.global_steps)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -151,6 +160,11 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
 
     name = "recipe_separate_async"
     of_verl = "separate_async"
+
+    def _give_weights_to(self, servers: list[RolloutReplica]) -> None:
+        # All of them get a version before any replica goes on. The list is the server manager's too.
+        manager = self.standalone_checkpoint_manager
+        manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self._scoring is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:

@@ -55,6 +55,7 @@ BACKEND = "recipe_gloo"
 # Larger buckets are not faster on one host or over loopback, and several of them are kept.
 MAX_BUCKET_BYTES = 64 << 20
 OUTSIDE = -1
+NOT_CONNECTED = "call prepare and init_process_group first"
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
         self._assembly: torch.Tensor | None = None
+        self._left_because = ""
 
     # Membership
 
@@ -171,8 +173,9 @@ class GlooCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Group and buffers are kept for the next sync."""
 
-    def reset(self) -> None:
+    def reset(self, reason: str = "") -> None:
         """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
+        self._left_because = reason
         transport, self._transport = self._transport, None
         self._segments = None
         if transport is None:
@@ -200,7 +203,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         transport = self._transport
         if transport is None:
             if self._is_master:
-                raise WeightStreamError("no group to send in: call prepare and init_process_group first")
+                raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
             await self._on_thread(lambda: _exhaust(weights))
             return {}
         with self._dropping_group():
@@ -251,7 +254,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         """
         transport = self._transport
         if transport is None:
-            raise WeightStreamError("no group to receive in: call prepare and init_process_group first")
+            raise WeightStreamError(f"no group to receive in: {self._left_because or NOT_CONNECTED}")
         deadline = Deadline(self._timeout_s)
         reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
         with self._dropping_group():
@@ -289,12 +292,15 @@ class GlooCheckpointEngine(CheckpointEngine):
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:
         """Leave the group on any failure, cancellation and early end included: it is out of step then."""
+        self._left_because = ""
         try:
             yield
         except BaseException as error:
-            name = type(error).__name__
+            name, reason = type(error).__name__, self._left_because
             logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", name, error)
             self.reset()
+            if reason and isinstance(error, WeightStreamError):
+                raise WeightStreamError(f"{error}; this member had left the sync: {reason}") from error
             raise
 
 

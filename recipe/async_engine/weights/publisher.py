@@ -10,13 +10,15 @@ Contract:
   without it. Where weights are loaded in place (``async_training.weights.staging=none``), generation pauses for the
   whole transfer, and after a broken one, which may have left torn weights everywhere, all load again.
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
-  (checkpoint_engine/base.py:553).
+  (checkpoint_engine/base.py:553). As soon as one member fails, engines that can leave their group (``reset``) are told
+  to, since a collective waits for every member; all are finalized after each transfer, failed ones too.
 * Replicas that loaded other weights than most rollout replicas did, by their checksums, have failed to load; where no
   value is held by most of them, that of most receivers counts, and where there is none, all have. A log-prob server
   that has failed is told so and scores nothing before a later load; it never ends the run.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
-Shown by tests/integration/test_publisher.py and, with a replica killed in a real sync, tests/e2e/test_faults.py.
+Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
+tests/e2e/test_faults.py.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.settings.sections import Weights
-from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet
+from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
 from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
@@ -259,14 +261,16 @@ class WeightPublisher(CheckpointEngineManager):
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
             await self._connect(rollout)
+            sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+            how = "update_weights" if self._in_place else "stage_weights"
+            received = [getattr(worker, how).remote(version) for worker in handles]
+            results = await self._transferred([*sent, *received], rollout)
         except Exception as error:  # whoever is dead is found by asking each replica
             for record in records:
                 record.error = error
             return [], {}, error
-        sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-        how = "update_weights" if self._in_place else "stage_weights"
-        received = [getattr(worker, how).remote(version) for worker in handles]
-        results = await self.outcomes([*sent, *received])
+        finally:
+            await self._tell_engines(rollout, "finalize")
         trainer, receivers = results[: len(sent)], results[len(sent) :]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
         committed: list[ReplicaRecord] = []
@@ -303,6 +307,28 @@ class WeightPublisher(CheckpointEngineManager):
         joined = actor_wg.execute_checkpoint_engine(**to_actors) + rollout.execute_checkpoint_engine(**to_rollout)
         await self._all(joined)
 
+    async def _transferred(self, calls: list[Any], rollout: RayWorkerGroup) -> list[Any]:
+        """Each call's outcome. Once one has failed the other members leave the group: they might wait for it."""
+        calls = [asyncio.ensure_future(self._in_time(call)) for call in calls]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((error for call in calls if call.done() and (error := call.exception())), None)
+        if failed is not None and hasattr(self.backend_cls, "reset"):
+            cause = plain_cause(failed)
+            reason = f"another member failed: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+            await self._tell_engines(rollout, "reset", reason=reason)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _tell_engines(self, rollout: RayWorkerGroup, method: str, **arguments: Any) -> None:
+        """Have every member's engine do ``method``. Whoever cannot is missed in the next step."""
+        calls = []
+        for group in (self.actor_wg, rollout):
+            count = group.world_size
+            of_each = {name: [value] * count for name, value in arguments.items()}
+            calls += group.execute_checkpoint_engine([method] * count, **of_each)
+        for outcome in await self.outcomes(calls, PING_TIMEOUT_S):
+            if isinstance(outcome, Exception) and not isinstance(outcome, RayActorError):
+                logger.warning("%s of a checkpoint engine failed: %r", method, plain_cause(outcome))
+
     async def _all(self, references: list[Any]) -> list[Any]:
         outcomes = await self.outcomes(references)
         for outcome in outcomes:
@@ -310,14 +336,20 @@ class WeightPublisher(CheckpointEngineManager):
                 raise outcome
         return outcomes
 
-    async def outcomes(self, references: list[Any]) -> list[Any]:
+    async def outcomes(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
+        calls = [self._in_time(reference, timeout_s) for reference in references]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-        async def outcome(reference: Any) -> Any:
-            # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
-            return await asyncio.wait_for(reference, self.known.timeout_s + PING_TIMEOUT_S)
-
-        return await asyncio.gather(*[outcome(reference) for reference in references], return_exceptions=True)
+    async def _in_time(self, reference: Any, timeout_s: float | None = None) -> Any:
+        # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
+        timeout_s = timeout_s or self.known.timeout_s + PING_TIMEOUT_S
+        try:
+            return await asyncio.wait_for(reference, timeout_s)
+        except TimeoutError as error:
+            if str(error):
+                raise
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Take replicas out of routing, then send away the requests that wait at their servers.

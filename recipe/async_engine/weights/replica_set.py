@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 PING_TIMEOUT_S = 10.0
 
 
+def plain_cause(error: BaseException) -> BaseException:
+    """What a remote call failed with, without Ray's wrapping: that adds the remote traceback, which is in the log."""
+    return getattr(error, "cause", None) or error
+
+
 def generates(replica: RolloutReplica) -> bool:
     """Whether it is a rollout replica, and no log-prob server."""
     return getattr(replica, "generates", True)
@@ -76,12 +81,7 @@ class ReplicaSet:
 
     @property
     def errors(self) -> str:
-        # Ray's own wrapping would add the remote traceback, which is in the log.
-        errors = [
-            f"{record.name}: {getattr(record.error, 'cause', None) or record.error}"
-            for record in self.records
-            if record.error is not None
-        ]
+        errors = [f"{record.name}: {plain_cause(record.error)}" for record in self.records if record.error is not None]
         return "; ".join(errors) or "no replica reported an error"
 
     async def each(

@@ -10,6 +10,7 @@ from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
+NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -151,6 +152,10 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
         )
         allowed = "recipe_gloo where trainer.device=cpu"
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)
+    elif separate and context.get(f"{ROLLOUT}.checkpoint_engine.custom_backend_module") == NCCL_ENGINE:
+        advice = "That one has the engine nccl, which needs an accelerator."
+        allowed = "recipe.async_engine.weights.gloo_engine where trainer.device=cpu, or the module of the backend"
+        yield context.problem(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", allowed, advice)
     yield from _bucket(context)
     budget, sequences = context.count(f"{ROLLOUT}.max_num_batched_tokens"), context.count(f"{ROLLOUT}.max_num_seqs")
     length = context.count(f"{ROLLOUT}.max_model_len")

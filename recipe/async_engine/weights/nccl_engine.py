@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's checkpoint engine ``nccl``, with deadlines, whose members may come, go and die.
+
+How weights travel is verl's. Under verl's name, switched on by settings alone::
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=nccl
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.async_engine.weights.nccl_engine
+
+Contract:
+
+- The group is kept between syncs as long as every member reports the same one, in the same places; otherwise one of
+  another name is made. verl's own can be made again after each sync or never, and always under the same name.
+- Nothing waits for ever: a sync has ``timeout_s`` on each side, joining a group ``connect_timeout_s``. NCCL itself
+  notices neither a member that died nor one that stands still: work on the device goes on until the communicator is
+  aborted. `reset` does that at once, from another thread, and has to be called on every member, as
+  `recipe.async_engine.weights.publisher` does when one of them has failed.
+- What an abort leaves in a buffer is never taken for weights: from then on the transfer yields nothing, and fails.
+- A sender that failed still goes through its weights to the end, since the other trainer ranks gather them with it.
+- Sending blocks no event loop.
+
+As verl's own: tensors have to be contiguous, one without elements does not arrive, and a sender returns when the last
+bucket has left it. A member that never joins a group leaves a waiting thread behind at those that did. Shown by
+tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import zmq
+from ray.util import collective
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCheckpointEngine, WorkerMetadata
+
+from recipe.async_engine.core.errors import SettingError
+from recipe.async_engine.weights.buckets import WeightStreamError
+
+LOOK_MS = 100
+"""How long a receiver waits for a bucket's description before it looks whether its group has been left."""
+
+
+@dataclass
+class Member(WorkerMetadata):
+    """What a process reports of itself; ``place``: name of its group, rank, world size."""
+
+    place: tuple[str, int, int] | None = None
+
+
+class Group:
+    """A group that this process joins, until it leaves it, once, from whatever thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.left: str | None = None
+        """Why it was left."""
+        self._lock = threading.Lock()
+
+    def leave(self, reason: str) -> None:
+        """End whatever this process does in the group."""
+        with self._lock:
+            if self.left is not None:
+                return
+            self.left = reason
+        # NCCL may wait in it until all members on this node have come as far.
+        threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
+
+    def end_rendezvous(self) -> None:
+        """End the actor by which the members have found each other: it is detached, and would outlive the run."""
+        group = collective.get_group_handle(self.name)
+        # A communicator that could not be made has one too.
+        for key in {*group._dev_comm_map, ",".join(map(str, group._used_gpu_indices))}:
+            with suppress(ValueError):
+                group._destroy_store(group._generate_group_key(key))
+
+    def check(self, what: str) -> None:
+        if self.left is not None:
+            raise WeightStreamError(f"{what} was broken off: {self.left}")
+
+    def _abort(self) -> None:
+        if not collective.is_group_initialized(self.name):
+            return
+        for communicators in collective.get_group_handle(self.name)._dev_comm_map.values():
+            for communicator in communicators:
+                communicator.abort()
+        if collective.get_rank(self.name) == 0:
+            self.end_rendezvous()
+        with suppress(ValueError):  # Ray looks for that actor too
+            collective.destroy_collective_group(self.name)
+
+
+class BucketDescriptions:
+    """The receiving end of verl's socket, which waits no longer than its group lasts."""
+
+    def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
+        self._socket = socket
+        self._group = group
+
+    def recv_string(self) -> str:
+        while not self._socket.poll(LOOK_MS):
+            self._group.check("waiting for the next bucket")
+        return self._socket.recv_string()
+
+    def recv_pyobj(self) -> Any:
+        # The second part of a message, which comes with the first.
+        return self._socket.recv_pyobj()
+
+
+@CheckpointEngineRegistry.register("nccl")
+class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
+    """One member of a weight sync; see the module's contract.
+
+    Args:
+        bucket_size: as verl's.
+        timeout_s: longest time of one sync.
+        connect_timeout_s: longest time to join a group; at most ``timeout_s``.
+        settings: verl's own, of which ``rebuild_group`` has a new group made for every sync.
+    """
+
+    def __init__(
+        self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
+    ) -> None:
+        for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
+            if not value > 0:
+                raise SettingError(f"checkpoint_engine.engine_kwargs.nccl.{setting}", value, "above 0 (seconds)")
+        super().__init__(bucket_size, **settings)
+        self._keeps_group, self.rebuild_group = not self.rebuild_group, False
+        self._timeout_s = float(timeout_s)
+        self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
+        self._group: Group | None = None
+        self._under_way = threading.Lock()
+
+    # Membership
+
+    def prepare(self) -> Member:
+        """Allocate the buckets, and report the group that this process is in."""
+        reported = super().prepare()
+        is_in = self._group is not None and self._group.left is None
+        return Member(
+            reported.node_id, reported.master, (self._group.name, self.rank, self.world_size) if is_in else None
+        )
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """verl's places; the members keep their group if all of them report it with these, else a new one is named."""
+        topology = super().build_topology(actor_wg_world_size, rollout_world_size, metadata)
+        ranks = [rank for side in topology for rank in side["rank"]]
+        world_size = topology[0]["world_size"][0]
+        sender = metadata[0].place
+        kept = sender is not None and all(
+            member.place == (sender[0], rank, world_size)
+            for member, rank in zip(metadata, ranks, strict=True)
+            if rank >= 0
+        )
+        name = sender[0] if kept else f"weights_{uuid.uuid4().hex}"
+        for side in topology:
+            side["group"] = [name] * len(side["rank"])
+        return topology
+
+    def init_process_group(
+        self, rank: int, world_size: int, master_metadata: MasterMetadata, num_senders: int, group: str
+    ) -> None:
+        """Join ``group``, or keep it if this process is in it.
+
+        Raises:
+            WeightStreamError: not all members came in time, or the last transfer has not ended here.
+        """
+        if rank < 0:
+            super().init_process_group(rank, world_size, master_metadata, num_senders)
+            return
+        if self._group is not None and self._group.name == group and self._group.left is None:
+            return
+        self.reset("another group takes its place")
+        if not self._under_way.acquire(timeout=self._connect_timeout_s):
+            raise WeightStreamError(f"rank {rank}: the last transfer has not ended {self._connect_timeout_s:g} s later")
+        self._under_way.release()
+        joined = self._group = Group(group)
+        # Descriptions of buckets go to those of this group only.
+        self.group_name = self.topic = group
+        try:
+            join = partial(super().init_process_group, rank, world_size, master_metadata, num_senders)
+            _within(self._connect_timeout_s, _on_this_device(join))
+            if rank == 0:
+                joined.end_rendezvous()
+        except Exception as error:
+            joined.leave(f"not joined: {error}")
+            raise WeightStreamError(
+                f"rank {rank} of {world_size} could not join the other members of the weight sync within "
+                f"connect_timeout_s={self._connect_timeout_s:g}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _connect_zmq_client(self, metadata: MasterMetadata) -> None:
+        super()._connect_zmq_client(metadata)
+        self.socket = BucketDescriptions(self.socket, self._group)
+
+    def finalize(self) -> None:
+        """Give the buckets back. The group is kept, unless ``rebuild_group`` is set."""
+        super().finalize()
+        if not self._keeps_group:
+            self.reset("rebuild_group is set")
+
+    def reset(self, reason: str = "it was told to") -> None:
+        """Leave the group: a transfer under way fails here with ``reason``, and the next sync makes a new group."""
+        if self._group is not None:
+            self._group.leave(reason)
+
+    # Transfer
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float] | None:
+        """As verl's; ``weights`` are iterated on a thread, where gathering one is a collective, and blocks.
+
+        Raises:
+            WeightStreamError: the group was left, or the deadline has passed.
+        """
+        what, iterator = f"sending version {global_steps}", iter(weights)
+        sending = partial(super().send_weights, iterator, global_steps)
+
+        def send() -> Any:
+            with self._alone(what):
+                try:
+                    with nullcontext() if self._group is None else self._watched(what):
+                        return asyncio.run(sending())
+                finally:
+                    for _ in iterator:
+                        continue
+
+        return await asyncio.to_thread(_on_this_device(send))
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """As verl's: a tensor is a view of a reused buffer, valid until the next one is asked for.
+
+        Raises:
+            WeightStreamError: the group was left, or the deadline has passed.
+        """
+        what = f"receiving version {global_steps}"
+        with self._alone(what), self._watched(what) as group:
+            async for named_tensor in super().receive_weights(global_steps):
+                group.check(what)
+                yield named_tensor
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._under_way.acquire(blocking=False):
+            raise WeightStreamError(f"{what}: the last transfer has not ended")
+        try:
+            yield
+        finally:
+            self._under_way.release()
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[Group]:
+        """Leave the group at the deadline and on any failure, an early end included: it is out of step then."""
+        group = self._group
+        if group is None:
+            raise WeightStreamError(f"{what}: there is no group; call prepare and init_process_group first")
+        group.check(what)
+        late = threading.Timer(self._timeout_s, group.leave, [f"it was not over within timeout_s={self._timeout_s:g}"])
+        late.daemon = True
+        late.start()
+        try:
+            yield group
+        except BaseException as error:
+            was_left = group.left is not None
+            group.leave(f"{type(error).__name__}: {error}")
+            if was_left and isinstance(error, Exception):
+                raise WeightStreamError(f"{what} was broken off: {group.left}") from error
+            raise
+        finally:
+            late.cancel()
+        group.check(what)
+
+
+def _within(timeout_s: float, call: Callable[[], Any]) -> None:
+    """Do ``call`` on a thread that is left behind if it is late, with TimeoutError."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="join-nccl-group", daemon=True).start()
+    outcome.result(timeout_s)
+
+
+def _on_this_device(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` for another thread, with the accelerator that is this one's: each thread has its own."""
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> Any:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        return call()
+
+    return run

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins by which verl's checkpoint engine `nccl` runs without an accelerator. For tests only.
+
+Real are verl's engine and, below it, Ray's `NCCLGroup` with its rendezvous and its bookkeeping. A communicator is a
+gloo group, and an array of cupy's is one of numpy's. As on an accelerator:
+
+- what is asked of a communicator is queued, and the call returns; `torch.cuda.synchronize` waits for all of it;
+- a communicator is made when all of its members ask for it, and one that never comes is waited for without a deadline;
+- work whose member has died goes on for ever. Aborting the communicator ends it: without an error, and with whatever
+  happens to be in the buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+LOOPBACK = "127.0.0.1"
+FOR_EVER = timedelta(hours=1)
+TICK_S = 0.001
+CONSTANTS = (
+    "SUM PROD MAX MIN BOOL INT8 UINT8 INT INT32 UINT32 INT64 UINT64 HALF FLOAT16 FLOAT FLOAT32 DOUBLE FLOAT64 BFLOAT16"
+)
+
+
+class Device:
+    """One accelerator: a thread that does what was asked of it, in order."""
+
+    def __init__(self) -> None:
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.ask(done.set)
+        done.wait()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+DEVICE = Device()
+# A gloo group ends its work before it goes: those of aborted communicators stay until the process ends.
+KEPT: list[Any] = []
+
+
+def unique_id() -> tuple[str, int, str]:
+    """Where members of a communicator meet: at the process that made this."""
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    KEPT.append(store)
+    return LOOPBACK, store.port, uuid.uuid4().hex
+
+
+class Communicator:
+    """cupy's `NcclCommunicator`, as far as Ray uses it."""
+
+    def __init__(self, world_size: int, meeting: tuple[str, int, str], rank: int) -> None:
+        host, port, name = meeting
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=FOR_EVER)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = FOR_EVER
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+        self._aborted = threading.Event()
+
+    def broadcast(self, source: int, target: int, count: int, kind: str, root: int, stream: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._queue(source, target, count, kind, lambda group, tensor: group.broadcast([tensor], options))
+
+    def allReduce(self, source: int, target: int, count: int, kind: str, how: str, stream: int) -> None:
+        options = dist.AllreduceOptions()
+        self._queue(source, target, count, kind, lambda group, tensor: group.allreduce([tensor], options))
+
+    def _queue(
+        self, source: int, target: int, count: int, kind: str, start: Callable[[Any, torch.Tensor], Any]
+    ) -> None:
+        if self._group is None:
+            raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+        numbers = np.dtype(kind.lower())
+        group, size = self._group, count * numbers.itemsize
+
+        def work() -> None:
+            # gloo has a copy of its own, so that what it still does after an abort touches no memory that was freed.
+            own = torch.from_numpy(np.frombuffer(ctypes.string_at(source, size), numbers).copy())
+            if self._done(lambda: start(group, own)):
+                ctypes.memmove(target, own.data_ptr(), size)
+
+        DEVICE.ask(work)
+
+    def _done(self, start: Callable[[], Any]) -> bool:
+        """Whether it was done; False once the communicator has been aborted."""
+        try:
+            running = start()
+            while not running.is_completed():
+                if self._aborted.wait(TICK_S):
+                    KEPT.append(running)
+                    return False
+            running.wait()
+            return True
+        except RuntimeError:  # a member is gone, which NCCL does not notice
+            self._aborted.wait()
+            return False
+
+    def destroy(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        KEPT.append(self._group)
+        self._group = None
+
+
+class Array(np.ndarray):
+    """cupy's array."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(id=0)
+
+
+class Nothing:
+    """A stream, an event, or the choice of a device."""
+
+    ptr = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class OnCPU:
+    """``torch`` as verl's engine has it: its buffers are in host memory."""
+
+    cuda = SimpleNamespace(synchronize=DEVICE.synchronize, empty_cache=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *shape: Any, device: str, **settings: Any) -> torch.Tensor:
+        return torch.zeros(*shape, **settings)
+
+
+def cupy() -> dict[str, ModuleType]:
+    """The modules of cupy, by their names."""
+    modules = {name: ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
+    top, cuda, nccl = modules.values()
+    nccl.__dict__.update({f"NCCL_{name}": name for name in CONSTANTS.split()})
+    nccl.NcclCommunicator, nccl.get_unique_id = Communicator, unique_id
+    nccl.get_build_version = nccl.get_version = lambda: 22800
+    nccl.groupStart = nccl.groupEnd = lambda: None
+    cuda.nccl, cuda.Device, cuda.Stream, cuda.Event = nccl, Nothing, Nothing, Nothing
+    cuda.get_current_stream, cuda.runtime = Nothing, SimpleNamespace(getDeviceCount=lambda: 1)
+    top.cuda, top.ndarray, top.uint8 = cuda, Array, np.uint8
+    top.array = top.asarray = lambda values: np.asarray(values).view(Array)
+    top.zeros = lambda size, dtype: np.zeros(size, dtype).view(Array)
+    return modules
+
+
+VERLS = "verl.checkpoint_engine.nccl_checkpoint_engine"
+OURS = "recipe.async_engine.weights.nccl_engine"
+RAYS = "ray.util.collective.collective_group"
+NEED_CUPY = (OURS, VERLS, f"{RAYS}.nccl_collective_group", f"{RAYS}.nccl_util", f"{RAYS}.cuda_stream")
+
+
+@contextmanager
+def for_a_while() -> Iterator[None]:
+    """What `install` does in this process ends with it."""
+    registered = dict(CheckpointEngineRegistry._registry)
+    yield
+    CheckpointEngineRegistry._registry = registered
+    for name in (*cupy(), *NEED_CUPY):
+        sys.modules.pop(name, None)
+
+
+def install(ours: bool) -> None:
+    """Have the engine `nccl` in this process: verl's own, or ours, which takes its name."""
+    if "cupy" not in sys.modules:
+        sys.modules.update(cupy())
+        _use_host_memory()
+    from verl.checkpoint_engine.nccl_checkpoint_engine import NCCLCheckpointEngine
+
+    from recipe.async_engine.weights.nccl_engine import BoundedNCCLCheckpointEngine
+
+    CheckpointEngineRegistry.register("nccl")(BoundedNCCLCheckpointEngine if ours else NCCLCheckpointEngine)
+
+
+def _use_host_memory() -> None:
+    from ray.util import collective
+    from ray.util.collective.collective_group import nccl_collective_group, nccl_util
+    from verl.checkpoint_engine import nccl_checkpoint_engine
+
+    nccl_checkpoint_engine.torch = OnCPU()
+    nccl_util.get_tensor_ptr = lambda array: array.data.ptr if isinstance(array, Array) else array.data_ptr()
+    nccl_util.get_tensor_device = lambda array: 0
+    # Members that wait for each other look every second.
+    nccl_collective_group.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
+    if not collective.is_backend_available("NCCL"):
+        collective.register_collective_backend("NCCL", nccl_collective_group.NCCLGroup)
