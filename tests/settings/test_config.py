@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
@@ -155,6 +156,16 @@ def test_log_prob_servers_count_among_the_accelerators() -> None:
     problem = refused(SERVERS, available=Resources(accelerators=15))["rollout.n_gpus_per_node"]
     assert "4 trainer ranks and 4 for rollout replicas and 8 for log-prob servers" in problem.advice
     assert refused(SERVERS, available=Resources(accelerators=16)) == {}
+    two_beside = SERVERS | {"model_engine_server.replicas": 4, REFERENCE: 2, KL: True}
+    assert list(refused(two_beside, available=Resources(accelerators=19))) == ["rollout.n_gpus_per_node"]
+    assert refused(two_beside, available=Resources(accelerators=20)) == {}
+
+
+def test_log_prob_servers_are_told_their_settings() -> None:
+    given = {"anchor": "latest", "max_batch_tokens": 7, "max_delay": 0.5, "drain": 3, "while_loading": "old_version"}
+    settings, _ = read_settings(configured({"model_engine_server": given}))
+    assert settings.servers.scoring == ScoringSettings(Anchor.LATEST, 7, 0.5, 3.0, answer_stale=True)
+    assert read_settings(configured({}))[0].servers.scoring.answer_stale is False
 
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
@@ -397,6 +408,7 @@ def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None
     assert str(error).startswith("The configuration has 3 problems:")
     assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=3"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(ConfigError(error.problems[:1])).startswith("The configuration has 1 problem:")
 
 
 @pytest.mark.parametrize(
@@ -425,6 +437,8 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
     assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
     assert (plan.total_steps, plan.total_groups) == (31, 1000)
+    in_turns = derive(configured(IN_TURNS | {"trainer.nnodes": 3, "rollout.n_gpus_per_node": 64}))
+    assert (in_turns.trainer_ranks, in_turns.rollout_replicas) == (12, 6)
 
 
 @pytest.mark.parametrize(

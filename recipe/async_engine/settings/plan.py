@@ -72,7 +72,7 @@ def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
 
 def trainer_ranks(config: Mapping[str, Any]) -> int:
     """Processes of the training engine, one for each of its accelerators."""
-    return int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1))
+    return int(lookup(config, "trainer.nnodes")) * int(lookup(config, "trainer.n_gpus_per_node"))
 
 
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
