@@ -113,6 +113,10 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
     assert validate(configured(CPU)) == []
     assert validate(configured(WHOLE), dataset_rows=500) == []
+    for prompts in (1, 64):
+        assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
+    assert validate(configured({"rollout.total_rollout_steps": 32})) == []
+    assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
     assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
 
 
@@ -278,11 +282,12 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "false with",
         ),
         (
-            {**REWARD_MODEL, f"{JUDGE}.enable_resource_pool": False},
+            {**REWARD_MODEL, f"{JUDGE}.enable_resource_pool": False, f"{JUDGE}.n_gpus_per_node": 3},
             f"{JUDGE}.enable_resource_pool",
             "accelerators of its own",
         ),
-        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0}, f"{JUDGE}.nnodes", "an integer >= 1"),
+        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0, f"{JUDGE}.n_gpus_per_node": 3}, f"{JUDGE}.nnodes", ">= 1"),
+        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 3, f"{JUDGE}.n_gpus_per_node": 0}, f"{JUDGE}.n_gpus_per_node", ">= 1"),
         ({**REWARD_MODEL, f"{JUDGE}.rollout.name": "sglang"}, f"{JUDGE}.rollout.name", "vllm"),
         (
             {**REWARD_MODEL, f"{JUDGE}.rollout.tensor_model_parallel_size": 4},
@@ -297,6 +302,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
+        ({"data.max_prompt_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_prompt_length", ">= 1"),
+        ({"data.max_response_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_response_length", ">= 1"),
         ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, f"{ROLLOUT}.checkpoint_engine.backend", "backend=nccl"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "staging=none"),
@@ -312,10 +319,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "model_engine=megatron"),
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
         ({f"{ACTOR}.ppo_micro_batch_size": 4}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "remove ppo_micro_batch_size"),
-        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 5}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 64}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "a divisor of 32, "),
         ({"trainer.n_gpus_per_node": 3}, f"{ACTOR}.ppo_mini_batch_size", "divide by 3 data-parallel ranks"),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "trainer.n_gpus_per_node", "a multiple of the model's 3"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, "rollout.n_gpus_per_node", "divides by 3"),
+        (IN_TURNS | {f"{ROLLOUT}.tensor_model_parallel_size": 3}, "trainer.n_gpus_per_node", "divides by 3"),
         (CPU | {f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy", "strategy=fsdp2"),
         (CPU | {f"{ROLLOUT}.free_cache_engine": True}, f"{ROLLOUT}.free_cache_engine", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode", "no sleep mode"),
@@ -394,12 +402,35 @@ def test_more_workers_than_resources_are_refused() -> None:
 
 def test_files_that_cannot_be_used_are_refused_under_the_setting_that_names_them() -> None:
     files = [
+        FileFact("reward.custom_reward_function", "programs.py", "programs"),
         FileFact("actor_rollout_ref.model.path", "/nowhere", "model", fault="does not exist"),
         FileFact("data.val_files", "/v.parquet", "data", columns=("question", "reward_model", "data_source")),
     ]
     problems = refused({}, files=files)
     assert "It does not exist" in str(problems["actor_rollout_ref.model.path"])
     assert "It has no prompt; its columns are question" in str(problems["data.val_files"])
+
+
+def test_programs_of_an_answer_have_at_most_half_the_time_of_its_reward() -> None:
+    section = "reward.custom_reward_function"
+    setting, limit = f"{section}.reward_kwargs.answer_s", "async_training.timeouts.reward"
+    files = [FileFact(section, "programs.py", "programs")]
+    for seconds in (0.5, 60):
+        assert refused({setting: seconds, limit: 120}, files=files) == {}
+    for seconds in (0, 61, "long"):
+        assert list(refused({setting: seconds, limit: 120}, files=files)) == [setting]
+    assert refused({limit: 120}, files=files) == {}, "it has 60 s where the setting is absent"
+    assert "=60.0: allowed is seconds above 0" in str(refused({limit: 119}, files=files)[setting])
+
+
+def test_reward_model_that_is_off_needs_no_accelerators() -> None:
+    assert list(refused(REWARD_MODEL, available=Resources(accelerators=9))) == ["rollout.n_gpus_per_node"]
+    assert refused(REWARD_MODEL | {f"{JUDGE}.enable": False}, available=Resources(accelerators=8)) == {}
+
+
+def test_reward_model_of_unknown_size_is_one_accelerator() -> None:
+    absent = {f"{JUDGE}.rollout": {"name": "vllm", "free_cache_engine": True}, f"{JUDGE}.n_gpus_per_node": 3}
+    assert refused(REWARD_MODEL | absent) == {}
 
 
 def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
