@@ -165,6 +165,10 @@ def test_log_prob_servers_count_among_the_accelerators() -> None:
     assert refused(two_beside, available=Resources(accelerators=20)) == {}
 
 
+def test_log_prob_servers_of_megatron_split_the_model_over_all_their_ranks() -> None:
+    assert refused(MEGATRON_SERVERS | {"model_engine_server.engine.tensor_model_parallel_size": 8}) == {}
+
+
 def test_log_prob_servers_are_told_their_settings() -> None:
     given = {"anchor": "latest", "max_batch_tokens": 7, "max_delay": 0.5, "drain": 3, "while_loading": "old_version"}
     settings, _ = read_settings(configured({"model_engine_server": given}))
@@ -428,7 +432,7 @@ def test_reward_model_that_is_off_needs_no_accelerators() -> None:
     assert refused(REWARD_MODEL | {f"{JUDGE}.enable": False}, available=Resources(accelerators=8)) == {}
 
 
-def test_reward_model_of_unknown_size_is_one_accelerator() -> None:
+def test_reward_model_without_a_parallel_size_takes_any_number_of_accelerators() -> None:
     absent = {f"{JUDGE}.rollout": {"name": "vllm", "free_cache_engine": True}, f"{JUDGE}.n_gpus_per_node": 3}
     assert refused(REWARD_MODEL | absent) == {}
 
