@@ -226,6 +226,16 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_N"),
         ({"trainer.default_hdfs_dir": "hdfs://x"}, "trainer.default_hdfs_dir", "resume_mode=disable"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": -1}, f"{ROLLOUT}.tensor_model_parallel_size", "an integer >= 1"),
+        (
+            {f"{ROLLOUT}.tensor_model_parallel_size": 0, "rollout.n_gpus_per_node": 3},
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "an integer >= 1",
+        ),
+        ({f"{ROLLOUT}.full_determinism": 3}, f"{ROLLOUT}.full_determinism", "true or false"),
+        ({"data.train_batch_size": "x"}, "data.train_batch_size", "an integer >= 0, or null"),
+        ({"data.gen_batch_size": "x"}, "data.gen_batch_size", "an integer >= 0, or null"),
+        ({"data.train_files": ["a.parquet", 3.5]}, "data.train_files", "a path, or a list of paths"),
+        ({"data": {"max_prompt_length": 64}}, "data.max_response_length", "an integer >= 1"),
         ({"data.train_files": 3.5}, "data.train_files", "a path, or a list of paths"),
         ({"ray_kwargs": 3}, "ray_kwargs", "a section of settings"),
         ({"async_training.trigger_parameter_sync_step": 0}, "async_training.trigger_parameter_sync_step", ">= 1"),
@@ -380,9 +390,9 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:
-    problems = refused(changes)
-    assert list(problems) == [setting]
-    assert words in str(problems[setting])
+    problems = validate(configured(changes))
+    assert [problem.setting for problem in problems] == [setting]
+    assert words in str(problems[0])
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
@@ -394,7 +404,11 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 def test_rows_are_counted_over_all_training_files() -> None:
     files = [FileFact("data.train_files", name, "data", rows=15) for name in ("a", "b")]
     assert list(refused({}, files=files)) == [f"{ACTOR}.ppo_mini_batch_size"]
-    assert refused({}, files=[*files, FileFact("data.train_files", "c", "data", rows=2)]) == {}
+    files.append(FileFact("data.train_files", "c", "data", rows=2))
+    for all_of_them in (0, -1, None):
+        assert refused({"data.train_max_samples": all_of_them}, files=files) == {}
+    problem = refused({"data.train_max_samples": 1}, files=files)[f"{ACTOR}.ppo_mini_batch_size"]
+    assert "at most 1 prompts" in str(problem)
 
 
 def test_more_workers_than_resources_are_refused() -> None:
@@ -472,6 +486,15 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
     assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
     assert (plan.total_steps, plan.total_groups) == (31, 1000)
+    # A quarter more answers than the engines have places for, and never fewer than a group's.
+    filled = derive(configured({"async_training.concurrent_samples_per_replica": None}))
+    assert (filled.max_concurrent_trajectories, filled.engine_places) == (40, 32)
+    one_group = derive(
+        configured({"async_training.concurrent_samples_per_replica": None, f"{ROLLOUT}.max_num_seqs": 4})
+    )
+    assert (one_group.max_concurrent_trajectories, one_group.engine_places) == (16, 8)
+    by_default = derive(configured({ROLLOUT: {"n": 8}}))
+    assert (by_default.rollout_replicas, by_default.engine_places) == (4, by_default.max_concurrent_trajectories)
     in_turns = derive(configured(IN_TURNS | {"trainer.nnodes": 3, "rollout.n_gpus_per_node": 64}))
     assert (in_turns.trainer_ranks, in_turns.rollout_replicas) == (12, 6)
 

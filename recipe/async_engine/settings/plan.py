@@ -55,7 +55,7 @@ def replica_size(config: Mapping[str, Any]) -> int:
     """Accelerators of one rollout replica: tensor x data x pipeline parallel size."""
     rollout = "actor_rollout_ref.rollout."
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
+    return math.prod(int(lookup(config, rollout + name) or 1) for name in sizes)
 
 
 def synchronous_batch(training: AsyncTraining) -> bool:
