@@ -43,7 +43,15 @@ TESTS = (
     "tests/settings",
     *(
         f"tests/integration/test_{name}.py"
-        for name in ("config_files", "config_fuzz", "data_check", "log_prob_columns", "scheduler")
+        for name in (
+            "algorithms",
+            "config_files",
+            "config_fuzz",
+            "data_check",
+            "log_prob_columns",
+            "rollout_state",
+            "scheduler",
+        )
     ),
 )
 # Imported once, for all forks: what a test imports besides this package.

@@ -232,6 +232,7 @@ def test_overdue_is_empty_without_b_ready_groups() -> None:
 
 def test_staleness_is_recorded_exactly() -> None:
     ledger = SampleLedger(TWO_AHEAD)
+    assert (ledger.staleness.max, ledger.staleness.sum, ledger.staleness.mean) == (0, 0, 0.0)
     ready(ledger, issue(ledger, 6))
     seen = [train_version(ledger) for _ in range(3)]
     assert seen == [[0, 1], [2, 3], [4, 5]]

@@ -21,7 +21,7 @@ def test_listener_that_was_stopped_itself_does_not_hold_that_against_the_other()
     silence = Silence(10.0, now=0.0)
     assert not silence.look(3600.0)
     assert silence.seconds == MOST_S
-    assert not silence.look(3604.0)
+    assert not silence.look(3605.0)
     assert silence.look(3606.0)
 
 

@@ -114,11 +114,36 @@ def test_nothing_counts_after_the_stop(clock: Clock) -> None:
     timeline = Timeline(clock)
     with timeline.phase("train"):
         clock.now += 2
+        timeline.rollout.set(running=1)
+        clock.now += 2
         timeline.stop()
         clock.now += 9
+    clock.now += 9
     timeline.stop()
+    clock.now += 9
     assert timeline.shares() == {"train": 1.0}
-    assert timeline.rollout.idle_share == 1.0
+    assert timeline.rollout.idle_share == 0.5
+
+
+def test_notes_say_what_began_or_ended_and_how_long_ago(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    clock.now += 1
+    timeline.note("answer")
+    clock.now += 3
+    assert timeline.silent_s == 3
+    with timeline.phase("train"):
+        assert timeline.silent_s == 0
+        clock.now += 2
+    clock.now += 1
+    timeline.note("answer")
+    clock.now += 4
+    assert timeline.silent_s == 4
+    assert timeline.notes() == [
+        ("answer", 4),
+        ("trainer: train ends", 5),
+        ("trainer: train begins", 7),
+        ("the run began", 11),
+    ]
 
 
 def test_no_time_gives_no_shares(clock: Clock) -> None:

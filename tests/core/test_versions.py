@@ -133,6 +133,19 @@ def test_one_token_repeated_is_aligned_in_bounded_work() -> None:
     assert run_lengths(found.versions) == [(0, 5001)]
 
 
+def test_an_alignment_takes_at_most_32_comparisons_for_each_token() -> None:
+    pieces = [(version, [5] * 3) for version in range(36)]
+    # 42 tokens take 4800 comparisons, 32 for each of the 150 recorded and sampled ones; 43 take more.
+    assert align(pieces, [5] * 42, [1] * 42).versions == [token // 3 for token in range(42)]
+    assert align(pieces, [5] * 43, [1] * 43).versions == [0] * 43
+
+
+def test_version_under_which_nothing_was_sampled_does_not_count() -> None:
+    assert align([(0, []), (2, [10]), (3, [11])], [11, 10], [1, 1]) == Alignment([2, 2], exact=False)
+    with pytest.raises(VersionRecordError, match="1 tokens are marked as sampled"):
+        align([(0, [])], [1], [1])
+
+
 def test_response_without_sampled_tokens_needs_no_record() -> None:
     found = align([], [1, 2], [0, 0])
     assert (found.versions, found.exact) == ([NOT_SAMPLED] * 2, True)

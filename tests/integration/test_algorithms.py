@@ -146,7 +146,7 @@ def runs_loss(mode: str, **policy_loss: Any) -> bool:
 def test_losses_run_as_soon_as_nothing_is_refused(mode: str) -> None:
     name = f"{ACTOR}.policy_loss.loss_mode"
     source = {"async_training.proximal_log_probs": "bypass"} if mode == "bypass_mode" else {}
-    for settings in ({}, {"dro_beta": 0.1}):
+    for settings in ({}, {"dro_beta": 0.1}, {"dro_beta": 0.0}):
         given = {f"{ACTOR}.policy_loss.{key}": value for key, value in settings.items()}
         assert (not refused(**{name: mode}, **source, **given)) == runs_loss(mode, **settings), settings
 
@@ -175,6 +175,10 @@ PRESETS = sorted(
     for name, value in vars(RolloutCorrectionConfig).items()
     if isinstance(value, classmethod) and not name.startswith(("_", "from_"))
 )
+ALL_REJECTIONS: dict[str, Any] = {
+    "rollout_rs": ",".join(algorithm.REJECTIONS),
+    "rollout_rs_threshold": ",".join("0.5_2.0" if name.endswith("k1") else "2.0" for name in algorithm.REJECTIONS),
+}
 WRONG: list[dict[str, Any]] = [
     {"rollout_is": "group"},
     {"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0},
@@ -183,12 +187,12 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", [*PRESETS, *WRONG], ids=str)
+@pytest.mark.parametrize("given", [*PRESETS, ALL_REJECTIONS, *WRONG], ids=str)
 def test_corrections_that_are_accepted_run_in_the_trainer_and_in_the_losses(given: str | dict[str, Any]) -> None:
     preset = getattr(RolloutCorrectionConfig, given)() if isinstance(given, str) else RolloutCorrectionConfig(**given)
     correction = {key: value for key, value in asdict(preset).items() if key not in ("bypass_mode", "_target_")}
     accepted = not refused(**{f"algorithm.rollout_correction.{key}": value for key, value in correction.items()})
-    assert accepted == isinstance(given, str)
+    assert accepted == (given not in WRONG)
     for loss in (bypass.LOSS, loglinear.LOSS):
         assert runs_loss(loss, rollout_correction=correction) == accepted, loss
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
@@ -112,6 +113,10 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     assert validate(configured({}), dataset_rows=500, available=Resources(accelerators=8)) == []
     assert validate(configured(CPU)) == []
     assert validate(configured(WHOLE), dataset_rows=500) == []
+    for prompts in (1, 64):
+        assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
+    assert validate(configured({"rollout.total_rollout_steps": 32})) == []
+    assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
     assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
 
 
@@ -155,6 +160,20 @@ def test_log_prob_servers_count_among_the_accelerators() -> None:
     problem = refused(SERVERS, available=Resources(accelerators=15))["rollout.n_gpus_per_node"]
     assert "4 trainer ranks and 4 for rollout replicas and 8 for log-prob servers" in problem.advice
     assert refused(SERVERS, available=Resources(accelerators=16)) == {}
+    two_beside = SERVERS | {"model_engine_server.replicas": 4, REFERENCE: 2, KL: True}
+    assert list(refused(two_beside, available=Resources(accelerators=19))) == ["rollout.n_gpus_per_node"]
+    assert refused(two_beside, available=Resources(accelerators=20)) == {}
+
+
+def test_log_prob_servers_of_megatron_split_the_model_over_all_their_ranks() -> None:
+    assert refused(MEGATRON_SERVERS | {"model_engine_server.engine.tensor_model_parallel_size": 8}) == {}
+
+
+def test_log_prob_servers_are_told_their_settings() -> None:
+    given = {"anchor": "latest", "max_batch_tokens": 7, "max_delay": 0.5, "drain": 3, "while_loading": "old_version"}
+    settings, _ = read_settings(configured({"model_engine_server": given}))
+    assert settings.servers.scoring == ScoringSettings(Anchor.LATEST, 7, 0.5, 3.0, answer_stale=True)
+    assert read_settings(configured({}))[0].servers.scoring.answer_stale is False
 
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
@@ -207,6 +226,16 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_N"),
         ({"trainer.default_hdfs_dir": "hdfs://x"}, "trainer.default_hdfs_dir", "resume_mode=disable"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": -1}, f"{ROLLOUT}.tensor_model_parallel_size", "an integer >= 1"),
+        (
+            {f"{ROLLOUT}.tensor_model_parallel_size": 0, "rollout.n_gpus_per_node": 3},
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "an integer >= 1",
+        ),
+        ({f"{ROLLOUT}.full_determinism": 3}, f"{ROLLOUT}.full_determinism", "true or false"),
+        ({"data.train_batch_size": "x"}, "data.train_batch_size", "an integer >= 0, or null"),
+        ({"data.gen_batch_size": "x"}, "data.gen_batch_size", "an integer >= 0, or null"),
+        ({"data.train_files": ["a.parquet", 3.5]}, "data.train_files", "a path, or a list of paths"),
+        ({"data": {"max_prompt_length": 64}}, "data.max_response_length", "an integer >= 1"),
         ({"data.train_files": 3.5}, "data.train_files", "a path, or a list of paths"),
         ({"ray_kwargs": 3}, "ray_kwargs", "a section of settings"),
         ({"async_training.trigger_parameter_sync_step": 0}, "async_training.trigger_parameter_sync_step", ">= 1"),
@@ -267,11 +296,12 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "false with",
         ),
         (
-            {**REWARD_MODEL, f"{JUDGE}.enable_resource_pool": False},
+            {**REWARD_MODEL, f"{JUDGE}.enable_resource_pool": False, f"{JUDGE}.n_gpus_per_node": 3},
             f"{JUDGE}.enable_resource_pool",
             "accelerators of its own",
         ),
-        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0}, f"{JUDGE}.nnodes", "an integer >= 1"),
+        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 0, f"{JUDGE}.n_gpus_per_node": 3}, f"{JUDGE}.nnodes", ">= 1"),
+        ({**REWARD_MODEL, f"{JUDGE}.nnodes": 3, f"{JUDGE}.n_gpus_per_node": 0}, f"{JUDGE}.n_gpus_per_node", ">= 1"),
         ({**REWARD_MODEL, f"{JUDGE}.rollout.name": "sglang"}, f"{JUDGE}.rollout.name", "vllm"),
         (
             {**REWARD_MODEL, f"{JUDGE}.rollout.tensor_model_parallel_size": 4},
@@ -286,6 +316,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
+        ({"data.max_prompt_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_prompt_length", ">= 1"),
+        ({"data.max_response_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_response_length", ">= 1"),
         ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, f"{ROLLOUT}.checkpoint_engine.backend", "backend=nccl"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "staging=none"),
@@ -301,10 +333,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "model_engine=megatron"),
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
         ({f"{ACTOR}.ppo_micro_batch_size": 4}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "remove ppo_micro_batch_size"),
-        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 5}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 64}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "a divisor of 32, "),
         ({"trainer.n_gpus_per_node": 3}, f"{ACTOR}.ppo_mini_batch_size", "divide by 3 data-parallel ranks"),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "trainer.n_gpus_per_node", "a multiple of the model's 3"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, "rollout.n_gpus_per_node", "divides by 3"),
+        (IN_TURNS | {f"{ROLLOUT}.tensor_model_parallel_size": 3}, "trainer.n_gpus_per_node", "divides by 3"),
         (CPU | {f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy", "strategy=fsdp2"),
         (CPU | {f"{ROLLOUT}.free_cache_engine": True}, f"{ROLLOUT}.free_cache_engine", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode", "no sleep mode"),
@@ -357,9 +390,9 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:
-    problems = refused(changes)
-    assert list(problems) == [setting]
-    assert words in str(problems[setting])
+    problems = validate(configured(changes))
+    assert [problem.setting for problem in problems] == [setting]
+    assert words in str(problems[0])
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
@@ -371,7 +404,11 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 def test_rows_are_counted_over_all_training_files() -> None:
     files = [FileFact("data.train_files", name, "data", rows=15) for name in ("a", "b")]
     assert list(refused({}, files=files)) == [f"{ACTOR}.ppo_mini_batch_size"]
-    assert refused({}, files=[*files, FileFact("data.train_files", "c", "data", rows=2)]) == {}
+    files.append(FileFact("data.train_files", "c", "data", rows=2))
+    for all_of_them in (0, -1, None):
+        assert refused({"data.train_max_samples": all_of_them}, files=files) == {}
+    problem = refused({"data.train_max_samples": 1}, files=files)[f"{ACTOR}.ppo_mini_batch_size"]
+    assert "at most 1 prompts" in str(problem)
 
 
 def test_more_workers_than_resources_are_refused() -> None:
@@ -383,6 +420,7 @@ def test_more_workers_than_resources_are_refused() -> None:
 
 def test_files_that_cannot_be_used_are_refused_under_the_setting_that_names_them() -> None:
     files = [
+        FileFact("reward.custom_reward_function", "programs.py", "programs"),
         FileFact("actor_rollout_ref.model.path", "/nowhere", "model", fault="does not exist"),
         FileFact("data.val_files", "/v.parquet", "data", columns=("question", "reward_model", "data_source")),
     ]
@@ -391,12 +429,35 @@ def test_files_that_cannot_be_used_are_refused_under_the_setting_that_names_them
     assert "It has no prompt; its columns are question" in str(problems["data.val_files"])
 
 
+def test_programs_of_an_answer_have_at_most_half_the_time_of_its_reward() -> None:
+    section = "reward.custom_reward_function"
+    setting, limit = f"{section}.reward_kwargs.answer_s", "async_training.timeouts.reward"
+    files = [FileFact(section, "programs.py", "programs")]
+    for seconds in (0.5, 60):
+        assert refused({setting: seconds, limit: 120}, files=files) == {}
+    for seconds in (0, 61, "long"):
+        assert list(refused({setting: seconds, limit: 120}, files=files)) == [setting]
+    assert refused({limit: 120}, files=files) == {}, "it has 60 s where the setting is absent"
+    assert "=60.0: allowed is seconds above 0" in str(refused({limit: 119}, files=files)[setting])
+
+
+def test_reward_model_that_is_off_needs_no_accelerators() -> None:
+    assert list(refused(REWARD_MODEL, available=Resources(accelerators=9))) == ["rollout.n_gpus_per_node"]
+    assert refused(REWARD_MODEL | {f"{JUDGE}.enable": False}, available=Resources(accelerators=8)) == {}
+
+
+def test_reward_model_without_a_parallel_size_takes_any_number_of_accelerators() -> None:
+    absent = {f"{JUDGE}.rollout": {"name": "vllm", "free_cache_engine": True}, f"{JUDGE}.n_gpus_per_node": 3}
+    assert refused(REWARD_MODEL | absent) == {}
+
+
 def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
     changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_overdue": "skip", "critic.enable": 3}
     error = ConfigError(validate(configured(changes)))
     assert str(error).startswith("The configuration has 3 problems:")
     assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=3"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(ConfigError(error.problems[:1])).startswith("The configuration has 1 problem:")
 
 
 @pytest.mark.parametrize(
@@ -425,6 +486,17 @@ def test_a_plan_has_the_amounts_of_the_run() -> None:
     # Sixteen groups of eight at each of two replicas, whose engines have 16 places.
     assert (plan.max_concurrent_trajectories, plan.engine_places) == (256, 32)
     assert (plan.total_steps, plan.total_groups) == (31, 1000)
+    # A quarter more answers than the engines have places for, and never fewer than a group's.
+    filled = derive(configured({"async_training.concurrent_samples_per_replica": None}))
+    assert (filled.max_concurrent_trajectories, filled.engine_places) == (40, 32)
+    one_group = derive(
+        configured({"async_training.concurrent_samples_per_replica": None, f"{ROLLOUT}.max_num_seqs": 4})
+    )
+    assert (one_group.max_concurrent_trajectories, one_group.engine_places) == (16, 8)
+    by_default = derive(configured({ROLLOUT: {"n": 8}}))
+    assert (by_default.rollout_replicas, by_default.engine_places) == (4, by_default.max_concurrent_trajectories)
+    in_turns = derive(configured(IN_TURNS | {"trainer.nnodes": 3, "rollout.n_gpus_per_node": 64}))
+    assert (in_turns.trainer_ranks, in_turns.rollout_replicas) == (12, 6)
 
 
 @pytest.mark.parametrize(

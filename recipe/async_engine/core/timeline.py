@@ -135,7 +135,6 @@ class Timeline:
 
     def restart(self) -> None:
         """Count from now on: what came before (starting up, loading) is not part of the run."""
-        self._stopped = None
         self._advance()
         self._seconds.clear()
         self.rollout.reset()

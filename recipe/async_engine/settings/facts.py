@@ -20,7 +20,7 @@ class RowFault:
     what: Literal["empty", "too long"]
     first: int  # the first such row, from 0
     count: int  # how many rows have it, at least
-    most: int = 0  # of prompts that are too long, the tokens of the longest one
+    most: int | None = None  # of prompts that are too long, the tokens of the longest one
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def replica_size(config: Mapping[str, Any]) -> int:
     """Accelerators of one rollout replica: tensor x data x pipeline parallel size."""
     rollout = "actor_rollout_ref.rollout."
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(int(lookup(config, rollout + name, 1) or 1) for name in sizes)
+    return math.prod(int(lookup(config, rollout + name) or 1) for name in sizes)
 
 
 def synchronous_batch(training: AsyncTraining) -> bool:
@@ -72,7 +72,7 @@ def rollout_accelerators(config: Mapping[str, Any], settings: Settings) -> int:
 
 def trainer_ranks(config: Mapping[str, Any]) -> int:
     """Processes of the training engine, one for each of its accelerators."""
-    return int(lookup(config, "trainer.nnodes", 1)) * int(lookup(config, "trainer.n_gpus_per_node", 1))
+    return int(lookup(config, "trainer.nnodes")) * int(lookup(config, "trainer.n_gpus_per_node"))
 
 
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:

@@ -55,13 +55,13 @@ FREQUENCY = Expected(
     "It counts weight versions.",
     needed=True,
 )
-NATURAL = Expected("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), 0)
+NATURAL = Expected("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), None)
 FLAG = Expected("true or false", lambda value: isinstance(value, bool), False)
 NAME = Expected("a name", lambda value: isinstance(value, str) and value != "", "")
 TEXT = Expected("a path or name", lambda value: isinstance(value, str), "")
 PATHS = Expected("a path, or a list of paths", _is_paths, None)
 MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
-MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, 0))
+MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, None))
 
 
 def _of(section: str, expected: Expected, *names: str) -> dict[str, Expected]:

@@ -27,13 +27,13 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
 
 def batch(context: RuleContext) -> Iterator[Problem]:
     training = context.settings.async_training
-    whole, train = synchronous_batch(training), context.get("data.train_batch_size", 0)
+    whole, train = synchronous_batch(training), context.get("data.train_batch_size")
     if not whole and train not in (0, None):
         advice = f"Set the prompts of a step with {ACTOR}.ppo_mini_batch_size (times async_training.require_batches)."
         yield context.problem("data.train_batch_size", "0", advice)
     if whole and train not in (0, None):
         yield from _train_batch(context)
-    if context.get("data.gen_batch_size", 1) not in ((1, None, train) if whole else (1, None)):
+    if context.get("data.gen_batch_size") not in ((1, None, train) if whole else (1, None)):
         yield context.problem("data.gen_batch_size", "1", "Prompts are issued one by one; remove the setting.")
     top, answers = context.settings.rollout.n, context.count(f"{ROLLOUT}.n")
     if top is not None and answers is not None and top != answers:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read, and refused, of a configuration of verl's own trainers."""
+
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.v1_validation import MANAGER, read_v1
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SERVERS = "model_engine_server"
+
+
+def config(device: str = "cuda", servers: dict[str, Any] | None = None, **rollout: Any) -> dict[str, Any]:
+    """A configuration that can run; with ``rollout``, changed settings of the rollout."""
+    agent, engine = {"agent_loop_manager_class": MANAGER}, {"backend": "nccl"}
+    return {
+        "trainer": {"device": device},
+        "actor_rollout_ref": {
+            "actor": {"use_kl_loss": True},
+            "rollout": {"name": "vllm", "agent": agent, "checkpoint_engine": engine, **rollout},
+        },
+        SERVERS: servers or {"backend": "fsdp2", "n_gpus_per_node": 2},
+    }
+
+
+def refused(settings: dict[str, Any]) -> dict[str, str]:
+    """The problems, rendered, by setting."""
+    with pytest.raises(ConfigError) as error:
+        read_v1(settings)
+    return {problem.setting: str(problem) for problem in error.value.problems}
+
+
+def test_what_can_run_is_read() -> None:
+    assert read_v1(config()).servers.ranks == 2
+    without = config(servers={"backend": "disabled"}, agent={}, checkpoint_engine={"backend": "naive"})
+    assert not read_v1(without).servers.enabled
+
+
+def test_what_log_prob_servers_need_is_refused_by_name() -> None:
+    assert set(refused(config(name="sglang"))) == {f"{ROLLOUT}.name"}
+    assert set(refused(config(agent={}))) == {f"{ROLLOUT}.agent.agent_loop_manager_class"}
+    references = {"backend": "fsdp2", "reference_replicas": 1}
+    assert set(refused(config(servers=references))) == {f"{SERVERS}.reference_replicas"}
+    assert set(refused({**config(), "async_training": {"proximal_log_probs": "bypass"}})) == {
+        "async_training.proximal_log_probs"
+    }
+    assert set(refused(config(servers={"backend": "fsdp2", "replicas": 3}))) == {f"{SERVERS}.replicas"}
+    assert set(refused({SERVERS: {"backend": "fsdp"}})) == {f"{SERVERS}.backend"}
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "recipe_gloo"), ("cuda", "nccl")])
+def test_backend_that_does_not_reach_the_servers_is_refused_with_one_that_does(device: str, backend: str) -> None:
+    problems = refused(config(device=device, checkpoint_engine={"backend": "naive"}))
+    assert list(problems) == [f"{ROLLOUT}.checkpoint_engine.backend"]
+    assert f"set {ROLLOUT}.checkpoint_engine.backend={backend}." in problems[f"{ROLLOUT}.checkpoint_engine.backend"]
