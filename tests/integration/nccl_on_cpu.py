@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from ray.util.collective import backend_registry
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 LOOPBACK = "127.0.0.1"
@@ -197,9 +198,9 @@ NEED_CUPY = (OURS, VERLS, f"{RAYS}.nccl_collective_group", f"{RAYS}.nccl_util", 
 @contextmanager
 def for_a_while() -> Iterator[None]:
     """What `install` does in this process ends with it."""
-    registered = dict(CheckpointEngineRegistry._registry)
     yield
-    CheckpointEngineRegistry._registry = registered
+    CheckpointEngineRegistry._registry.pop("nccl", None)
+    backend_registry._global_registry._map.pop("NCCL", None)
     for name in (*cupy(), *NEED_CUPY):
         sys.modules.pop(name, None)
 
@@ -226,5 +227,4 @@ def _use_host_memory() -> None:
     nccl_util.get_tensor_device = lambda array: 0
     # Members that wait for each other look every second.
     nccl_collective_group.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
-    if not collective.is_backend_available("NCCL"):
-        collective.register_collective_backend("NCCL", nccl_collective_group.NCCLGroup)
+    collective.register_collective_backend("NCCL", nccl_collective_group.NCCLGroup)
