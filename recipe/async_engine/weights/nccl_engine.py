@@ -125,6 +125,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         settings: verl's own, of which ``rebuild_group`` has a new group made for every sync.
     """
 
+    rebuild_group: bool
+    socket: Any
+
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
     ) -> None:
@@ -143,10 +146,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def prepare(self) -> Member:
         """Allocate the buckets, and report the group that this process is in."""
         reported = super().prepare()
-        is_in = self._group is not None and self._group.left is None
-        return Member(
-            reported.node_id, reported.master, (self._group.name, self.rank, self.world_size) if is_in else None
-        )
+        group = self._group
+        place = None if group is None or group.left is not None else (group.name, self.rank, self.world_size)
+        return Member(reported.node_id, reported.master, place)
 
     @classmethod
     def build_topology(
@@ -157,12 +159,13 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         ranks = [rank for side in topology for rank in side["rank"]]
         world_size = topology[0]["world_size"][0]
         sender = metadata[0].place
-        kept = sender is not None and all(
+        name = f"weights_{uuid.uuid4().hex}"
+        if sender is not None and all(
             member.place == (sender[0], rank, world_size)
             for member, rank in zip(metadata, ranks, strict=True)
             if rank >= 0
-        )
-        name = sender[0] if kept else f"weights_{uuid.uuid4().hex}"
+        ):
+            name = sender[0]
         for side in topology:
             side["group"] = [name] * len(side["rank"])
         return topology
@@ -201,6 +204,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     def _connect_zmq_client(self, metadata: MasterMetadata) -> None:
         super()._connect_zmq_client(metadata)
+        assert self._group is not None, "only called while a group is joined"
         self.socket = BucketDescriptions(self.socket, self._group)
 
     def finalize(self) -> None:

@@ -124,7 +124,7 @@ class StagedModel:
             for slots, others, names in (
                 (live._parameters, spare._parameters, live._parameters.keys() | spare._parameters.keys()),
                 (live._buffers, spare._buffers, live._buffers.keys() | spare._buffers.keys()),
-                (vars(live), vars(spare), derived),
+                (live.__dict__, spare.__dict__, derived),
             ):
                 for key in names:
                     self._swap_one(slots, others, key)
