@@ -98,11 +98,12 @@ class RequestVersions:
         counted = 0
         for version, end in [*ends, (newest, tokens)]:
             end = min(end, tokens)
-            if end > counted and version is None:
+            if end <= counted:
+                continue
+            if version is None:
                 return None
-            if end > counted and version is not None:
-                found = joined(found, [(version, end - counted)])
-                counted = end
+            found = joined(found, [(version, end - counted)])
+            counted = end
         return found
 
 
