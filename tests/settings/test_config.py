@@ -15,7 +15,7 @@ from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
-from recipe.async_engine.settings.validation import validate
+from recipe.async_engine.settings.validation import validate, validated_plan
 from tools.config_docs import main as write_documentation
 from tools.config_docs import render_document
 
@@ -215,6 +215,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"rollout.total_rollout_steps": -1}, "rollout.total_rollout_steps", "an integer >= 1"),
         ({"trainer.total_training_steps": 0}, "trainer.total_training_steps", "or null"),
         ({"trainer.total_epochs": None}, "trainer.total_epochs", "an integer >= 1"),
+        ({"trainer.save_freq": -2}, "trainer.save_freq", "-1 for never"),
+        ({"trainer.default_local_dir": ""}, "trainer.default_local_dir", "a name"),
         ({"trainer.save_freq": 1.5}, "trainer.save_freq", "weight versions"),
         ({"trainer.test_freq": "often"}, "trainer.test_freq", "-1 for never"),
         ({"async_training.staleness_threshold": -0.5}, "async_training.staleness_threshold", "a number >= 0"),
@@ -271,6 +273,7 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "actor_rollout_ref.model.lora_rank",
             "does not take adapters",
         ),
+        ({"actor_rollout_ref.model.lora.rank": 8}, "actor_rollout_ref.model.lora.merge", "the frozen base"),
         ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora.merge", "the frozen base"),
         (
             {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": False},
@@ -390,7 +393,9 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes: dict[str, Any], setting: str, words: str) -> None:
-    problems = validate(configured(changes))
+    config = configured(changes)
+    problems = validate(config)
+    assert config == configured(changes), "it is left as it is"
     assert [problem.setting for problem in problems] == [setting]
     assert words in str(problems[0])
 
@@ -403,12 +408,23 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 def test_rows_are_counted_over_all_training_files() -> None:
     files = [FileFact("data.train_files", name, "data", rows=15) for name in ("a", "b")]
+    assert refused({}, files=[*files, FileFact("data.train_files", "of unknown length", "data")]) == {}
+    files.append(FileFact("data.val_files", "v", "data", rows=2))
     assert list(refused({}, files=files)) == [f"{ACTOR}.ppo_mini_batch_size"]
     files.append(FileFact("data.train_files", "c", "data", rows=2))
     for all_of_them in (0, -1, None):
         assert refused({"data.train_max_samples": all_of_them}, files=files) == {}
     problem = refused({"data.train_max_samples": 1}, files=files)[f"{ACTOR}.ppo_mini_batch_size"]
     assert "at most 1 prompts" in str(problem)
+
+
+@pytest.mark.parametrize(("given_in", "least"), [("fp32", 4), ("float32", 4), ("bf16", 2)])
+def test_tensor_goes_whole_through_the_bucket_on_a_cpu(given_in: str, least: int) -> None:
+    files = [FileFact("actor_rollout_ref.model.path", "m", "model", largest_tensor=("embedding", 1 << 20))]
+    setting = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    given = CPU | {f"{ACTOR}.fsdp_config.model_dtype": given_in}
+    assert refused(given | {setting: least}, files=files) == {}
+    assert f"Set {setting}={least}." in str(refused(given | {setting: least - 1}, files=files)[setting])
 
 
 def test_more_workers_than_resources_are_refused() -> None:
@@ -519,6 +535,10 @@ def test_a_run_without_any_limit_is_refused() -> None:
 
 
 def test_a_plan_is_not_derived_from_faulty_settings() -> None:
+    files = [FileFact("data.train_files", "a", "data", rows=500)]
+    assert validated_plan(configured({}), None, files) == derive(configured({}), dataset_rows=500)
+    with pytest.raises(ConfigError, match="an integer >= 1"):
+        validated_plan(configured({"trainer.nnodes": 0}), None, files)
     with pytest.raises(ConfigError, match="on_overdue"):
         derive(configured({"async_training.on_overdue": "skip"}))
 

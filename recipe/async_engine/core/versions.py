@@ -9,7 +9,7 @@ recorded, and are marked as inexact. Test: tests/core/test_versions.py.
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import compress, groupby, repeat
 
 from recipe.async_engine.core.errors import VersionRecordError
 
@@ -98,11 +98,12 @@ class RequestVersions:
         counted = 0
         for version, end in [*ends, (newest, tokens)]:
             end = min(end, tokens)
-            if end > counted and version is None:
+            if end <= counted:
+                continue
+            if version is None:
                 return None
-            if end > counted and version is not None:
-                found = joined(found, [(version, end - counted)])
-                counted = end
+            found = joined(found, [(version, end - counted)])
+            counted = end
         return found
 
 
@@ -142,7 +143,7 @@ def align(
     """
     if len(response_ids) != len(response_mask):
         raise VersionRecordError(f"{len(response_ids)} response tokens, but a mask of {len(response_mask)}")
-    sampled = [token for token, mask in zip(response_ids, response_mask, strict=True) if mask]
+    sampled = list(compress(response_ids, response_mask))
     pieces = [(version, list(tokens)) for version, tokens in generated if len(tokens)]
     if any(version < 0 for version, _ in pieces):
         raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
@@ -169,19 +170,19 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> li
     end = len(sampled)
     work_left = ALIGNMENT_WORK * (end + sum(len(tokens) for _, tokens in pieces))
     explained = {0}
-    agreements: list[dict[int, int]] = []
-    for _, tokens in pieces:
+    agreements: list[tuple[int, dict[int, int]]] = []
+    for version, tokens in pieces:
         agreed: dict[int, int] = {}
         for start in explained:
             agreed[start] = _agreement(tokens, sampled, start)
             work_left -= 1 + agreed[start]
             if work_left < 0:
                 return None
-        agreements.append(agreed)
+        agreements.append((version, agreed))
         explained = {start + used for start, longest in agreed.items() for used in range(longest + 1)}
     labels: list[set[int]] = [set() for _ in sampled]
     reaching = [end] if end in explained else []
-    for (version, _), agreed in zip(reversed(pieces), reversed(agreements), strict=True):
+    for version, agreed in reversed(agreements):
         earlier = []
         for start, longest in sorted(agreed.items()):
             farthest = bisect_right(reaching, start + longest) - 1

@@ -76,13 +76,13 @@ def trainer_ranks(config: Mapping[str, Any]) -> int:
 
 
 def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
-    """b, the prompt groups of a step; 0 where the settings do not say.
+    """b, the prompt groups of a step.
 
     `data.train_batch_size` where a step is one of synchronous training (whole batches, shared placement); where that
     is 0, and in the other modes, `ppo_mini_batch_size * require_batches`.
     """
     whole = int(lookup(config, "data.train_batch_size") or 0) if synchronous_batch(training) else 0
-    return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size", 0)) * training.require_batches
+    return whole or int(lookup(config, "actor_rollout_ref.actor.ppo_mini_batch_size")) * training.require_batches
 
 
 # Of an engine's places: how many trajectories wait at it. One that ends is followed by the next in the same step; from
@@ -92,7 +92,7 @@ WAITING_SHARE = 0.25
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """Trajectories that one replica has at the same time; at least a group's."""
-    answers = int(lookup(config, "actor_rollout_ref.rollout.n", 1))
+    answers = int(lookup(config, "actor_rollout_ref.rollout.n"))
     groups = training.concurrent_samples_per_replica
     if groups is not None:
         return groups * answers
@@ -161,7 +161,7 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
     return RunPlan(
         batch_groups=batch_groups,
         batches_per_version=training.trigger_parameter_sync_step,
-        answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n", 1)),
+        answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n")),
         max_staleness=staleness_bound(training),
         pipeline_depth=soft_depth(training),
         trainer_ranks=trainer_ranks(config),
