@@ -16,6 +16,7 @@ import pytest
 import ray
 from engine_fleet import Engine, Fleet, Replica, Trainer, bits, make_weights
 from nccl_on_cpu import for_a_while
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 from recipe.async_engine.core.errors import SettingError
@@ -121,7 +122,10 @@ def test_replica_that_died_between_syncs_is_left_out(fleet_of: FleetOf, engine: 
     publish(fleet, 1)
     first, second, third = fleet.replicas
     ray.kill(second.receiver)
-    publish(fleet, 2, to=[first, third], transfers=2)
+    with pytest.raises(RayActorError):
+        while True:
+            second.ask("pid")
+    publish(fleet, 2, to=[first, third])
 
 
 @ENGINES
