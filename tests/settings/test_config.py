@@ -354,6 +354,7 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "vanilla with async_training.proximal_log_probs=loglinear",
         ),
         (SERVERS | {"model_engine_server.backend": "fsdp"}, "model_engine_server.backend", "fsdp2 or megatron"),
+        (SERVERS | KEEP, "model_engine_server.anchor", "latest with async_training.weights.at_swap=keep"),
         (SERVERS | {"model_engine_server.anchor": "newest"}, "model_engine_server.anchor", "generation or latest"),
         (SERVERS | {"model_engine_server.replicas": 3}, "model_engine_server.replicas", "a divisor of 8"),
         ({REFERENCE: 1, KL: True}, REFERENCE, "0 without log-prob servers"),

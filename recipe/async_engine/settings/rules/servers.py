@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator
 
+from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import proximal_source
 from recipe.async_engine.settings.problems import Problem
@@ -41,6 +42,13 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
     if servers.backend == "megatron" and context.on_cpu:
         advice = "Megatron's layers need an accelerator; take model_engine_server=fsdp2."
         yield context.problem(f"{SERVERS}.backend", "fsdp2 where trainer.device=cpu", advice)
+    held = context.settings.async_training.resolved_weights.at_swap == "keep"
+    if held and servers.anchor == Anchor.GENERATION:
+        advice = (
+            "What an answer that is held at a swap has of the version before is known when the answer ends, and its"
+            f" server has newer weights by then: set {SERVERS}.anchor=latest, or at_swap=interrupt."
+        )
+        yield context.problem(f"{SERVERS}.anchor", "latest with async_training.weights.at_swap=keep", advice)
     total = servers.shared_accelerators
     if total % servers.replicas:
         advice = f"They share {total} accelerators; change that number or this one."
