@@ -26,7 +26,6 @@ from mains import ray_folder, with_helpers
 from sync_in_run import half_billion
 
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.task import TaskSettings, ensure_task
 
 STEP_S = 0.05
@@ -45,7 +44,10 @@ def rate(record: Path, began: float, ended: float) -> float:
 
 
 def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+    # verl reads its platform as it is imported.
     from swap_scenario import WAYS, Requests, start
+
+    from recipe.async_engine.rollout.client import ResumingClient
 
     manager, publisher = start(path, [*overrides, f"{ENGINE}.worker_extension_cls=fixed_decode.FixedDecodeExtension"])
     versions = itertools.count()
