@@ -57,7 +57,7 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
     for _ in range(repeats):
         for way, weights in WAYS.items():
             time.sleep(2.0)
-            publisher.use(weights)
+            publisher.weights = weights
             began = time.monotonic()
             staged = publisher.stage(next(versions))
             ended = time.monotonic()

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import open_dict
 from transformers import AutoConfig, AutoModelForCausalLM
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.utils.config import omega_conf_to_dataclass
+from weight_sender import TrainerGroup
 
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.replicas.manager import ReplicaManager
@@ -69,39 +70,6 @@ def weights_of(path: str, dtype: torch.dtype, version: int) -> Iterator[tuple[st
             tensor.fill_(1.0 / tensor.shape[1])
             tensor[token_of(version)] *= CERTAIN
         yield name, tensor
-
-
-class Sender:
-    """The trainer's end of a transfer."""
-
-    def __init__(self, path: str, dtype: str, settings: dict[str, Any]) -> None:
-        __import__("recipe.async_engine.weights.gloo_engine")
-        __import__("recipe.async_engine.weights.gloo_engine")
-        self._path, self._dtype = path, getattr(torch, dtype)
-        self._engine = CheckpointEngineRegistry.new("recipe_gloo", is_master=True, **settings)
-
-    def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._engine, method)(*arguments, **named)
-
-    async def send(self, version: int) -> Any:
-        return await self._engine.send_weights(weights_of(self._path, self._dtype, version), global_steps=version)
-
-
-class TrainerGroup:
-    """verl's worker group of one trainer rank."""
-
-    world_size = 1
-
-    def __init__(self, sender: Any) -> None:
-        self._sender = sender
-
-    def execute_checkpoint_engine(self, *arguments: Any, **named: Any) -> list[Any]:
-        first = [argument[0] for argument in arguments]
-        named = {key: value[0] for key, value in named.items()}
-        return [self._sender.execute_checkpoint_engine.remote(*first, **named)]
-
-    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
-        return [self._sender.send.remote(global_steps)]
 
 
 class Requests:
@@ -167,10 +135,10 @@ def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaMa
     manager.launch()
     checkpoint_engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
     megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
-    sender = ray.remote(Sender).remote(path, rollout.dtype, {"bucket_size": megabytes << 20, "timeout_s": 60.0})
+    stream = partial(weights_of, path, getattr(torch, rollout.dtype))
     publisher = WeightPublisher(
         checkpoint_engine,
-        TrainerGroup(sender),
+        TrainerGroup(stream, bucket_size=megabytes << 20, timeout_s=60.0),
         manager.get_replicas(),
         manager.global_load_balancer,
         60.0,
@@ -186,7 +154,7 @@ def play(path: str, seconds: float) -> dict[str, Any]:
     publisher.publish(next(versions))
     seen: dict[str, Any] = {}
     for way, weights in WAYS.items():
-        publisher.use(weights)
+        publisher.weights = weights
         requests = Requests(manager.get_client(ResumingClient))
         end, syncs = time.monotonic() + seconds, []
         while time.monotonic() < end:

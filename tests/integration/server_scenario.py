@@ -21,13 +21,13 @@ import numpy as np
 import ray
 import torch
 from model_engine_scenarios import TEMPERATURE, VOCABULARY, Scenario, make_model
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.workers.config import (
     CheckpointEngineConfig,
     FSDPEngineConfig,
     HFModelConfig,
     RolloutConfig,
 )
+from weight_sender import TrainerGroup
 
 from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.model_engine.adapter import WorkerSettings
@@ -48,26 +48,7 @@ ENGINE = {"recipe_gloo": {"timeout_s": 10.0}}
 MODULE = "recipe.async_engine.weights.gloo_engine"
 
 
-class Sender:
-    """The trainer's end of a transfer."""
-
-    def __init__(self) -> None:
-        __import__(MODULE)
-        self._engine = CheckpointEngineRegistry.new(
-            "recipe_gloo", bucket_size=1 << 20, is_master=True, **ENGINE["recipe_gloo"]
-        )
-
-    def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._engine, method)(*arguments, **named)
-
-    async def send(self, version: int, fault: str | None) -> Any:
-        return await asyncio.to_thread(lambda: asyncio.run(self._send(version, fault)))
-
-    async def _send(self, version: int, fault: str | None) -> Any:
-        return await self._engine.send_weights(stream(version, fault), global_steps=version)
-
-
-def stream(version: int, fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(version: int, fault: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a version, with something wrong."""
     for name, tensor in make_model(MODEL, seed=version).state_dict().items():
         if name == BROKEN and fault == "cut_off":
@@ -77,25 +58,6 @@ def stream(version: int, fault: str | None) -> Iterator[tuple[str, torch.Tensor]
         yield name, tensor[:-1] if name == BROKEN and fault == "wrong_shape" else tensor
     if fault == "unknown":
         yield "model.layers.2.mlp.up_proj.weight", torch.zeros(3, 4)
-
-
-class TrainerGroup:
-    """verl's worker group of one trainer rank."""
-
-    world_size = 1
-
-    def __init__(self) -> None:
-        self._sender = ray.remote(Sender).remote()
-        self.fault: str | None = None
-
-    def execute_checkpoint_engine(self, *arguments: Any, **named: Any) -> list[Any]:
-        first = [argument[0] for argument in arguments]
-        return [
-            self._sender.execute_checkpoint_engine.remote(*first, **{key: value[0] for key, value in named.items()})
-        ]
-
-    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
-        return [self._sender.send.remote(global_steps, self.fault)]
 
 
 class Sync(WeightPublisher):
@@ -201,7 +163,7 @@ def play(path: str) -> dict[str, Any]:
     ray.get(replicas[0].workers[1].__ray_call__.remote(arrive_late, LATE_S), timeout=TIMEOUT_S)
     handles = {replica.server_address: replica.server_handle for replica in replicas}
     two_ranks, both = ScoringClient(dict([*handles.items()][:1]), TIMEOUT_S), ScoringClient(handles, TIMEOUT_S)
-    group = TrainerGroup()
+    group = TrainerGroup(stream, bucket_size=1 << 20, **ENGINE["recipe_gloo"])
     config = CheckpointEngineConfig(backend="recipe_gloo", custom_backend_module=MODULE, engine_kwargs=ENGINE)
     sync = Sync(config, group, [], None, TIMEOUT_S, Weights())
     sync.add_replicas(replicas)
@@ -209,13 +171,13 @@ def play(path: str) -> dict[str, Any]:
     seen["version_0"] = [difference(two_ranks, 0, 0), difference(both, 0, 0)]
     seen["faults"] = {}
     for fault in ("missing", "wrong_shape", "unknown", "cut_off"):
-        group.fault = fault
+        group.more = (fault,)
         seen["faults"][fault] = {
             "errors": sync.load(1),
             "old_version": difference(two_ranks, 0, 0),
             "new_version": refusal(two_ranks, 1),
         }
-    group.fault = None
+    group.more = ()
     seen["then"] = sync.load(1)
     # Nobody has asked for version 1 yet, so a late segment of version 0 is still scored by it.
     seen["version_0_after_sync"] = difference(two_ranks, 0, 0)

@@ -61,49 +61,42 @@ class RequestVersions:
     """
 
     def __init__(self) -> None:
-        self._submitted: dict[str, int | None] = {}
-        # (version, tokens until the swap that ended it), of requests that a swap found under way.
-        self._ended: dict[str, list[tuple[int | None, int]]] = {}
-        self._newest: dict[str, int] = {}
+        # Of each request the versions that sample it, in order, each with the number of tokens before its first one.
+        self._begun: dict[str, list[tuple[int | None, int]]] = {}
 
     def submit(self, request_id: str, version: int | None) -> None:
         """The request may reach the engine, which samples by ``version`` (None: it has never been told one)."""
-        self._submitted[request_id] = version
+        self._begun[request_id] = [(version, 0)]
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        for known in (self._submitted, self._ended, self._newest):
-            known.pop(request_id, None)
+        self._begun.pop(request_id, None)
 
     def submitted(self, request_id: str) -> int | None:
         """The version at its submission; None if it has not been submitted."""
-        return self._submitted.get(request_id)
+        return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
         """From now on ``version`` samples; ``sampled``: tokens so far of each request, 0 where it is not named."""
-        for request_id, submitted in self._submitted.items():
-            before = self._newest.get(request_id, submitted)
-            self._ended.setdefault(request_id, []).append((before, sampled.get(request_id, 0)))
-            self._newest[request_id] = version
+        for request_id, begun in self._begun.items():
+            begun.append((version, sampled.get(request_id, 0)))
 
     def swapped_under(self, request_id: str) -> bool:
         """Whether a swap found the request under way."""
-        return request_id in self._ended
+        return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
         """(version, token count) of each run of the request's first ``tokens`` tokens; None if a version is unknown."""
-        ends = self._ended.get(request_id, [])
-        newest = self._newest.get(request_id, self._submitted.get(request_id))
+        begun = self._begun.get(request_id, [(None, 0)])
+        ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []
-        counted = 0
-        for version, end in [*ends, (newest, tokens)]:
-            end = min(end, tokens)
-            if end <= counted:
+        for (version, before), end in zip(begun, ends, strict=True):
+            count = min(end, tokens) - before
+            if count <= 0:
                 continue
             if version is None:
                 return None
-            found = joined(found, [(version, end - counted)])
-            counted = end
+            found = joined(found, [(version, count)])
         return found
 
 

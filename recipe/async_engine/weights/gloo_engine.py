@@ -46,6 +46,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.buckets import DATA, END, TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
+from recipe.async_engine.weights.devices import on_this_device
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.async_engine.weights.transport import SharedSegments, Transport, shared_memory_domain
 
@@ -279,15 +280,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     # Shared
 
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        # The current accelerator is each thread's own.
-        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-        def run() -> T:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            return call()
-
-        return asyncio.get_running_loop().run_in_executor(self._executor, run)
+        return asyncio.get_running_loop().run_in_executor(self._executor, on_this_device(call))
 
     @contextmanager
     def _dropping_group(self) -> Iterator[None]:

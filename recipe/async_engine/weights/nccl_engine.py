@@ -43,6 +43,7 @@ from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCh
 
 from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.devices import on_this_device
 
 LOOK_MS = 100
 """How long a receiver waits for a bucket's description before it looks whether its group has been left."""
@@ -192,7 +193,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self.group_name = self.topic = group
         try:
             join = partial(super().init_process_group, rank, world_size, master_metadata, num_senders)
-            _within(self._connect_timeout_s, _on_this_device(join))
+            _within(self._connect_timeout_s, on_this_device(join))
             if rank == 0:
                 joined.end_rendezvous()
         except Exception as error:
@@ -240,7 +241,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                     for _ in iterator:
                         continue
 
-        return await asyncio.to_thread(_on_this_device(send))
+        return await asyncio.to_thread(on_this_device(send))
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """As verl's: a tensor is a view of a reused buffer, valid until the next one is asked for.
@@ -299,15 +300,3 @@ def _within(timeout_s: float, call: Callable[[], Any]) -> None:
 
     threading.Thread(target=run, name="join-nccl-group", daemon=True).start()
     outcome.result(timeout_s)
-
-
-def _on_this_device(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` for another thread, with the accelerator that is this one's: each thread has its own."""
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def run() -> Any:
-        if device is not None:
-            torch.accelerator.set_device_index(device)
-        return call()
-
-    return run

@@ -94,15 +94,15 @@ class WeightPublisher(CheckpointEngineManager):
         weights: Weights,
     ) -> None:
         super().__init__(config, actor_wg, replicas)
-        self.use(weights)
+        self.weights = weights
+        """How the next version gets into the replicas; ``at_swap`` is not null."""
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
 
-    def use(self, weights: Weights) -> None:
-        """How the next version gets into the replicas; ``at_swap`` is not null."""
-        self._weights = weights
-        self._in_place = weights.staging == "none"
+    @property
+    def _in_place(self) -> bool:
+        return self.weights.staging == "none"
 
     def add_replicas(self, replicas: list[RolloutReplica]) -> None:
         """Replicas that take part from the next sync on; see verl's method of this name."""
@@ -240,8 +240,8 @@ class WeightPublisher(CheckpointEngineManager):
         return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
 
     async def _pause(self, record: ReplicaRecord, is_holder: bool) -> None:
-        if is_holder and self._weights.at_swap == "keep":
-            await record.replica.hold_requests(self._weights.keep_cache)
+        if is_holder and self.weights.at_swap == "keep":
+            await record.replica.hold_requests(self.weights.keep_cache)
             return
         await record.replica.abort_all_requests()
         if self._in_place:

@@ -65,7 +65,8 @@ class StagedModel:
         # What the stream does not bring stays as it is.
         live = dict(self._live.named_buffers())
         for name, buffer in self._spare.named_buffers():
-            buffer.copy_(live[name])
+            if buffer is not live[name]:
+                buffer.copy_(live[name])
 
     @torch.no_grad()
     def load(self, weights: NamedTensors) -> None:
