@@ -137,7 +137,8 @@ class Ours:
         fetching = time.perf_counter() - began
         began = time.perf_counter()
         ledger.mark_trained()
-        ledger.publish()
+        ledger.seal()
+        ledger.announce()
         books += time.perf_counter() - began
         for group in batch:
             del references[group.id]

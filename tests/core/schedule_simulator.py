@@ -2,13 +2,14 @@
 """Random schedules of generation and training, run against a sample ledger and judged independently of it.
 
 A schedule draws its settings and then, one at a time, random events: groups are issued, end (ready, filtered, failed,
-restarted; some are stragglers that end only when nothing else can happen), batches are taken, trained and published,
-the job is stopped and resumed from a snapshot. The simulator keeps its own versions, starts and counts, and raises
+restarted; some are stragglers that end only when nothing else can happen), batches are taken and trained, versions are
+sealed and announced, at once or late, the job is stopped and resumed from a snapshot. The simulator keeps its own versions, starts and counts, and raises
 `Violation` with the kind of promise that was broken:
 
 - `stale`: a batch holds a group that is more than S versions old, or that is not ready
 - `depth`: more groups are live than the soft depth admits
 - `batches`: a version has other than k batches, or a batch other than b groups
+- `early`: a group starts at a version that is not announced
 - `deadlock`: nothing can happen any more, although prompts for another batch are left
 - `dropped`: with `wait`, a group neither trained, nor ended by the schedule itself, nor live; with `drop`, a group
   that kept no batch from being taken
@@ -57,6 +58,9 @@ class Plan:
     restart_share: float
     rise_share: float
     resume_share: float
+    announce_weight: float
+    lag: int
+    """Most versions sealed and not announced; 0: a version is announced as it is sealed."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -77,6 +81,8 @@ class Plan:
             restart_share=rng.choice((0.0, 0.1, 0.4)),
             rise_share=rng.choice((0.0, 0.3, 0.8)),
             resume_share=rng.choice((0.0, 0.0, 0.01)),
+            announce_weight=rng.choice((0.05, 0.3, 1.0, 5.0)),
+            lag=rng.choice((0, 1, 1, 1, 2, bound + 1)),
         )
 
 
@@ -91,10 +97,12 @@ class Tally:
     resumed: int = 0
     overdue: int = 0
     at_bound: int = 0
+    late: int = 0
+    """Groups trained by a version that was not announced yet."""
     by_plan: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def merge(self, other: Tally) -> None:
-        for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound"):
+        for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound", "late"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key, count in other.by_plan.items():
             self.by_plan[key] = self.by_plan.get(key, 0) + count
@@ -111,7 +119,7 @@ class Schedule:
         settings = self.plan.settings
         self.b, self.k, self.bound = settings.batch_groups, settings.batches_per_version, settings.max_staleness
         self.depth_groups = floor(settings.pipeline_depth * self.k * self.b)
-        self.version = self.taken = self.issued = self.events = 0
+        self.version = self.announced = self.taken = self.issued = self.events = 0
         self.running: list[int] = []
         self.stragglers: list[int] = []
         self.ready: set[int] = set()
@@ -137,6 +145,8 @@ class Schedule:
         trainer = self.trainer_event()
         if trainer is not None:
             events.append((plan.train_weight, trainer))
+        if self.announced < self.version:
+            events.append((plan.announce_weight, self.announce))
         if plan.resume_share and self.rng.random() < plan.resume_share:
             self.resume()
         elif events:
@@ -153,7 +163,8 @@ class Schedule:
         if self.taken == self.k:
             if self.ledger.next_batch() is not None:
                 raise Violation("batches", f"one more than {self.k} in version {self.version}")
-            return self.publish
+            at_once = self.plan.lag == 0
+            return self.publish if at_once else self.seal if self.version - self.announced < self.plan.lag else None
         if len(self.ready) >= self.b and self.ledger.next_batch() is not None:
             return self.take
         return None
@@ -165,7 +176,9 @@ class Schedule:
             raise Violation("depth", f"{live + 1} live groups, {limit} admitted")
         group = self.ledger.issue(PromptRef(index=self.issued, epoch=0, uid=str(self.issued)))
         self.issued += 1
-        self.starts[group.id] = self.version
+        if group.start != self.announced:
+            raise Violation("early", f"{group} starts, version {self.announced} is announced")
+        self.starts[group.id] = self.announced
         straggles = self.rng.random() < self.plan.straggler_share
         (self.stragglers if straggles else self.running).append(group.id)
 
@@ -196,14 +209,15 @@ class Schedule:
             self.ledger.fail(group_id, "reward_error")
             self.tally.failed += 1
         elif draw < plan.filter_share + plan.fail_share + plan.restart_share:
-            self.ledger.restart(group_id)
-            self.starts[group_id] = self.version
+            if self.ledger.restart(group_id).start != self.announced:
+                raise Violation("early", f"group {group_id} starts again, version {self.announced} is announced")
+            self.starts[group_id] = self.announced
             self.running.append(group_id)
             self.tally.restarted += 1
         else:
             start = self.starts[group_id]
             if self.rng.random() < self.plan.rise_share:
-                start = self.rng.randint(start, self.version)
+                start = self.rng.randint(start, self.announced)
             self.ledger.mark_ready(group_id, start)
             self.starts[group_id] = start
             self.ready.add(group_id)
@@ -229,14 +243,24 @@ class Schedule:
         if staleness.sum != sum(self.version - self.starts[group_id] for group_id in self.leased):
             raise Violation("identity", f"staleness {staleness} of {self.leased}")
         self.tally.trained += len(self.leased)
+        self.tally.late += len(self.leased) * (self.announced < self.version)
         self.leased = []
         self.check_counts()
 
     def publish(self) -> None:
-        if self.ledger.publish() != self.version + 1:
-            raise Violation("batches", f"version {self.ledger.version} was published after {self.version}")
+        self.seal()
+        self.announce()
+
+    def seal(self) -> None:
+        if self.ledger.seal() != self.version + 1:
+            raise Violation("batches", f"version {self.ledger.version} was sealed after {self.version}")
         self.version += 1
         self.taken = 0
+
+    def announce(self) -> None:
+        if self.ledger.announce() != self.announced + 1:
+            raise Violation("early", f"version {self.ledger.announced} was announced after {self.announced}")
+        self.announced += 1
 
     def resume(self) -> None:
         """Stop the job and start it again from its last checkpoint, made now."""
@@ -246,8 +270,8 @@ class Schedule:
             self.ready.update(self.leased)
             self.leased = []
             self.taken -= 1
-        for group_id in self.running + self.stragglers:
-            self.starts[group_id] = self.version
+        # A resumed job publishes the version that it trains on from before it generates.
+        self.announced = self.version
         self.tally.resumed += 1
         self.check_counts()
 

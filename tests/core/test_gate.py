@@ -73,7 +73,8 @@ def test_admission_stops_at_the_depth_and_goes_on_after_a_take() -> None:
         gate.add()
     gate.take([0, 0])
     assert not gate.admits()  # the depth bounds what is ahead of training: one group is, one is allowed
-    gate.publish()
+    gate.seal()
+    gate.announce()
     assert gate.admits()
 
 
@@ -85,7 +86,7 @@ def test_bound_zero_admits_only_what_the_current_version_trains() -> None:
     gate.take([0, 0])
     gate.take([0, 0])
     assert not gate.admits()  # nothing may start between the last take and the publication
-    assert gate.publish() == 1
+    assert gate.seal() == gate.announce() == 1
     assert gate.admits()
 
 
@@ -127,19 +128,52 @@ def test_batch_is_b_live_groups_of_a_version_with_batches_left() -> None:
     assert not gate.can_take([0, 0, 0])
     assert not gate.can_take([0, 1])
     gate.take([0, 0])
-    assert not gate.can_take([0, 0])  # k = 1: the version is trained, its successor is not published
+    assert not gate.can_take([0, 0])  # k = 1: the version is trained, its successor is not sealed
 
 
-def test_version_is_published_only_when_all_its_batches_are_taken() -> None:
+def test_version_is_sealed_only_when_all_its_batches_are_taken() -> None:
     gate = StalenessGate(settings(b=1, k=2, bound=1), starts=[0, 0])
     with pytest.raises(GateError, match="still has 2 batches"):
-        gate.publish()
+        gate.seal()
+        gate.announce()
     gate.take([0])
     with pytest.raises(GateError, match="still has 1 batches"):
-        gate.publish()
+        gate.seal()
+        gate.announce()
     gate.take([0])
-    assert gate.publish() == 1
+    assert gate.seal() == gate.announce() == 1
     assert gate.batches_left == 2
+
+
+def test_what_is_sealed_and_not_announced_admits_groups_of_the_version_before_only_while_they_have_places() -> None:
+    gate = StalenessGate(settings(b=2, bound=2, depth=1))
+    for _ in range(4):
+        gate.add()
+    gate.take([0, 0])
+    assert gate.seal() == 1
+    # Places until their deadline: a batch each of versions 1 and 2. The depth: one version ahead of the one trained.
+    assert (gate.announced, gate.admission_limit, gate.slots(0)) == (0, 4, 4)
+    assert [gate.add(), gate.add()] == [0, 0]
+    assert not gate.admits()
+    gate.take([0, 0])
+    assert gate.seal() == 2
+    assert (gate.admission_limit, gate.slots(0)) == (2, 2)
+    assert gate.announce() == 1
+    assert gate.admission_limit == 4
+    assert gate.add() == 1
+    with pytest.raises(GateError, match="to version 1 at most"):
+        gate.move(1, 2)
+
+
+def test_bound_zero_admits_nothing_before_the_sealed_version_is_announced() -> None:
+    gate = StalenessGate(settings(b=1, bound=0), starts=[0])
+    gate.take([0])
+    gate.seal()
+    assert not gate.admits()
+    assert gate.announce() == 1
+    assert gate.admits()
+    with pytest.raises(GateError, match="version 1 is announced already"):
+        gate.announce()
 
 
 def test_state_that_breaks_the_invariant_is_refused() -> None:

@@ -122,22 +122,31 @@ WRITTEN_GATE_MUTANTS = {
     ),
     "aggregate admission, no check at the take": edited(GATE_SOURCE, (EXCESS, "if False:"), (CHECK, "if False:")),
     "soft depth without the batches left": edited(
-        GATE_SOURCE, ("self._groups_ahead + self.batches_left * self.settings.batch_groups", "self._groups_ahead")
+        GATE_SOURCE, ("ahead + self.batches_left * self.settings.batch_groups", "ahead")
     ),
     "soft depth as if no batch had been taken": edited(
         GATE_SOURCE,
         (
-            "self._groups_ahead + self.batches_left * self",
-            "self._groups_ahead + self.settings.batches_per_version * self",
+            "ahead + self.batches_left * self",
+            "ahead + self.settings.batches_per_version * self",
         ),
     ),
     "hard bound instead of the depth": edited(
         GATE_SOURCE,
-        ("return self.live + 1 <= self.admission_limit", "return self.live + 1 <= self.slots(self.version)"),
+        ("return self.live + 1 <= self.admission_limit", "return self.live + 1 <= self.slots(self.announced)"),
     ),
     "a take frees no place": edited(GATE_SOURCE, ("self.live -= len(starts)", "pass")),
     "given-up group keeps its place": edited(
         GATE_SOURCE, ("        self._discard(start)\n        self.live -= 1\n", "        self._discard(start)\n")
+    ),
+    "depth as if what is sealed were announced": edited(
+        GATE_SOURCE, ("min(self._groups_ahead, versions_left * self.settings.version_groups)", "self._groups_ahead")
+    ),
+    "groups start at the version that is sealed": edited(
+        GATE_SOURCE, ("self._starts[self.announced] += 1", "self._starts[self.version] += 1")
+    ),
+    "what is sealed is announced": edited(
+        GATE_SOURCE, ("        self.version += 1\n", "        self.version += 1\n        self.announced += 1\n")
     ),
     "admission without a refusal": edited(GATE_SOURCE, ("if not self.admits():", "if False:")),
 }
@@ -203,7 +212,17 @@ def probe(gate_type: type[StalenessGate], seed: int) -> None:
     assert refused(GateError, full.add)
     assert refused(GateError, gate_type, settings, starts=[version + 1], **at)
     assert refused(GateError, gate_type, settings, version=version, batches_taken=settings.batches_per_version + 1)
-    assert refused(GateError, full.publish) == (taken != settings.batches_per_version)
+    assert refused(GateError, full.announce)
+    if not refused(GateError, full.seal):
+        assert taken == settings.batches_per_version
+        room = min(bound * settings.version_groups, (bound - 1) * settings.version_groups)
+        assert full.admission_limit == room + settings.version_groups
+        assert refused(GateError, full.move, version, version + 1)
+        assert full.announce() == version + 1
+        assert full.admission_limit == (bound + 1) * settings.version_groups
+        assert refused(GateError, full.announce)
+    else:
+        assert taken != settings.batches_per_version
     batch = [version] * settings.batch_groups
     fresh = gate_type(settings, starts=[version] * places(settings, version, taken, version), **at)
     assert fresh.can_take(batch) == (taken != settings.batches_per_version)
@@ -247,7 +266,7 @@ def test_every_decision_of_the_gate_is_mutated() -> None:
     methods = {name.split(":")[0] for name in MADE_GATE_MUTANTS}
     assert methods >= {
         "_places", "admission_limit", "admits", "batches_left", "can_take", "check", "excess_after_take", "move",
-        "publish", "add", "remove", "take", "give_back",
+        "seal", "announce", "add", "remove", "take", "give_back",
     }  # fmt: skip
     assert len(MADE_GATE_MUTANTS) >= 40
 

@@ -38,7 +38,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.settings = drawn
         self.on_overdue = on_overdue
         self.ledger = SampleLedger(drawn)
-        self.version = self.taken = self.issued = self.filtered = self.failed = 0
+        self.version = self.announced = self.taken = self.issued = self.filtered = self.failed = 0
         self.starts: dict[int, int] = {}
         self.trained: list[int] = []
 
@@ -53,13 +53,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def issue(self) -> None:
         group = self.ledger.issue(PromptRef(self.issued, 0, str(self.issued)))
         self.issued += 1
-        self.starts[group.id] = self.version
+        assert group.start == self.announced
+        self.starts[group.id] = self.announced
 
     @precondition(lambda self: self.groups(GroupState.RUNNING))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         group = self.pick(data, GroupState.RUNNING)
-        oldest = data.draw(st.integers(self.starts[group.id], self.version))
+        oldest = data.draw(st.integers(self.starts[group.id], self.announced))
         self.ledger.mark_ready(group.id, oldest)
         self.starts[group.id] = oldest
 
@@ -68,7 +69,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart(self, data: st.DataObject) -> None:
         group = self.pick(data, GroupState.RUNNING, GroupState.READY)
         self.ledger.restart(group.id)
-        self.starts[group.id] = self.version
+        self.starts[group.id] = self.announced
 
     @precondition(lambda self: self.groups(GroupState.RUNNING, GroupState.READY))
     @rule(data=st.data(), fails=st.booleans())
@@ -103,10 +104,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.ledger.leased() and self.ledger.batches_left == 0)
     @rule()
-    def publish(self) -> None:
+    def seal(self) -> None:
         self.version += 1
         self.taken = 0
-        assert self.ledger.publish() == self.version
+        assert self.ledger.seal() == self.version
+
+    @precondition(lambda self: self.ledger.announced < self.ledger.version)
+    @rule()
+    def announce(self) -> None:
+        self.announced += 1
+        assert self.ledger.announce() == self.announced
 
     @precondition(lambda self: self.on_overdue is OnOverdue.DROP and self.ledger.overdue())
     @rule()
@@ -122,15 +129,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def resume(self) -> None:
         if self.ledger.leased():
             self.taken -= 1
-        for group in self.groups(GroupState.RUNNING):
-            self.starts[group.id] = self.version
+        self.announced = self.version
         self.ledger = SampleLedger.restore(json.loads(json.dumps(self.ledger.snapshot())), self.settings)
 
     @rule()
     def all_running_groups_end_and_a_batch_can_be_taken(self) -> None:
-        """Liveness: with prompts left, ending what runs is always enough for a batch or a publication."""
+        """Liveness: with prompts left, what is sealed announced and what runs ended, there is a batch or a version."""
         if self.ledger.leased() or self.ledger.batches_left == 0:
             return
+        while self.ledger.announced < self.ledger.version:
+            self.announce()
         while True:
             for group in self.groups(GroupState.RUNNING):
                 self.ledger.mark_ready(group.id, self.starts[group.id])
@@ -144,6 +152,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         drawn, leased = self.settings, {group.id for group in self.ledger.leased()}
+        assert all(start <= self.announced for start in self.starts.values())
         open_starts = [start for group_id, start in self.starts.items() if group_id not in leased]
         batches_left = drawn.batches_per_version - self.taken
         for start in range(self.version - drawn.max_staleness - 2, self.version + 1):
@@ -178,7 +187,7 @@ def test_no_random_schedule_breaks_a_promise(block: int) -> None:
     # The schedules are worth something only if everything that can happen did, and the bound was reached.
     assert {key[0] for key in tally.by_plan} == {1, 2, 3}
     assert {key[1] for key in tally.by_plan} == {0, 1, 2, 3, 4}
-    for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound"):
+    for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound", "late"):
         assert getattr(tally, name) > 0, name
 
 

@@ -34,7 +34,8 @@ def ready(ledger: SampleLedger, groups: list[Group]) -> None:
 def train_version(ledger: SampleLedger) -> list[int]:
     taken = [group.id for group in ledger.take()]
     ledger.mark_trained()
-    ledger.publish()
+    ledger.seal()
+    ledger.announce()
     return taken
 
 
@@ -61,7 +62,7 @@ def test_group_goes_from_issue_to_trained_and_is_counted_once() -> None:
     counts = ledger.counts()
     assert (counts.issued, counts.trained, counts.filtered, counts.failed, counts.live) == (3, 2, 0, 0, 1)
     assert ledger.trained_prompts() == [[0, 0, 2]]
-    assert ledger.publish() == 1
+    assert ledger.seal() == ledger.announce() == 1
 
 
 def test_oldest_start_goes_first_then_issue_order() -> None:
@@ -176,8 +177,9 @@ def test_one_batch_is_leased_at_a_time() -> None:
         ledger.take()
     ledger.mark_trained()
     ledger.take()
-    with pytest.raises(LedgerError, match="published while the trainer holds"):
-        ledger.publish()
+    with pytest.raises(LedgerError, match="sealed while the trainer holds"):
+        ledger.seal()
+        ledger.announce()
 
 
 def test_nothing_is_issued_past_the_target_or_the_issue_limit() -> None:
@@ -275,7 +277,8 @@ def test_batch_trained_before_the_snapshot_is_not_trained_again() -> None:
     ledger.mark_trained()
     restored = saved(ledger)
     assert restored.batches_left == 0  # the version is trained; its publication is due
-    restored.publish()
+    restored.seal()
+    restored.announce()
     assert train_version(restored) == [2, 3]
     assert restored.trained_prompts() == [[0, 0, 4]]
 
@@ -361,7 +364,8 @@ def test_batch_that_is_returned_leaves_the_ledger_as_before_its_take(data: st.Da
         elif step == "fail" and running:
             ledger.fail(running[-1].id, "odd")
         elif step == "publish" and ledger.batches_left == 0 and not ledger.leased():
-            ledger.publish()
+            ledger.seal()
+            ledger.announce()
         elif step == "take" and ledger.next_batch() is not None:
             batch = {group.id for group in ledger.take()}
             while data.draw(st.booleans()) and ledger.can_issue():

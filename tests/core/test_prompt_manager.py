@@ -53,7 +53,8 @@ def train(manager: PromptManager) -> None:
     manager.ledger.take()
     manager.close_turn()
     manager.ledger.mark_trained()
-    manager.ledger.publish()
+    manager.ledger.seal()
+    manager.ledger.announce()
 
 
 def test_slots_are_filled_trajectory_by_trajectory() -> None:
@@ -273,7 +274,8 @@ class Turns(RuleBasedStateMachine):
         ledger.take()
         self.manager.close_turn()
         ledger.mark_trained()
-        ledger.publish()
+        ledger.seal()
+        ledger.announce()
         self.trained += self.settings.batch_groups
 
     @rule()

@@ -46,7 +46,8 @@ def generate(batch: int, answers: int, slots: int, bound: int, turns: int, skip:
         manager.ledger.take()
         manager.close_turn()
         manager.ledger.mark_trained()
-        manager.ledger.publish()
+        manager.ledger.seal()
+        manager.ledger.announce()
         if turn >= skip:
             result.steps, result.busy = result.steps + steps, result.busy + busy
     result.staleness = manager.ledger.staleness.max

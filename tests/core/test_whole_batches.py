@@ -20,7 +20,7 @@ EVENT_LIMIT = 5000
 
 @dataclass
 class Run:
-    """A random run: a trainer that drains before each publication, over groups that end in any order."""
+    """A random run: a rollout that drains before each announcement, over groups that end in any order."""
 
     rng: random.Random
     size: int
@@ -74,13 +74,16 @@ class Run:
             events += [self.end_one] if running else []
             events += [self.train] if self.ledger.next_batch() is not None else []
             drained = not running and not self.may_issue()
-            events += [self.ledger.publish] if self.ledger.batches_left == 0 and drained else []
+            on_its_way = self.ledger.announced < self.ledger.version
+            events += [self.ledger.seal] if self.ledger.batches_left == 0 and not on_its_way else []
+            events += [self.ledger.announce] if on_its_way and drained else []
             if not events:
                 break
             self.rng.choice(events)()
             self.ledger.check_identity()
-            # A checkpoint is written between two versions, while the next batch may run.
-            if self.ledger.batches_left == 1 and self.rng.random() < self.resumes:
+            # A checkpoint is written once a version is announced, while the next batch may run.
+            announced = self.ledger.announced == self.ledger.version
+            if self.ledger.batches_left == 1 and announced and self.rng.random() < self.resumes:
                 self.resume()
         else:
             raise AssertionError(f"no end after {EVENT_LIMIT} events: {self.ledger.counts()}")

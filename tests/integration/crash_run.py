@@ -208,7 +208,8 @@ class Life:
         self.ledger.mark_trained()
         if self.ledger.batches_left == 0:
             self.phases.enter("publish")
-            version = self.ledger.publish()
+            self.ledger.seal()
+            version = self.ledger.announce()
             if version % self.settings["save_every"] == 0:
                 self.save()
         self.phases.enter("generate")

@@ -416,7 +416,7 @@ def test_drain_that_fills_the_batch_waits_for_the_rewards_that_may_filter_its_gr
     assert [run.group.id for run in scheduler.take_batch(SOON)] == [0, 1]
     scheduler.batch_trained()
     wait_until(scheduler, lambda: ledger.counts().ready == 2)
-    assert ledger.publish() == 1
+    assert ledger.seal() == ledger.announce() == 1
     scheduler._poke()
     drained = threading.Event()
     for n in (0, 1):

@@ -2,8 +2,10 @@
 """The staleness gate: which group may start, which batch may be trained.
 
 Contract. Training happens in batches of `b` groups, `k` batches to a policy version, `B = k * b`. `v` is the current
-version, `j` the batches already taken of it, `S` the bound, and a group's start is the version of its oldest token.
-Groups that were issued and neither taken nor given up are *live*. The gate keeps, at all times and for every start s,
+version, from which training goes on: it was *sealed*. `a <= v` is the newest one *announced*, which generates: it
+follows when its weights have reached the replicas. `j` are the batches already taken of `v`, `S` is the bound, and a
+group's start is the version of its oldest token. Groups that were issued and neither taken nor given up are *live*. The
+gate keeps, at all times and for every start s,
 
     live groups with a start <= s   <=   slots(s) = max(0, (s + S - v) * B + (k - j) * b)        (the invariant)
 
@@ -79,9 +81,9 @@ class GateSettings:
 class StalenessGate:
     """Admits groups and takes batches so that the invariant of this module holds.
 
-    version: v. batches_taken: j, 0 <= j <= k. live: number of live groups. The starts of the live groups are kept as
-    a multiset; the gate does not know groups. Every method that changes the state checks the invariant before it
-    returns and raises `StalenessViolation` if it does not hold.
+    version: v. announced: a, which is v to begin with. batches_taken: j, 0 <= j <= k. live: number of live groups. The
+    starts of the live groups are kept as a multiset; the gate does not know groups. Every method that changes the
+    state checks the invariant before it returns and raises `StalenessViolation` if it does not hold.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class StalenessGate:
         if batches_taken > settings.batches_per_version:
             raise GateError(f"{batches_taken} batches taken of a version of {settings.batches_per_version}")
         self.settings = settings
-        self.version = version
+        self.version = self.announced = version
         self.batches_taken = batches_taken
         self._starts = Counter(starts)
         if any(start > version for start in self._starts):
@@ -108,8 +110,10 @@ class StalenessGate:
 
     @property
     def admission_limit(self) -> int:
-        """Most groups that may be live now. At most slots(v), because pipeline_depth <= S."""
-        return self._groups_ahead + self.batches_left * self.settings.batch_groups
+        """Most groups that may be live now, one of start `a` among them: within the depth, and at most slots(a)."""
+        versions_left = self.announced + self.settings.max_staleness - self.version
+        ahead = min(self._groups_ahead, versions_left * self.settings.version_groups)
+        return ahead + self.batches_left * self.settings.batch_groups
 
     def starts(self) -> dict[int, int]:
         """Number of live groups by start, ascending."""
@@ -120,20 +124,20 @@ class StalenessGate:
         return self._places(start, self.batches_left)
 
     def admits(self) -> bool:
-        """Whether one more group may start now, at the current version.
+        """Whether one more group may start now, at the version announced.
 
-        One comparison decides both bounds: a new group counts only towards slots(v), and admission_limit <= slots(v).
+        One comparison decides both bounds: a new group counts only towards slots(a), and admission_limit <= slots(a).
         """
         return self.live + 1 <= self.admission_limit
 
     def add(self) -> int:
-        """Admit one group; return its start, the current version."""
+        """Admit one group; return its start, the version announced."""
         if not self.admits():
             raise GateError(f"{self.live} groups are live and at most {self.admission_limit} may be")
-        self._starts[self.version] += 1
+        self._starts[self.announced] += 1
         self.live += 1
         self.check()
-        return self.version
+        return self.announced
 
     def remove(self, start: int) -> None:
         """Give up one live group of this start: its place is free again."""
@@ -143,10 +147,10 @@ class StalenessGate:
 
     def move(self, old_start: int, new_start: int) -> None:
         """The oldest token of a live group is newer than was assumed. A start never falls."""
-        if not old_start <= new_start <= self.version:
+        if not old_start <= new_start <= self.announced:
             raise GateError(
                 f"a group's start cannot move from version {old_start} to {new_start}: it may only rise, "
-                f"to the current version {self.version} at most"
+                f"to version {self.announced} at most, the newest announced"
             )
         self._discard(old_start)
         self._starts[new_start] += 1
@@ -195,14 +199,22 @@ class StalenessGate:
         self.batches_taken -= 1
         self.check()
 
-    def publish(self) -> int:
-        """All batches of the version are taken and the new weights are announced; return the new version."""
+    def seal(self) -> int:
+        """All batches of the version are trained, and training goes on from the next one; return that."""
         if self.batches_left != 0:
             raise GateError(f"version {self.version} still has {self.batches_left} batches to train before the next")
         self.version += 1
         self.batches_taken = 0
         self.check()
         return self.version
+
+    def announce(self) -> int:
+        """The oldest sealed version that was not announced yet generates from now on; return it."""
+        if self.announced == self.version:
+            raise GateError(f"version {self.version} is announced already, and no later one is sealed")
+        self.announced += 1
+        self.check()
+        return self.announced
 
     def check(self) -> None:
         """Raise `StalenessViolation` unless the invariant holds for every start."""

@@ -71,12 +71,17 @@ class SampleLedger:
 
     @property
     def version(self) -> int:
-        """v, the current policy version."""
+        """v, the current policy version, from which training goes on."""
         return self._gate.version
 
     @property
+    def announced(self) -> int:
+        """a, the newest version that generates: v, or one before it whose successor is on its way."""
+        return self._gate.announced
+
+    @property
     def batches_left(self) -> int:
-        """Batches of the current version that are not taken yet; `publish` is due when there are none."""
+        """Batches of the current version that are not taken yet; `seal` is due when there are none."""
         return self._gate.batches_left
 
     def find(self, group_id: int) -> Group | None:
@@ -118,13 +123,13 @@ class SampleLedger:
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
-        """Start a group for this prompt at the current version."""
+        """Start a group for this prompt at the version announced."""
         if prompt.key in self._issued_prompts:
             raise LedgerError(f"prompt {prompt.index} of epoch {prompt.epoch} was issued before")
         if not self.can_issue():
             raise LedgerError(
                 f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
-                f"version {self.version}, {self._trained} trained of {self.target_groups}, "
+                f"version {self.version} ({self.announced} announced), {self._trained} trained of {self.target_groups}, "
                 f"{self._issued} issued of {self.issue_limit}"
             )
         start = self._gate.add()
@@ -135,12 +140,12 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """A running group is complete. `oldest_version`: the version of its oldest token, start..v."""
+        """A running group is complete. `oldest_version`: the version of its oldest token, start..a."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
-        if not group.start <= oldest_version <= self.version:
+        if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
                 f"the oldest token of group {group_id} is of version {oldest_version}, expected "
-                f"{group.start}..{self.version}"
+                f"{group.start}..{self.announced}"
             )
         self._gate.move(group.start, oldest_version)
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
@@ -148,8 +153,8 @@ class SampleLedger:
     def restart(self, group_id: int) -> Group:
         """Generate a group anew from scratch: its attempt failed, or the payload of a ready one was lost."""
         group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
-        self._gate.move(group.start, self.version)
-        return self._update(replace(group, state=GroupState.RUNNING, start=self.version, attempts=group.attempts + 1))
+        self._gate.move(group.start, self.announced)
+        return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
 
     def filter(self, group_id: int, reason: str) -> Group:
         """Leave a group out of training on purpose; its place is free again. `reason` is one of a few short words."""
@@ -221,11 +226,15 @@ class SampleLedger:
         self.check_identity()
         return batch_staleness
 
-    def publish(self) -> int:
-        """Every live replica has committed the next version's weights; return the new version."""
+    def seal(self) -> int:
+        """The trainer's weights are those of the next version, and training goes on from them; return that version."""
         if self._leased:
-            raise LedgerError(f"version {self.version + 1} is published while the trainer holds groups {self._leased}")
-        return self._gate.publish()
+            raise LedgerError(f"version {self.version + 1} is sealed while the trainer holds groups {self._leased}")
+        return self._gate.seal()
+
+    def announce(self) -> int:
+        """Every live replica has committed the sealed version's weights; return that version."""
+        return self._gate.announce()
 
     def counts(self) -> LedgerCounts:
         """Number of groups by state."""
