@@ -3,8 +3,8 @@
 
 A schedule draws its settings and then, one at a time, random events: groups are issued, end (ready, filtered, failed,
 restarted; some are stragglers that end only when nothing else can happen), batches are taken and trained, versions are
-sealed and announced, at once or late, the job is stopped and resumed from a snapshot. The simulator keeps its own versions, starts and counts, and raises
-`Violation` with the kind of promise that was broken:
+sealed and announced, at once or late, the job is stopped and resumed from a snapshot. The simulator keeps its own
+versions, starts and counts, and raises `Violation` with the kind of promise that was broken:
 
 - `stale`: a batch holds a group that is more than S versions old, or that is not ready
 - `depth`: more groups are live than the soft depth admits

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the published weights: the worker's own methods over FSDP2 shards, on one and two ranks."""
+"""Copies of the weights, kept or sent: the worker's own methods over FSDP2 shards, on one and two ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
+from recipe.async_engine.weights.snapshot import Wire
 
 RANKS_S = 120
 
@@ -47,6 +51,39 @@ def published(worker: ActorWorker, **changes: object) -> PublishedWeights:
     return PublishedWeights(worker, plan, saves=bool(changes.get("saves", True)))
 
 
+class CheckpointEngine:
+    """Trains on in the middle of each transfer."""
+
+    def __init__(self, worker: ActorWorker) -> None:
+        self.worker = worker
+
+    async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int) -> dict[str, Any]:
+        sent = {}
+        for name, tensor in weights:
+            fill(self.worker, 100.0)
+            sent[name] = tensor
+        return {"version": global_steps, "sent": sent}
+
+
+def check_what_is_sent(worker: ActorWorker, rank: int) -> None:
+    module = worker.actor.engine.module
+    worker.actor.engine.get_per_tensor_param = lambda: (
+        ((name, parameter.full_tensor()) for name, parameter in module.state_dict().items()),
+        None,
+    )
+    worker.config.rollout = SimpleNamespace(checkpoint_engine=SimpleNamespace(backend="recipe_gloo"))
+    worker.checkpoint_engine = CheckpointEngine(worker)
+    for version in (1, 2):
+        fill(worker, float(version))
+        worker.snapshot_weights(version, Wire(torch.bfloat16))
+        fill(worker, 99.0)
+        outcome = asyncio.run(worker.send_snapshot(version))
+        assert outcome["version"] == version and len(outcome["sent"]) == 3
+        for tensor in outcome["sent"].values():
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.is_meta if rank else bool((tensor == version).all())
+
+
 def scenario(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -72,6 +109,7 @@ def scenario(rank: int, world: int, folder: str) -> None:
     with kept.in_use():
         assert holds(again, 1.0)
     assert holds(again, 3.0)
+    check_what_is_sent(worker_of(), rank)
     with pytest.raises(CopyError, match="another model"):
         published(worker_of(rows=8)).load(folder)
     again._world_size = world + 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -16,9 +18,11 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.snapshot import Wire
 from recipe.async_engine.weights.worker import WeightLoadError
 
-INTERRUPT = Weights(at_swap="interrupt")
+INTERRUPT = Weights(publish="inline", at_swap="interrupt")
+BESIDE = replace(INTERRUPT, publish="beside")
 
 
 class Replica:
@@ -89,6 +93,9 @@ class Replica:
     def leave_routing(self) -> None:
         self.note("leave")
 
+    def wide_parameters(self) -> list[str]:
+        return ["model.layers.3.mlp.gate.weight"] if self.replica_rank else []
+
 
 class WorkerGroup:
     """Runs each worker's part; the trainer's group has one sender."""
@@ -107,12 +114,29 @@ class WorkerGroup:
     def update_weights(self, global_steps: int, mode: str | None = None) -> list[Any]:
         return [worker.update(global_steps) for worker in self.workers]
 
+    def snapshot_weights(self, version: int, wire: Wire) -> list[Any]:
+        return [worker.copy(version, wire) for worker in self.workers]
+
+    def send_snapshot(self, version: int) -> list[Any]:
+        return [worker.send(version) for worker in self.workers]
+
 
 class Sender:
     """Trainer rank 0. In a collective transfer it fails whenever a receiver does: ``fails`` says when."""
 
     def __init__(self) -> None:
         self.fails: list[BaseException | None] = []
+        self.copies: list[Any] = []
+        self.copy_error: Exception | None = None
+
+    async def copy(self, version: int, wire: Wire) -> None:
+        if self.copy_error is not None:
+            raise self.copy_error
+        self.copies.append((version, wire))
+
+    async def send(self, version: int) -> dict[str, float]:
+        assert self.copies[-1][0] == version
+        return await self.update(version)
 
     async def update(self, version: int) -> dict[str, float]:
         error = self.fails.pop(0) if self.fails else None
@@ -137,11 +161,18 @@ class Fleet:
         self.sender = Sender()
         config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.async_engine.weights.gloo_engine")
         self.publisher = WeightPublisher(
-            config, WorkerGroup([self.sender]), self.replicas, Handle(self.balancer), timeout_s, weights
+            config,
+            WorkerGroup([self.sender]),
+            self.replicas,
+            Handle(self.balancer),
+            timeout_s,
+            weights,
+            torch.bfloat16,
         )
         self.publisher.backend_cls = Topology
 
     def publish(self, version: int) -> dict[str, float]:
+        self.publisher.snapshot(version)
         staged = self.publisher.stage(version)
         self.publisher.swap(staged)
         self.journal.append(("announce", version))
@@ -526,3 +557,26 @@ def test_load_balancer_has_as_long_as_a_sync_and_one_that_does_not_answer_is_nam
     else:
         with pytest.raises(TimeoutError, match=r"load balancer did not answer within 2 s .*timeouts.weight_sync"):
             fleet.publish(0)
+
+
+def test_beside_training_what_is_sent_is_a_copy_also_in_a_second_attempt() -> None:
+    fleet = Fleet((), ("die",), weights=BESIDE)
+    fleet.publish(0)
+    assert fleet.sender.copies == [(0, Wire(torch.bfloat16, frozenset({"gate.weight"})))]
+    assert [event for event in fleet.journal if event[0] == "commit 0"] == [("commit 0", 0)] * 2
+    fleet.publish(1)
+    assert [version for version, _ in fleet.sender.copies] == [0, 1]
+
+
+def test_a_trainer_that_cannot_copy_its_weights_ends_the_publication_before_anything_is_asked_of_the_replicas() -> None:
+    fleet = Fleet((), weights=BESIDE)
+    fleet.sender.copy_error = MemoryError("cannot allocate 14 GB")
+    with pytest.raises(PublishFailed, match="the trainer could not copy version 0: cannot allocate 14 GB"):
+        fleet.publish(0)
+    assert fleet.journal == []
+
+
+def test_weights_that_are_loaded_in_place_travel_as_training_has_them() -> None:
+    fleet = Fleet((), weights=replace(BESIDE, staging="none"))
+    fleet.publish(0)
+    assert fleet.sender.copies == [(0, Wire())]

@@ -50,7 +50,8 @@ def train(scheduler: RolloutScheduler) -> list[int] | None:
         return None
     scheduler.batch_trained()
     if scheduler.ledger.batches_left == 0:
-        scheduler.version_published()
+        scheduler.version_sealed()
+        scheduler.version_announced()
     return [run.group.id for run in batch]
 
 
@@ -361,7 +362,8 @@ def drained_run(groups: int, seed: int, size: int = 1, **settings: Any) -> Rollo
             if rng.random() < 0.2 or ledger.batches_left == 0:
                 scheduler.pause_until_drained(SOON)
                 if ledger.batches_left == 0:
-                    scheduler.version_published()
+                    scheduler.version_sealed()
+                    scheduler.version_announced()
                 assert scheduler.manager.running == 0, batch
                 scheduler.open_turn()
             pool.calls.clear()
@@ -494,7 +496,7 @@ def test_batch_whose_answers_are_lost_is_returned_and_its_group_is_generated_aga
     assert [run.group.id for run in batch] == [0, 1]
     assert all(payload is not None for run in batch for payload in run.payloads)
     scheduler.batch_trained()
-    assert scheduler.version_published() == 1
+    assert scheduler.version_sealed() == scheduler.version_announced() == 1
     assert ledger.staleness.max == 0
 
 
@@ -613,7 +615,8 @@ def test_snapshot_keeps_ready_groups_runs_running_ones_again_and_loses_no_prompt
     batch = second.take_batch(SOON)
     assert {run.group.id: run.payloads for run in batch} == {2: ["payload-2-0-0"], 3: ["payload-3-0-0"]}
     second.batch_trained()
-    second.version_published()
+    second.version_sealed()
+    second.version_announced()
     resumed_pool._answer = finish_at_once
     for call in list(resumed_pool.calls):
         call.finish()

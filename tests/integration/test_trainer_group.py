@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training workers meet at a port that the machine gives to no connection in between."""
+"""Training workers meet at a port that no connection is given in between, and send weights beside training."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from verl.single_controller.ray.base import get_master_addr_port
+import ray
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
 
 from recipe.async_engine.trainer.startup import TrainerGroup
 
@@ -24,3 +29,41 @@ def test_rendezvous_port_is_below_those_of_connections(monkeypatch: pytest.Monke
     _, port = get_master_addr_port._function(*asked)
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 16_000 <= int(port) < min(32_000, lowest)
+
+
+def training_worker() -> type[Worker]:
+    """A class that travels to its process with its code."""
+
+    class TrainingWorker(Worker):
+        """Trains until a call about its checkpoint engine has been answered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = threading.Event()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        def train(self) -> bool:
+            return self.asked.wait(60)
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+        def execute_checkpoint_engine(self, method: str) -> str:
+            self.asked.set()
+            return f"did {method}"
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        async def send_snapshot(self, version: int) -> int:
+            return version
+
+    return TrainingWorker
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_has_to_do_with_sending_weights_does_not_wait_for_an_update() -> None:
+    roles = {"actor": RayClassWithInitArgs(cls=ray.remote(training_worker()))}
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+    group: Any = TrainerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(roles)).spawn(roles)
+    workers = group["actor"]
+    update = workers.train()
+    assert ray.get(workers.execute_checkpoint_engine(["prepare"]), timeout=60) == ["did prepare"]
+    assert ray.get(workers.send_snapshot(3), timeout=60) == [3]
+    assert ray.get(update, timeout=60) == [True]

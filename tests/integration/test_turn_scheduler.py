@@ -92,7 +92,8 @@ def end(scheduler: RolloutScheduler) -> list[int]:
     assert batch is not None
     scheduler.end_turn(SOON).result(SOON)
     scheduler.batch_trained()
-    scheduler.version_published()
+    scheduler.version_sealed()
+    scheduler.version_announced()
     return [run.group.id for run in batch]
 
 

@@ -129,8 +129,8 @@ class SampleLedger:
         if not self.can_issue():
             raise LedgerError(
                 f"no group may be issued now: {len(self._live)} live of {self._gate.admission_limit} admitted at "
-                f"version {self.version} ({self.announced} announced), {self._trained} trained of {self.target_groups}, "
-                f"{self._issued} issued of {self.issue_limit}"
+                f"version {self.version} ({self.announced} announced), "
+                f"{self._trained} trained of {self.target_groups}, {self._issued} issued of {self.issue_limit}"
             )
         start = self._gate.add()
         group = Group(self._issued, prompt, start, batch=self._batch_with_a_place() if self._whole_batches else None)

@@ -282,6 +282,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
         await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s))
 
+    async def wide_parameters(self) -> list[str]:
+        """Names of the parameters that the engine holds in a wider dtype than the model's."""
+        of_workers: list[list[str]] = await self.engine.collective_rpc("wide_parameters")
+        return [name for names in of_workers for name in names]
+
     async def staging_outcomes(self) -> list[str]:
         """Of each of the engine's workers; see `recipe.async_engine.weights.engine_extension`."""
         return await self.engine.collective_rpc("staging_outcome")

@@ -189,9 +189,16 @@ class RolloutScheduler:
         self._poke()
         return staleness
 
-    def version_published(self) -> int:
-        """Every live replica has committed the next version. Returns it."""
-        return self._ask(self._published(), LOOP_S)
+    def version_sealed(self) -> int:
+        """The trainer goes on from the next version. Returns it."""
+        with self._changed:
+            version = self.ledger.seal()
+        self._poke()
+        return version
+
+    def version_announced(self) -> int:
+        """Every live replica has committed the sealed version. Returns it."""
+        return self._ask(self._announced(), LOOP_S)
 
     def pause_until_drained(self, timeout_s: float, fill: bool = False) -> None:
         """Wait until no trajectory of a stream generates, and issue nothing from then on, until :meth:`open_turn`.
@@ -504,9 +511,9 @@ class RolloutScheduler:
                     },
                 }
 
-    async def _published(self) -> int:
+    async def _announced(self) -> int:
         with self._changed:
-            version = self.ledger.publish()
+            version = self.ledger.announce()
             self._score(self.ledger.in_state(GroupState.READY))
         self._wake.set()
         return version
@@ -528,7 +535,7 @@ class RolloutScheduler:
             return
         for group in sorted(groups, key=lambda group: (group.start, group.id)):
             run = self._runs[group.id]
-            run.scores = [self._pool.rescore(payload, self.ledger.version, group.start) for payload in run.payloads]
+            run.scores = [self._pool.rescore(payload, self.ledger.announced, group.start) for payload in run.payloads]
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.settings.fields import field, read_section, seconds, subsection
 from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
 from recipe.async_engine.settings.problems import Problem
@@ -78,6 +79,14 @@ class Weights:
         " pauses for the swap alone. `none`: nowhere; generation pauses while the weights are loaded in place. Where"
         " both sides share accelerators nothing generates during a sync, and they are loaded in place either way.",
         choices=("device", "none"),
+    )
+    publish: str | None = field(
+        None,
+        "Whether the trainer waits for a version to reach the replicas: `beside`, it copies its weights to host memory"
+        " of its first rank and trains on while they travel; `inline`, it waits. null: `beside`, or `inline` where both"
+        " sides share accelerators, or with `model_engine_server.anchor=latest`, whose servers need the newest version"
+        " to score what is trained next.",
+        choices=("beside", "inline"),
     )
     at_swap: str | None = field(
         None,
@@ -236,12 +245,6 @@ class AsyncTraining:
         True, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
     )
 
-    @property
-    def resolved_weights(self) -> Weights:
-        """`weights`, with what becomes of running answers decided."""
-        at_swap = self.weights.at_swap or ("interrupt" if self.partial_rollout else "drain")
-        return dataclasses.replace(self.weights, at_swap=at_swap)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutResources:
@@ -289,6 +292,17 @@ class Settings:
     rollout: RolloutResources
     builtin_task: BuiltinTask | None
     servers: LogProbServers
+
+    @property
+    def weights(self) -> Weights:
+        """`async_training.weights`, with what is null there decided."""
+        training = self.async_training
+        waits = training.placement == SHARED or (self.servers.enabled and self.servers.anchor == Anchor.LATEST)
+        return dataclasses.replace(
+            training.weights,
+            publish=training.weights.publish or ("inline" if waits else "beside"),
+            at_swap=training.weights.at_swap or ("interrupt" if training.partial_rollout else "drain"),
+        )
 
 
 SECTIONS: Mapping[str, type[Any]] = {

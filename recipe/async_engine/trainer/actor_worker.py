@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training worker of the modes with separate resources, and the weights that it published last.
+"""The training worker of the modes with separate resources, what it sends, and the weights that it published last.
 
-Contract: where a version has several batches, the rollout goes on with its weights while the trainer's change. They are
+Contract: weights are sent beside training. What has to do with that is done on an event loop of its own, the actor's
+concurrency group `BESIDE_TRAINING`, so no call of it waits for the update of a batch, nor an update for it. Between the
+two stands a copy of the weights (`recipe.async_engine.weights.snapshot`).
+
+Where a version has several batches, the rollout goes on with its weights while the trainer's change. They are
 kept from each publication to the next, so that every batch's log-probs can be computed by the version that they name,
 and so that a run that resumes within a version publishes that version's weights under its number, and no others. They
 are saved beside a checkpoint that is written within a version. Shown by tests/integration/test_published_weights.py and
@@ -16,18 +20,25 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.plugin.platform import get_platform
 from verl.single_controller.base.decorator import Dispatch, register
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
+from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
 # The losses that verl finds by their names in this process.
 LOSSES = (bypass.LOSS, loglinear.LOSS)
 
 
 PUBLISHED, TRAINED = "published", "trained"
+
+BESIDE_TRAINING = "weights"
+"""The actor's concurrency group for the methods that `BESIDE_METHODS` names."""
+BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
 class CopyError(RecipeError):
@@ -41,6 +52,40 @@ class ActorWorker(DetachActorWorker):
     (utils/fsdp_utils.py:1180): what is restored later would be the weights as they are by then. Where there is no copy,
     verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
+
+    _snapshot: WeightSnapshot | None = None
+    _device: Any = None
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, on the device of the training, which each thread has to choose for itself."""
+        if self._device is not None:
+            get_platform().set_device(self._device)
+        return super().execute_checkpoint_engine(method, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the models."""
+        super().init_model()
+        self._device = get_platform().current_device()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def snapshot_weights(self, version: int, wire: Wire) -> None:
+        """Copy the weights as ``version``, for `send_snapshot`, in the dtypes that ``wire`` says."""
+        if self._snapshot is None:
+            name, backend = get_platform().device_name, self.config.rollout.checkpoint_engine.backend
+            from_host = name == "cpu" or backend == HOST_BACKEND
+            self._snapshot = WeightSnapshot(self.rank == 0, None if from_host else torch.device(name, self._device))
+        weights, _ = self.actor.engine.get_per_tensor_param()
+        self._snapshot.take(weights, version, wire)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def send_snapshot(self, version: int) -> dict[str, float]:
+        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics."""
+        assert self._snapshot is not None, "snapshot_weights comes first"
+        get_platform().set_device(self._device)
+        with self._snapshot.stream(version) as weights:
+            return await self.checkpoint_engine.send_weights(weights, global_steps=version) or {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:

@@ -48,6 +48,7 @@ from recipe.async_engine.trainer.checkpoints import RunState, folder_of
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
+from recipe.async_engine.trainer.publication import Publication
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
@@ -95,6 +96,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
         self._interrupted_tokens = TokenAccount()
+        self.publication = self._new_publication()
         self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
@@ -119,6 +121,20 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         if snapshot is None:
             return SampleLedger(settings, **rules)
         return SampleLedger.restore(snapshot, settings, **rules)
+
+    def _new_publication(self) -> Publication:
+        # A sync asks, transfers at most twice, pauses and swaps, each within its deadline.
+        timeouts, parts = self.timeouts, 5
+        setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
+        seconds = parts * timeouts.weight_sync
+        if self._drains:
+            setting += f" and timeouts.drain={timeouts.drain:g}"
+            seconds += timeouts.drain
+        return Publication(seconds, setting, self.fail)
+
+    @property
+    def _drains(self) -> bool:
+        return self.plan.settings.weights.at_swap == "drain"
 
     def _scheduler_settings(self) -> SchedulerSettings:
         plan, training = self.plan, self.plan.settings.async_training
@@ -181,6 +197,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             yield metrics
         if self.stopped_by is not None and self.config.trainer.save_freq > 0:
             self._save_once()
+        self._finish_publication()
         self.timeline.stop()
 
     @property
@@ -234,7 +251,9 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self._fit_experimental(batch)
         self.metrics["fully_async/sampled_tokens"] = sampled_tokens(batch)
         self.metrics["fully_async/trained_samples"] = len(batch)
-        self.metrics.update(self.fleet.metrics(self.ledger.version))
+        if self.publication.is_over:
+            self._finish_publication()
+        self.metrics.update(self.fleet.metrics(self.ledger.announced))
         self.metrics.update(self._progress())
         self.logger.log(data=self.metrics, step=self.global_steps)
         return self.metrics
@@ -307,6 +326,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             self._save_once()
         if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
+            self._finish_publication()
             if self._is_within_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.fleet.publish(version))
@@ -315,6 +335,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _save_once(self) -> None:
         if self._saved_at != self.global_steps:
             self._saved_at = self.global_steps
+            # A run that resumes begins with a version that generates.
+            self._finish_publication()
             with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
 
@@ -322,21 +344,39 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         return every > 0 and (self.is_last_step or version % every == 0)
 
     def _publish(self) -> None:
+        """Seal the next version and have it brought to the replicas, beside the next batch or before it."""
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             began = time.monotonic()
-            training = self.plan.settings.async_training
-            drains = training.resolved_weights.at_swap == "drain"
-            staged = self.fleet.stage(self.ledger.version + 1)
-            if drains:
-                self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
-            self.fleet.swap(staged)
-            # No replica generates: what starts from here on is the new version's.
-            self.running.version_published()
-            self.metrics.update(self.fleet.resume(staged))
-            self.metrics["fully_async/weight_sync/trainer_paused_seconds"] = time.monotonic() - began
+            self._finish_publication()
+            version = self.ledger.version + 1
+            self.fleet.snapshot(version)
             self.published.keep()
-            if drains:
-                self.running.open_turn()
+            self.running.version_sealed()
+            self.publication.begin(version, lambda: self._bring(version))
+            if self.plan.settings.weights.publish == "inline":
+                self._finish_publication()
+            self.metrics["fully_async/weight_sync/trainer_paused_seconds"] = time.monotonic() - began
+
+    def _bring(self, version: int) -> dict[str, float]:
+        """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
+        self.timeline.note(f"version {version} is sealed")
+        staged = self.fleet.stage(version)
+        if self._drains:
+            fill = self.plan.settings.async_training.whole_batches
+            self.running.pause_until_drained(self.timeouts.drain, fill=fill)
+        self.fleet.swap(staged)
+        # No replica generates: what starts from here on is the new version's.
+        self.running.version_announced()
+        metrics = self.fleet.resume(staged)
+        if self._drains:
+            self.running.open_turn()
+        self.timeline.note(f"version {version} is announced")
+        return metrics
+
+    def _finish_publication(self) -> None:
+        """Wait until the version that was sealed last generates."""
+        with self.timeline.phase("sync"):
+            self.metrics.update(self.publication.wait())
 
     @property
     def _is_within_version(self) -> bool:
@@ -375,6 +415,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         return {
             "training/global_step": self.global_steps,
             "fully_async/count/current_param_version": self.ledger.version,
+            "fully_async/count/announced_version": self.ledger.announced,
             "fully_async/count/live_replicas": self.publisher.live_replicas,
             "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
             **self.running.metrics(),

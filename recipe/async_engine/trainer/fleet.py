@@ -63,10 +63,15 @@ class Fleet:
         tell(self._handles)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Stage, swap and resume; see the three."""
+        """Snapshot, stage, swap and resume; see the four."""
+        self.snapshot(version)
         staged = self.stage(version)
         self.swap(staged)
         return self.resume(staged)
+
+    def snapshot(self, version: int) -> None:
+        """See :meth:`WeightPublisher.snapshot`."""
+        self.publisher.snapshot(version)
 
     def stage(self, version: int) -> StagedVersion:
         """See :meth:`WeightPublisher.stage`; replicas that have started since the last sync take part."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
@@ -34,10 +35,11 @@ from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
-from recipe.async_engine.trainer.actor_worker import PublishedWeights
+from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.staged import StagedTrainer
 from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.async_engine.weights.snapshot import widest
 
 
 class StartupTimeout(RecipeError):
@@ -45,15 +47,27 @@ class StartupTimeout(RecipeError):
 
 
 class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, with a rendezvous port that no connection is given before the ranks meet there.
+    """verl's group of training workers, which send weights beside training, see `ActorWorker`.
 
+    Its rendezvous port is one that no connection is given before the ranks meet there:
     verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then
     one of Ray's connections may have it, unless it is below the ports that systems give to connections.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        worker = kwargs.get("ray_cls_with_init")
+        if worker is not None:
+            # Ray takes concurrency groups where it makes an actor class, which verl does.
+            group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
+            worker.cls = group(worker.cls.__ray_actor_class__)
         # At random, so that runs that start beside each other look in different places.
         super().__init__(*args, **{"master_port_range": [random.randrange(16_000, 31_000), 32_000], **kwargs})
+
+    def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        # Of several roles in one actor each has its name before its methods.
+        if method_name.endswith(BESIDE_METHODS):
+            return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
+        return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -149,11 +163,23 @@ class Startup(StagedTrainer):
             replicas=rollout.replicas.get_replicas(),
             load_balancer=rollout.replicas.global_load_balancer,
             timeout_s=self.timeouts.weight_sync,
-            weights=self.plan.settings.async_training.resolved_weights,
+            weights=self.plan.settings.weights,
+            dtype=widest(*self._dtypes_of_receivers()),
         )
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self.fleet = self._new_fleet(rollout)
         self.is_up = True
+
+    def _dtypes_of_receivers(self) -> list[str]:
+        """In which whatever gets weights computes, as verl names them."""
+        dtypes = [self.config.actor_rollout_ref.rollout.dtype]
+        if self.plan.settings.servers.enabled:
+            engine = self.config.model_engine_server.engine
+            mixed = engine.get("mixed_precision")
+            # FSDP2 goes by this one, and by bfloat16 where it is null.
+            fsdp = mixed.get("param_dtype", "bf16") if mixed else "bf16"
+            dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
+        return dtypes
 
     def _new_fleet(self, rollout: RolloutSide) -> Fleet:
         budget = self.plan.settings.async_training.max_replica_restarts

@@ -26,7 +26,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             # verl's name for handing weights over within one place.
             rollout.checkpoint_engine.backend = "naive"
         # By which the agent loops' client knows whether an answer may be cut or go on under another version.
-        config.async_training.partial_rollout = plan.settings.async_training.resolved_weights.at_swap != "drain"
+        config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
         tell_servers(rollout, plan.settings.async_training.timeouts)
         _log_probs(config, plan.proximal)
 

@@ -119,6 +119,12 @@ class StagingExtension(vLLMColocateWorkerExtension):
     _staged_model: StagedModel | None = None
     _staging: Staging | None = None
 
+    def wide_parameters(self) -> list[str]:
+        """Names of the parameters that this engine holds in a wider dtype than the model's."""
+        width = self.model_runner.vllm_config.model_config.dtype.itemsize
+        parameters = self.model_runner.get_model().named_parameters()
+        return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
+
     def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
         """Take the stream of weights that comes now as ``version``.
 

@@ -3,6 +3,8 @@
 
 Contract:
 
+* The trainer waits for the whole (``async_training.weights.publish=inline``), or for :meth:`WeightPublisher.snapshot`
+  alone: what is sent then is a copy of its weights.
 * A version is staged beside the weights that generate. Generation pauses only when every live replica has it whole, for
   the swap; until then, and if the transfer fails, the old version answers. It is announced when the live replicas have
   swapped; generation resumes after that, and only on replicas that hold it.
@@ -30,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
@@ -39,6 +42,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
+from recipe.async_engine.weights.snapshot import Wire, last_parts
 from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
@@ -92,13 +96,21 @@ class WeightPublisher(CheckpointEngineManager):
         load_balancer: ray.actor.ActorHandle,
         timeout_s: float,
         weights: Weights,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
+        """``dtype``: the narrowest for floating-point weights in which no receiver loses anything."""
         super().__init__(config, actor_wg, replicas)
         self.weights = weights
-        """How the next version gets into the replicas; ``at_swap`` is not null."""
+        """How the next version gets into the replicas; nothing in it is null."""
+        self._dtype = dtype
+        self._wire: Wire | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
+
+    @property
+    def _beside(self) -> bool:
+        return self.weights.publish == "beside"
 
     @property
     def _in_place(self) -> bool:
@@ -122,10 +134,26 @@ class WeightPublisher(CheckpointEngineManager):
         return sum(record.routed for record in self.known.records)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Stage, swap and resume; see the three."""
+        """Snapshot, stage, swap and resume; see the four."""
+        self.snapshot(version)
         staged = self.stage(version)
         self.swap(staged)
         return self.resume(staged)
+
+    def snapshot(self, version: int) -> None:
+        """Have the trainer copy its weights, if it is not to wait until they are sent.
+
+        Raises:
+            PublishFailed: it could not.
+        """
+        if not self._beside:
+            return
+        try:
+            if self._wire is None:
+                self._wire = asyncio.run(self._agree_on_dtypes())
+            asyncio.run(self._copy(version, self._wire))
+        except Exception as error:
+            raise PublishFailed(f"the trainer could not copy version {version}: {plain_cause(error)}") from error
 
     def stage(self, version: int) -> StagedVersion:
         """Bring the trainer's weights beside those that the replicas generate with, which they go on doing.
@@ -160,6 +188,17 @@ class WeightPublisher(CheckpointEngineManager):
         if staged.paused_at is not None:
             metrics["fully_async/weight_sync/generation_paused_seconds"] = time.monotonic() - staged.paused_at
         return metrics
+
+    async def _copy(self, version: int, wire: Wire) -> None:
+        await self._all(self.actor_wg.snapshot_weights(version, wire))
+
+    async def _agree_on_dtypes(self) -> Wire:
+        if self._in_place:
+            # What an engine holds in a wider dtype is known to the extension that stages.
+            return Wire()
+        servers = [record.replica.server_handle for record in self.known.present if record.generates]
+        answers = await self._all([server.wide_parameters.remote() for server in servers])
+        return Wire(self._dtype, frozenset(last_parts(name) for names in answers for name in names))
 
     @staticmethod
     def _timed(staged: StagedVersion, work: Coroutine[Any, Any, None]) -> None:
@@ -261,7 +300,10 @@ class WeightPublisher(CheckpointEngineManager):
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
             await self._connect(rollout)
-            sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+            if self._beside:
+                sent = self.actor_wg.send_snapshot(version)
+            else:
+                sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
             how = "update_weights" if self._in_place else "stage_weights"
             received = [getattr(worker, how).remote(version) for worker in handles]
             results = await self._transferred([*sent, *received], rollout)

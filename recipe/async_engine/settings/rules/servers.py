@@ -42,7 +42,13 @@ def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
     if servers.backend == "megatron" and context.on_cpu:
         advice = "Megatron's layers need an accelerator; take model_engine_server=fsdp2."
         yield context.problem(f"{SERVERS}.backend", "fsdp2 where trainer.device=cpu", advice)
-    held = context.settings.async_training.resolved_weights.at_swap == "keep"
+    if servers.anchor == Anchor.LATEST and context.settings.weights.publish == "beside":
+        advice = (
+            "A batch is trained before the servers have the version that they would score it by: remove the setting, or"
+            f" set {SERVERS}.anchor=generation."
+        )
+        yield context.problem("async_training.weights.publish", f"inline with {SERVERS}.anchor=latest", advice)
+    held = context.settings.weights.at_swap == "keep"
     if held and servers.anchor == Anchor.GENERATION:
         advice = (
             "What an answer that is held at a swap has of the version before is known when the answer ends, and its"
