@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long generation stands still for a weight sync, in runs of the fully-asynchronous main.
+"""How long each side stands still for a weight sync, in runs of the fully-asynchronous main.
 
-    python benchmarks/sync_in_run.py [--steps 3]
+    python benchmarks/sync_in_run.py [--steps 3] [--masters bf16]
 
 One trainer rank and one replica on the built-in task, once with its own tiny model and once with an untrained model of
-0.5B parameters (the shape of Qwen2.5-0.5B, bf16 on both sides; a step of it takes minutes on two cores). Medians over
-the steps' syncs: the transfer itself (`weight_sync/seconds`, ended when the engine has taken every tensor), the whole
-sync, and the time in which no replica generated. How the transfer compares with a copy in memory is for
-`weight_sync.py`.
+0.5B parameters (the shape of Qwen2.5-0.5B, bf16 in the engine; a step of it takes minutes on two cores), each
+published beside training and inline. Medians over the steps' syncs: the transfer itself (`weight_sync/seconds`, ended
+when the engine has taken every tensor), the whole sync, the time in which no replica generated and that in which the
+trainer waited, and their shares of the sync. How the transfer compares with a copy in memory is for `weight_sync.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SYNC = {
     "transfer_s": "weight_sync/seconds",
     "sync_s": "fully_async/weight_sync/seconds",
     "generation_paused_s": "fully_async/weight_sync/generation_paused_seconds",
+    "trainer_paused_s": "fully_async/weight_sync/trainer_paused_seconds",
 }
 BF16 = "{param_dtype:bf16,reduce_dtype:bf16,buffer_dtype:bf16}"
 # One short step is enough between two syncs, and all that two cores can do with half a billion parameters.
@@ -35,7 +36,6 @@ LARGE = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=2",
     "data.max_response_length=8",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
     "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
     f"actor_rollout_ref.actor.fsdp_config.mixed_precision={BF16}",
     "actor_rollout_ref.rollout.dtype=bfloat16",
@@ -73,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=("tiny", "0.5B"), default=("tiny", "0.5B"))
+    parser.add_argument("--masters", choices=("bf16", "fp32"), default="bf16", help="the larger model's in training")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
@@ -80,20 +81,33 @@ def main() -> None:
         for model in arguments.models:
             large = model == "0.5B"
             path = half_billion(task, Path(folder) / "large") if large else task.model
-            with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
-                overrides = [
-                    "preset=tiny_cpu",
-                    *short_run(task, Path(out), ray_dir),
-                    *(LARGE if large else []),
-                    f"actor_rollout_ref.model.path={path}",
-                    f"trainer.total_training_steps={arguments.steps}",
-                ]
-                steps = run("recipe.fully_async.main", overrides, Path(out) / "metrics.jsonl", Path(out)).steps
-            syncs = [metrics for _, metrics in steps if SYNC["sync_s"] in metrics]
-            row = {"model": model, "syncs": len(syncs), "megabytes": round(syncs[-1]["weight_sync/bytes"] / 1e6, 2)}
-            row |= {name: round(statistics.median(sync[key] for sync in syncs), 3) for name, key in SYNC.items()}
-            row["step_s"] = round(statistics.median(metrics["timing_s/step"] for _, metrics in steps[1:]), 2)
-            print(json.dumps(row), flush=True)
+            for publish in ("beside", "inline"):
+                masters = f"actor_rollout_ref.actor.fsdp_config.model_dtype={arguments.masters}"
+                extra = [*LARGE, masters] if large else []
+                extra += [f"actor_rollout_ref.model.path={path}", f"async_training.weights.publish={publish}"]
+                row = measure(task, extra, arguments.steps)
+                print(json.dumps({"model": model, "publish": publish, **row}), flush=True)
+
+
+def measure(task: TaskPaths, extra: list[str], steps: int) -> dict[str, float]:
+    """Medians over the syncs of one run."""
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        overrides = [
+            "preset=tiny_cpu",
+            *short_run(task, Path(out), ray_dir),
+            *extra,
+            f"trainer.total_training_steps={steps}",
+        ]
+        seen = run("recipe.fully_async.main", overrides, Path(out) / "metrics.jsonl", Path(out)).steps
+    # Published beside training, a sync is in the record of a later step than the one that began it.
+    found = {name: [step[key] for _, step in seen if key in step] for name, key in SYNC.items()}
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    sent = next(step["weight_sync/bytes"] for _, step in seen if "weight_sync/bytes" in step)
+    row = {"syncs": len(found["sync_s"]), "megabytes": sent / 1e6, **medians}
+    for side in ("generation", "trainer"):
+        row[f"{side}_paused_share"] = medians[f"{side}_paused_s"] / medians["sync_s"]
+    row["step_s"] = statistics.median(step["timing_s/step"] for _, step in seen[1:])
+    return {name: round(value, 4) for name, value in row.items()}
 
 
 if __name__ == "__main__":

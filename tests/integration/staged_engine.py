@@ -43,11 +43,12 @@ def weights_of(family: str, version: int) -> Any:
     return model.eval()
 
 
-def begin(worker: Any, copies: bool) -> None:
+def begin(worker: Any, how: str) -> None:
     from recipe.async_engine.weights.engine_extension import staged_model_of
 
-    worker.staged = staged_model_of(worker.model_runner.get_model(), worker.model_runner.vllm_config, worker.device)
-    worker.staged._copies = copies
+    runner = worker.model_runner
+    worker.staged = staged_model_of(runner.get_model(), runner.vllm_config, worker.device, how == "from the host")
+    worker.staged._copies |= how == "copied"
 
 
 def stage(worker: Any, family: str, version: int, without: str | None = None) -> str | None:
@@ -108,8 +109,8 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     engine = Engine(family, folder)
     seen: dict[str, Any] = {"at_start": engine.differs_from(0), "staged": [], "swapped": [], "refused": []}
     version = 0
-    for copies in (False, True):
-        engine.ask(begin, copies)
+    for how in ("exchanged", "copied", "from the host"):
+        engine.ask(begin, how)
         for _ in range(2):
             seen["staged"].append((engine.ask(stage, family, version + 1), engine.differs_from(version)))
             version += 1

@@ -44,6 +44,9 @@ class Engine:
         self.error: Exception | None = None
         self.held = False
         self.swap_error: Exception | None = None
+        self.caches_cleared = 0
+        self.engine_core = self
+        self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
 
     async def generate(self, *, request_id: str, **request: Any) -> AsyncIterator[Any]:
         if self.error is not None:
@@ -76,7 +79,8 @@ class Engine:
             ended.set_result(reason)
         self.submitted.clear()
 
-    async def pause_generation(self, mode: str = "abort", **settings: Any) -> None:
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.caches_cleared += clear_cache
         if mode == "keep":
             self.held = True
         else:
@@ -322,7 +326,10 @@ async def test_server_tells_of_the_requests_that_it_works_on_and_of_no_other(mak
     assert await server.sampled_since(asked) == {}
 
 
-async def test_end_of_a_turn_waits_for_no_first_token_and_stops_what_was_admitted(make_server: Any) -> None:
+@pytest.mark.parametrize("rejects", [False, True])
+async def test_an_interruption_waits_for_no_first_token_and_stops_what_was_admitted(
+    make_server: Any, rejects: bool
+) -> None:
     server = make_server()
     await load(server, 0)
     server.engine.prefilling = True
@@ -330,12 +337,23 @@ async def test_end_of_a_turn_waits_for_no_first_token_and_stops_what_was_admitte
     await submitted(server)
     # Admitted, and not yet at the engine when that stops.
     server._admitting += 1
-    ending = asyncio.create_task(server.abort_all_requests(reject_request=True))
+    ending = asyncio.create_task(server.abort_all_requests(reject_request=rejects))
     assert (await asyncio.wait_for(first, SOON)).stop_reason == "aborted"
     assert not ending.done()
     server._admitting -= 1
     assert (await asyncio.wait_for(ending, SOON))["request_ids"] == ["first"]
-    assert (await asyncio.wait_for(request(server, "late"), SOON)).token_ids == []
+    assert server.engine.caches_cleared
+    late = request(server, "late")
+    await settle()
+    assert late.done() == rejects
+    if rejects:
+        assert late.result().token_ids == []
+        return
+    server.engine.submitted.clear()
+    await server.resume_generation()
+    await submitted(server)
+    server.engine.finish_all()
+    assert (await asyncio.wait_for(late, SOON)).token_ids == [7, 8]
 
 
 async def test_turn_that_a_request_does_not_leave_fails(make_server: Any) -> None:

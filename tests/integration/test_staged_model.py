@@ -72,9 +72,12 @@ def fresh(version: int) -> Model:
     return model
 
 
-def staged(copies: bool) -> tuple[Model, StagedModel]:
+STREAMS = ["whole", "dropped", "embed", "q", "k", "step", "broken"]
+
+
+def staged(copies: bool, in_host: bool = False) -> tuple[Model, StagedModel]:
     live = fresh(0)
-    return live, StagedModel(live, Model(), finish, copies)
+    return live, StagedModel(live, Model(), finish, copies, in_host)
 
 
 def stage(model: StagedModel, version: int, without: str | None = None) -> None:
@@ -86,9 +89,15 @@ def stage(model: StagedModel, version: int, without: str | None = None) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.booleans(), st.lists(st.sampled_from(["whole", "dropped", "embed", "q", "k", "step", "broken"]), max_size=8))
-def test_live_weights_are_those_of_the_last_swap_whatever_was_staged_since(copies: bool, streams: list[str]) -> None:
-    live, model = staged(copies)
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.sampled_from(["whole", "dropped", "embed", "q", "k", "step", "broken"]), max_size=8),
+)
+def test_live_weights_are_those_of_the_last_swap_whatever_was_staged_since(
+    copies: bool, in_host: bool, streams: list[str]
+) -> None:
+    live, model = staged(copies, in_host)
     current = 0
     for version, what in enumerate(streams, start=1):
         if what == "whole":
@@ -149,3 +158,15 @@ def test_tensors_keep_their_addresses_where_graphs_hold_them_and_move_nothing_el
         model.swap(1)
         after = [live.embed.data_ptr(), live.layer.weight.data_ptr(), live.layer.packed.data_ptr()]
         assert (before == after) == copies
+
+
+def test_from_host_memory_only_parameters_and_buffers_are_taken() -> None:
+    """What is derived there would be of the wrong device."""
+    live, model = staged(copies=False, in_host=True)
+    before = [live.embed.data_ptr(), live.layer.weight.data_ptr()]
+    spare = model._spare
+    stage(model, 1)
+    assert not hasattr(spare.layer, "packed")
+    model.swap(1)
+    assert [live.embed.data_ptr(), live.layer.weight.data_ptr()] == before
+    assert live.seen() == fresh(1).seen() and not hasattr(spare.layer, "packed")

@@ -124,6 +124,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROXIMAL = "async_training.proximal_log_probs"
 SERVERS = {"model_engine_server.backend": "fsdp2"}
+LATEST = {"model_engine_server.anchor": "latest"}
 JUDGE = "reward.reward_model"
 REWARD_MODEL = {
     f"{JUDGE}.enable": True,
@@ -324,7 +325,10 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, f"{ROLLOUT}.checkpoint_engine.backend", "backend=nccl"),
         ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization", "staging=none"),
-        ({f"{WEIGHTS}.staging": "host"}, f"{WEIGHTS}.staging", "device or none"),
+        ({f"{WEIGHTS}.staging": "disk"}, f"{WEIGHTS}.staging", "device or host or none"),
+        ({f"{WEIGHTS}.publish": "later"}, f"{WEIGHTS}.publish", "beside or inline, or null"),
+        (IN_TURNS | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "inline with placement=shared"),
+        (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
         ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),
         (KEEP | {f"{WEIGHTS}.staging": "none"}, f"{WEIGHTS}.staging", "loaded in place"),
@@ -566,3 +570,20 @@ def test_the_documentation_has_every_setting() -> None:
 
 def test_the_committed_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert write_documentation(["--check", str(CHECKOUT / "docs" / "configuration.md")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "beside"),
+        (SERVERS, "beside"),
+        (SERVERS | LATEST, "inline"),
+        (LATEST, "beside"),
+        (IN_TURNS, "inline"),
+        ({f"{WEIGHTS}.publish": "inline"}, "inline"),
+    ],
+)
+def test_versions_travel_beside_training_where_nothing_that_trains_next_needs_them(
+    changes: dict[str, Any], expected: str
+) -> None:
+    assert read_settings(configured(changes))[0].weights.publish == expected

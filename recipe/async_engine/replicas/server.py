@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from verl.plugin.platform import get_platform
@@ -130,6 +130,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             )
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
+        self._stages_in_host = settings.get("staging") == "host"
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
         self._versions = RequestVersions()
         self._recomputed: Counter[str] = Counter()
@@ -253,23 +254,23 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._versions.forget(name)
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """As verl's, but where late requests are rejected, which ends a generation turn, the engine stops at once.
+        """As verl's, but the engine stops after its present step, and gives back what reaches it later.
 
         verl waits until every admitted request has its first token before it stops the engine
-        (vllm_async_server.py:970). Here the engine stops after its present step, and gives back what reaches it later.
+        (vllm_async_server.py:970).
 
         Raises:
             SubmissionTimeout: an admitted request did not come back.
         """
-        if not reject_request or self.node_rank != 0:
+        if self.node_rank != 0:
             return await super().abort_all_requests(reset_prefix_cache, reject_request)
-        self._submission_paused = self._rejecting = True
+        self._submission_paused, self._rejecting = True, reject_request
         self._resume_event.clear()
         aborted: set[str] = set()
         deadline = time.monotonic() + self._pause_timeout_s
         while True:
             aborted |= self.engine.output_processor.request_states.keys()
-            await self.engine.pause_generation(clear_cache=reset_prefix_cache)
+            await self._pause_engine("abort", reset_prefix_cache)
             if not self._admitting:
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
@@ -280,7 +281,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
         """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
-        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s))
+        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s, self._stages_in_host))
 
     async def wide_parameters(self) -> list[str]:
         """Names of the parameters that the engine holds in a wider dtype than the model's."""
@@ -320,7 +321,14 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._submission_paused, self._rejecting = True, False
         self._resume_event.clear()
         self._keeps_cache = keep_cache
-        await self.engine.pause_generation(mode="keep", clear_cache=not keep_cache)
+        await self._pause_engine("keep", not keep_cache)
+
+    async def _pause_engine(self, mode: Literal["abort", "keep"], clear_cache: bool) -> None:
+        # As `AsyncLLM.pause_generation`, which then sleeps for 20 ms so that most answers are out when it returns
+        # (async_llm.py:833): whoever needs them here waits for them.
+        if clear_cache:
+            await self.engine.renderer.clear_mm_cache_async()
+        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
         """Tokens by the server's names of requests; the engine adds something of its own to each name."""

@@ -76,9 +76,11 @@ class Weights:
         "device",
         "Where a version waits until every replica has it: `device`, beside the live weights in the engine's memory,"
         " which takes room for the weights a second time (leave it with `rollout.gpu_memory_utilization`); generation"
-        " pauses for the swap alone. `none`: nowhere; generation pauses while the weights are loaded in place. Where"
-        " both sides share accelerators nothing generates during a sync, and they are loaded in place either way.",
-        choices=("device", "none"),
+        " pauses for the swap alone. `host`: in host memory, as much as the weights take in the engine, and generation"
+        " pauses for a copy to the device as well. `none`: nowhere; generation pauses while the weights are loaded in"
+        " place. Where both sides share accelerators nothing generates during a sync, and they are loaded in place"
+        " either way.",
+        choices=("device", "host", "none"),
     )
     publish: str | None = field(
         None,

@@ -27,18 +27,21 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             rollout.checkpoint_engine.backend = "naive"
         # By which the agent loops' client knows whether an answer may be cut or go on under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
-        tell_servers(rollout, plan.settings.async_training.timeouts)
+        tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights.staging)
         _log_probs(config, plan.proximal)
 
 
-def tell_servers(rollout: Any, timeouts: Timeouts) -> None:
-    """Write what this package's rollout servers and weight workers read: that there is a trainer, and deadlines."""
+def tell_servers(rollout: Any, timeouts: Timeouts, staging: str = "device") -> None:
+    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, and where
+    the next weights wait.
+    """
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
     custom["recipe"] = {
         "has_trainer": True,
         "first_weights_timeout_s": timeouts.first_weights,
         "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
         "weight_sync_timeout_s": timeouts.weight_sync,
+        "staging": staging,
     }
     rollout.custom = custom
 

@@ -56,9 +56,12 @@ def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
         return initialize_model(vllm_config=config, model_config=config.model_config).eval()
 
 
-def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> StagedModel:
-    """A place for the next weights of a vLLM worker's model."""
-    spare = second_instance(vllm_config, device)
+def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device, in_host: bool) -> StagedModel:
+    """A place for the next weights of a vLLM worker's model, on its device or in host memory."""
+    spare = second_instance(vllm_config, torch.device("cpu") if in_host else device)
+    if in_host and device.type != "cpu":
+        for parameter in spare.parameters():
+            parameter.data = parameter.data.pin_memory()
     patch_vllm_moe_model_weight_loader(spare)
     return StagedModel(
         live,
@@ -66,6 +69,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
         lambda model: process_weights_after_loading(model, vllm_config.model_config, device),
         # Where graphs are captured they hold the addresses of the live weights.
         copies=not vllm_config.model_config.enforce_eager,
+        in_host=in_host,
     )
 
 
@@ -125,8 +129,8 @@ class StagingExtension(vLLMColocateWorkerExtension):
         parameters = self.model_runner.get_model().named_parameters()
         return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
 
-    def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
-        """Take the stream of weights that comes now as ``version``.
+    def begin_staging(self, version: int, use_shm: bool, timeout_s: float, in_host: bool) -> None:
+        """Take the stream of weights that comes now as ``version``, into host memory or beside the live ones.
 
         Raises:
             StagingRefused: the engine has weights that cannot be staged, or an earlier stream does not end.
@@ -140,7 +144,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
                     "async_training.weights.staging=none"
                 )
             self._staged_model = staged_model_of(
-                self.model_runner.get_model(), self.model_runner.vllm_config, self.device
+                self.model_runner.get_model(), self.model_runner.vllm_config, self.device, in_host
             )
         receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())

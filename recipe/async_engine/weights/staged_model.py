@@ -13,7 +13,8 @@ parameter stands for any of its parts.) So weights that are NaN themselves are r
 The second set is a second instance of the model, made once: vLLM's own loaders fill it, and what vLLM derives from the
 loaded weights (packed layers, say) is derived beside generation too. A swap exchanges the two instances' parameters,
 buffers and derived attributes module by module, which moves no data. Where captured graphs hold the addresses of the
-live tensors, it copies instead.
+live tensors, it copies instead. Where the device has no room for a second set, the second instance is in host memory:
+then it is copied as well, and what vLLM derives is derived again from the live weights, within the swap.
 
 Shown by tests/integration/test_staged_model.py and, in the real engine, tests/e2e/test_fully_async.py.
 """
@@ -43,12 +44,20 @@ class StagedModel:
         spare: another instance of it.
         finish: what the engine does to a model whose weights have been loaded.
         copies: swap by copying into the live tensors, whose addresses stay.
+        in_host: the other instance is in host memory, so that nothing derived from its weights is of use.
     """
 
-    def __init__(self, live: nn.Module, spare: nn.Module, finish: Callable[[nn.Module], None], copies: bool) -> None:
+    def __init__(
+        self,
+        live: nn.Module,
+        spare: nn.Module,
+        finish: Callable[[nn.Module], None],
+        copies: bool,
+        in_host: bool = False,
+    ) -> None:
         self._live, self._spare = live, spare
         self._finish = finish
-        self._copies = copies
+        self._copies, self._in_host = copies or in_host, in_host
         self._loaded: set[str] = set()
         self._derived: dict[str, set[str]] = {}
         self.version: int | None = None
@@ -93,12 +102,14 @@ class StagedModel:
                 f"{len(missing)} parameters of the model did not come as a whole with version {version}, or are NaN; "
                 f"among them {missing[0]}"
             )
+        self.version = version
+        if self._in_host:
+            return
         before = {name: dict(vars(module)) for name, module in self._spare.named_modules()}
         self._finish(self._spare)
         for name, module in self._spare.named_modules():
             changed = {key for key, value in vars(module).items() if before[name].get(key, _NOTHING) is not value}
             self._derived.setdefault(name, set()).update(changed)
-        self.version = version
 
     def _came(self, name: str, parameter: torch.Tensor) -> bool:
         if not parameter.is_floating_point():
@@ -129,6 +140,8 @@ class StagedModel:
             ):
                 for key in names:
                     self._swap_one(slots, others, key)
+        if self._in_host:
+            self._finish(self._live)
 
     def _swap_one(self, slots: dict[str, Any], others: dict[str, Any], key: str) -> None:
         mine, theirs = slots.pop(key, _NOTHING), others.pop(key, _NOTHING)

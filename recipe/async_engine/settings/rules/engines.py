@@ -59,14 +59,14 @@ def weights(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(setting, "drain with whole batches", advice)
     if chosen.keep_cache and at_swap != "keep":
         yield context.problem("async_training.weights.keep_cache", f"false with at_swap={at_swap}", "Remove it.")
-    if at_swap == "keep" and chosen.staging != "device":
+    if at_swap == "keep" and chosen.staging == "none":
         advice = "Answers cannot be held while the weights under them are loaded in place."
-        yield context.problem("async_training.weights.staging", "device with at_swap=keep", advice)
+        yield context.problem("async_training.weights.staging", "device or host with at_swap=keep", advice)
     connector = f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"
     if at_swap == "keep" and context.get(connector):
         advice = "What a connector has of older weights cannot be told apart from the rest; remove it."
         yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
-    if chosen.staging == "device":
+    if chosen.staging != "none":
         yield from _stageable(context)
 
 
@@ -74,7 +74,8 @@ def _stageable(context: RuleContext) -> Iterator[Problem]:
     for setting in (f"{ROLLOUT}.quantization", "actor_rollout_ref.model.mtp.enable_rollout"):
         if context.get(setting):
             advice = "Its weights can only be loaded in place: set async_training.weights.staging=none, or remove it."
-            yield context.problem(setting, "null or false with async_training.weights.staging=device", advice)
+            allowed = f"null or false with async_training.weights.staging={context.settings.weights.staging}"
+            yield context.problem(setting, allowed, advice)
 
 
 def engine(context: RuleContext) -> Iterator[Problem]:
