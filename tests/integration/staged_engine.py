@@ -17,6 +17,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = [1, 2, 3, 4, 5]
+# Two of the blocks in which prefixes are cached, and a part of a third one.
+LONG_PROMPT = [1 + 7 * place % 60 for place in range(300)]
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -80,7 +82,8 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=128,
+            max_model_len=512,
+            enable_prefix_caching=True,
             kv_cache_memory_bytes=64 << 20,
             worker_extension_cls="recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension",
         )
@@ -90,16 +93,24 @@ class Engine:
 
     def differs_from(self, version: int) -> float:
         """Largest difference of log-probs between what it answers and the forward of a version."""
+        self.engine.reset_prefix_cache()
+        return self._difference(version, PROMPT, "none")
+
+    def differs_with_cached_prefixes(self, version: int, salt: str) -> float:
+        """The same for a request that may use what requests of this salt have left in the cache."""
+        return self._difference(version, LONG_PROMPT, salt)
+
+    def _difference(self, version: int, prompt: list[int], salt: str) -> float:
         from vllm import SamplingParams
 
         settings = SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
-        self.engine.reset_prefix_cache()
-        answer = self.engine.generate({"prompt_token_ids": PROMPT}, settings, use_tqdm=False)[0].outputs[0]
-        ids = torch.tensor([[*PROMPT, *answer.token_ids]])
+        request = {"prompt_token_ids": prompt, "cache_salt": salt}
+        answer = self.engine.generate(request, settings, use_tqdm=False)[0].outputs[0]
+        ids = torch.tensor([[*prompt, *answer.token_ids]])
         with torch.no_grad():
             expected = torch.log_softmax(weights_of(self.family, version)(ids).logits[0], -1)
         found = [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-        places = range(len(PROMPT) - 1, ids.shape[1] - 1)
+        places = range(len(prompt) - 1, ids.shape[1] - 1)
         return max(
             abs(value - float(expected[place, ids[0, place + 1]])) for value, place in zip(found, places, strict=True)
         )
@@ -118,6 +129,11 @@ def main(family: str, folder: Path) -> dict[str, Any]:
             seen["swapped"].append((engine.differs_from(version), engine.differs_from(version - 1)))
         for name in WITHOUT:
             seen["refused"].append((engine.ask(stage, family, version + 1, name), engine.differs_from(version)))
+    seen["cached"] = {"before": engine.differs_with_cached_prefixes(version, "before")}
+    engine.ask(stage, family, version + 1)
+    engine.ask(swap, version + 1)
+    for name, salt in (("of the version before", "before"), ("of its own", "after")):
+        seen["cached"][name] = engine.differs_with_cached_prefixes(version + 1, salt)
     return seen
 
 

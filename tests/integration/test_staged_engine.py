@@ -61,3 +61,13 @@ def test_a_version_that_lacks_any_part_is_refused_by_name_and_changes_no_answer(
     words = ("layers.1.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "embed_tokens.weight")
     for (problem, difference), word in zip(seen["refused"], words * 3, strict=True):
         assert word in problem and difference < CLOSE
+
+
+def test_a_prefix_that_older_weights_computed_is_the_trap_that_the_salt_keeps_requests_from(
+    seen: dict[str, Any], record_property: Any
+) -> None:
+    cached = seen["cached"]
+    record_property("log_prob_error_by_salt", cached)
+    assert cached["before"] < CLOSE
+    assert cached["of the version before"] > FAR, "otherwise this would show nothing"
+    assert cached["of its own"] < CLOSE
