@@ -22,6 +22,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.weights.checksum import SummedSender
 
 # The losses that verl finds by their names in this process.
 LOSSES = (bypass.LOSS, loglinear.LOSS)
@@ -41,6 +42,16 @@ class ActorWorker(DetachActorWorker):
     (utils/fsdp_utils.py:1180): what is restored later would be the weights as they are by then. Where there is no copy,
     verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
+
+    checkpoint_engine: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """As verl's; rank 0 reports the checksum of the weights that it sends."""
+        super().init_model()
+        engine = getattr(self, "checkpoint_engine", None)
+        if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
+            self.checkpoint_engine = SummedSender(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
