@@ -2,9 +2,9 @@
 """A checksum of weights, taken where they are sent and where an engine takes them, on whatever device they are.
 
 Contract: the same for the same names, shapes, types and bits, in whatever order the tensors come; another one if a bit
-differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. Tensors without elements do not count, since
-not every checkpoint engine carries them. It reads each tensor once, and waits for the device at the end only. It finds
-accidents, not forgeries. Shown by tests/integration/test_checksum.py.
+differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. Tensors without elements do not count,
+since not every checkpoint engine carries them. It reads each tensor once, and waits for the device at the end only. It
+finds accidents, not forgeries. Shown by tests/integration/test_checksum.py.
 
 `torch.hash_tensor` would be the library for it, but its exclusive or takes ones, twice, for zeros.
 """

@@ -18,8 +18,8 @@ Contract:
 - A sender that failed still goes through its weights to the end, since the other trainer ranks gather them with it.
 - Sending blocks no event loop.
 - A bucket is not filled again before it has been sent. verl starts a broadcast on a thread and waits for the device
-  (nccl_checkpoint_engine.py:335) before it knows that this thread has come to it: a thread that is late has the bucket
-  after the next one sent in its bucket's place, to all receivers alike. Here the broadcast is started where it is asked.
+  (nccl_checkpoint_engine.py:353) before it knows that this thread has come to it: one that is late has the bucket
+  after the next one sent in its place, to all receivers alike. Here the broadcast starts where it is asked for.
 
 As verl's own: tensors have to be contiguous, one without elements does not arrive, and a sender returns when the last
 bucket has left it. A member that never joins a group leaves a waiting thread behind at those that did. Shown by
@@ -29,7 +29,6 @@ tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator ye
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -46,7 +45,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCheckpointEngine, WorkerMetadata
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.buckets import Remains, WeightStreamError
 from recipe.async_engine.weights.devices import on_this_device
 
 LOOK_MS = 100
@@ -159,6 +158,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
         self._group: Group | None = None
         self._under_way = threading.Lock()
+        self._remains = Remains()
 
     # Membership
 
@@ -231,9 +231,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def finalize(self) -> None:
         """Give the buckets back. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
-        if self._group is not None and self._group.left is not None:
-            # Errors and those who waited for them hold each other, and the buckets, until Python looks for cycles.
-            gc.collect()
+        self._remains.clear()
         super().finalize()
         if not self._keeps_group:
             self.reset("rebuild_group is set")
@@ -259,10 +257,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         def send() -> Any:
             with self._alone(what):
                 try:
-                    with nullcontext() if self._group is None else self._watched(what):
-                        with asyncio.Runner() as runner:
-                            runner.get_loop().set_default_executor(AtOnce(1))
-                            return runner.run(sending())
+                    watched = nullcontext() if self._group is None else self._watched(what)
+                    with watched, asyncio.Runner() as runner:
+                        runner.get_loop().set_default_executor(AtOnce(1))
+                        return runner.run(sending())
                 finally:
                     for _ in iterator:
                         continue
@@ -303,6 +301,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         try:
             yield group
         except BaseException as error:
+            self._remains.add()
             was_left = group.left is not None
             group.leave(f"{type(error).__name__}: {error}")
             if was_left and isinstance(error, Exception):

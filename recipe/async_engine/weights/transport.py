@@ -78,8 +78,9 @@ class Transport:
 class SharedSegments:
     """A piece of anonymous memory, in buckets: made by the sender, opened by the receivers through its /proc entry.
 
-    Receivers can only read it, so that none can harm what the others get. It has no name in any file system, so none is left behind however the processes end, and the size of /dev/shm does
-    not matter. It lives as long as this object or a receiver's mapping.
+    Receivers can only read it, so that none can harm what the others get. It has no name in any file system, so none is
+    left behind however the processes end, and the size of /dev/shm does not matter. It lives as long as this object or
+    a receiver's mapping.
     """
 
     def __init__(self, path: str, held: BinaryIO | None = None) -> None:

@@ -195,7 +195,8 @@ class DeadlineServerAdapter(ServerAdapter):
         """
         leads = self._ensure_server_handle()
         if leads:
-            staging = self.server_handle.begin_staging.remote(version, self.use_shm, self._timeout_s)
+            # Where the stream stands still, this side gives up first, and says why; the engine waits for its word.
+            staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
             await self._in_time(staging, "begin to stage weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
         try:
