@@ -22,7 +22,7 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.settings.sections import Weights
-from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.worker import WeightLoadError
 
@@ -47,7 +47,7 @@ class Engine:
 
     def new(self, **settings: Any) -> Any:
         self.load()
-        return CheckpointEngineRegistry.new(self.backend, bucket_size=BUCKET_BYTES, **self.settings, **settings)
+        return CheckpointEngineRegistry.new(self.backend, **{"bucket_size": BUCKET_BYTES, **self.settings, **settings})
 
 
 def make_weights(version: int) -> dict[str, torch.Tensor]:
@@ -91,6 +91,8 @@ class Member:
 class TrainerRank(Member):
     def __init__(self, engine: Engine, rank: int) -> None:
         super().__init__(engine, is_master=rank == 0)
+        if rank == 0:
+            self.engine = SummedSender(self.engine)
         self.names: list[list[str]] = []
         self.fails_at: str | None = None
 

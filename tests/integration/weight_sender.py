@@ -11,6 +11,8 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
+from recipe.async_engine.weights.checksum import SummedSender
+
 Stream = Callable[..., Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -20,7 +22,7 @@ class Sender:
     def __init__(self, stream: Stream, settings: dict[str, Any]) -> None:
         __import__("recipe.async_engine.weights.gloo_engine")
         self._stream = stream
-        self._engine = CheckpointEngineRegistry.new("recipe_gloo", is_master=True, **settings)
+        self._engine = SummedSender(CheckpointEngineRegistry.new("recipe_gloo", is_master=True, **settings))
 
     def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
         return getattr(self._engine, method)(*arguments, **named)

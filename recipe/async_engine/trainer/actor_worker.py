@@ -27,6 +27,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
@@ -53,6 +54,7 @@ class ActorWorker(DetachActorWorker):
     verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
 
+    checkpoint_engine: Any
     _snapshot: WeightSnapshot | None = None
     _device: Any = None
 
@@ -65,9 +67,12 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models."""
+        """As verl's; rank 0 reports the checksum of the weights that it sends."""
         super().init_model()
         self._device = get_platform().current_device()
+        engine = getattr(self, "checkpoint_engine", None)
+        if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
+            self.checkpoint_engine = SummedSender(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:

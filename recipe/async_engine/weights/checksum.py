@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of weights on their way into an engine, on whatever device they are.
+"""A checksum of weights, taken where they are sent and where an engine takes them, on whatever device they are.
 
 Contract: the same for the same names, shapes, types and bits, in whatever order the tensors come; another one if a bit
-differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. It reads each tensor once, and waits for
-the device at the end only. It finds accidents, not forgeries. Shown by tests/integration/test_checksum.py.
+differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. Tensors without elements do not count,
+since not every checkpoint engine carries them. It reads each tensor once, and waits for the device at the end only. It
+finds accidents, not forgeries. Shown by tests/integration/test_checksum.py.
 
 `torch.hash_tensor` would be the library for it, but its exclusive or takes ones, twice, for zeros.
 """
@@ -11,12 +12,15 @@ the device at the end only. It finds accidents, not forgeries. Shown by tests/in
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 
 import torch
 
 BLOCK = 1024
+CHECKSUM, VERSION = "sent checksum", "sent version"
+"""What a sender reports beside its metrics."""
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,6 +41,8 @@ class StreamChecksum:
         self._parts: list[tuple[str, torch.Tensor]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.numel():
+            return
         self._parts.append((f"{name} {tuple(tensor.shape)} {tensor.dtype}", sum_of_bits(tensor)))
 
     async def watching(self, weights: Any) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
@@ -47,7 +53,35 @@ class StreamChecksum:
             self.add(name, tensor)
             yield name, tensor
 
+    def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `watching`, of a plain iterable."""
+        for name, tensor in weights:
+            self.add(name, tensor)
+            yield name, tensor
+
     def value(self) -> str:
         """16 hexadecimal digits."""
         total = sum(zlib.crc32(f"{what} {int(bits)}".encode()) for what, bits in self._parts)
         return f"{(total << 32 | len(self._parts)) % (1 << 64):016x}"
+
+
+class SummedSender:
+    """The checkpoint engine of the trainer rank that sends, which also reports what it has sent.
+
+    It is `engine` in all else. To the metrics of `send_weights` it adds `CHECKSUM` and `VERSION`, by which the
+    publisher knows what every receiver must have.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, Any]:
+        """As the engine's."""
+        checksum = StreamChecksum()
+        metrics = await self._engine.send_weights(checksum.passing(weights), global_steps=global_steps)
+        return {**(metrics or {}), CHECKSUM: checksum.value(), VERSION: global_steps}

@@ -25,6 +25,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
 from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
 
@@ -80,15 +81,17 @@ class Staging:
         self._model, self._version, self._receiver, self._device = model, version, receiver, device
         # Not the error itself, whose traceback would keep the shared memory.
         self._problem: str | None = None
+        self._checksum = StreamChecksum()
+        self._complete = ""
         self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self._thread.start()
 
     @property
     def outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE`, or what went wrong."""
+        """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or what went wrong."""
         if self._thread.is_alive():
             return UNDER_WAY
-        return COMPLETE if self._problem is None else self._problem
+        return self._problem or self._complete
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the stream; returns whether it has ended."""
@@ -107,10 +110,13 @@ class Staging:
         if self._problem is not None:
             return
         try:
+            for name, tensor in weights:
+                self._checksum.add(name, tensor)
             self._model.load(weights)
             if is_last:
                 # Before the sender is answered: when it is, the outcome is known.
                 self._model.complete(self._version)
+                self._complete = COMPLETE + self._checksum.value()
         except Exception as error:  # the sender goes through its stream to the end all the same
             self._problem = f"{type(error).__name__}: {error}"
 
@@ -150,7 +156,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
 
     def staging_outcome(self) -> str:
-        """`UNDER_WAY`, `COMPLETE`, or what went wrong with the last stream."""
+        """`UNDER_WAY`, `COMPLETE` with a checksum, or what went wrong with the last stream."""
         return UNDER_WAY if self._staging is None else self._staging.outcome
 
     def swap_staged(self, version: int) -> dict[str, int]:

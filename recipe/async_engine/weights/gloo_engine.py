@@ -24,8 +24,8 @@ Contract:
 - A sender returns when every receiver has gone through the whole stream, so that its success is theirs.
 - A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
   asked for, and must not be written to. Copy what must last.
-- Buffers stay allocated between syncs: two buckets of at most `MAX_BUCKET_BYTES` (on one host: four, for all members
-  together), and, on a receiver, the largest tensor if it exceeds a bucket.
+- Buffers stay allocated between syncs, and go after one that failed: two buckets of at most `MAX_BUCKET_BYTES` (on one
+  host: four, for all members together), and, on a receiver, the largest tensor if it exceeds a bucket.
 """
 
 from __future__ import annotations
@@ -45,7 +45,15 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.buckets import DATA, END, TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
+from recipe.async_engine.weights.buckets import (
+    DATA,
+    END,
+    TEXT_BYTES,
+    BucketReader,
+    BucketWriter,
+    Remains,
+    WeightStreamError,
+)
 from recipe.async_engine.weights.devices import on_this_device
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.async_engine.weights.transport import SharedSegments, Transport, shared_memory_domain
@@ -100,6 +108,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._domain = shared_memory_domain() if shared_memory else None
         self._assembly: torch.Tensor | None = None
         self._left_because = ""
+        self._remains = Remains()
 
     # Membership
 
@@ -158,7 +167,9 @@ class GlooCheckpointEngine(CheckpointEngine):
             return
         shared = self._segments
         self.reset()
-        if not self._is_master:
+        if self._is_master:
+            self._segments = shared
+        else:
             host, port = endpoint
             self._store = connect_store(host, port, self._connect_timeout_s)
             shared = None if segments is None else SharedSegments(segments)
@@ -172,7 +183,8 @@ class GlooCheckpointEngine(CheckpointEngine):
         return None if self._transport is None else self._transport.group.group_id
 
     def finalize(self) -> None:
-        """Group and buffers are kept for the next sync."""
+        """Group and buffers are kept for the next sync, after a failure none of them."""
+        self._remains.clear()
 
     def reset(self, reason: str = "") -> None:
         """Leave the group: peers in the middle of a sync fail, and the next sync builds a fresh group."""
@@ -291,6 +303,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         except BaseException as error:
             name, reason = type(error).__name__, self._left_because
             logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", name, error)
+            self._remains.add()
             self.reset()
             if reason and isinstance(error, WeightStreamError):
                 raise WeightStreamError(f"{error}; this member had left the sync: {reason}") from error

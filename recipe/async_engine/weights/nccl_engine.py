@@ -17,6 +17,9 @@ Contract:
 - What an abort leaves in a buffer is never taken for weights: from then on the transfer yields nothing, and fails.
 - A sender that failed still goes through its weights to the end, since the other trainer ranks gather them with it.
 - Sending blocks no event loop.
+- A bucket is not filled again before it has been sent. verl starts a broadcast on a thread and waits for the device
+  (nccl_checkpoint_engine.py:353) before it knows that this thread has come to it: one that is late has the bucket
+  after the next one sent in its place, to all receivers alike. Here the broadcast starts where it is asked for.
 
 As verl's own: tensors have to be contiguous, one without elements does not arrive, and a sender returns when the last
 bucket has left it. A member that never joins a group leaves a waiting thread behind at those that did. Shown by
@@ -29,7 +32,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +45,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCheckpointEngine, WorkerMetadata
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.buckets import Remains, WeightStreamError
 from recipe.async_engine.weights.devices import on_this_device
 
 LOOK_MS = 100
@@ -115,6 +118,18 @@ class BucketDescriptions:
         return self._socket.recv_pyobj()
 
 
+class AtOnce(ThreadPoolExecutor):
+    """An event loop's executor that does what it is given before it returns."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        outcome: Future[Any] = Future()
+        try:
+            outcome.set_result(call(*arguments, **named))
+        except Exception as error:  # whoever waits for it gets it
+            outcome.set_exception(error)
+        return outcome
+
+
 @CheckpointEngineRegistry.register("nccl")
 class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     """One member of a weight sync; see the module's contract.
@@ -128,6 +143,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     rebuild_group: bool
     socket: Any
+    send_buf: Any
+    recv_buf: Any
 
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
@@ -141,6 +158,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
         self._group: Group | None = None
         self._under_way = threading.Lock()
+        self._remains = Remains()
 
     # Membership
 
@@ -198,6 +216,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 joined.end_rendezvous()
         except Exception as error:
             joined.leave(f"not joined: {error}")
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, TimeoutError | RuntimeError):
+                raise  # its own; the others are late, or their connections break
             raise WeightStreamError(
                 f"rank {rank} of {world_size} could not join the other members of the weight sync within "
                 f"connect_timeout_s={self._connect_timeout_s:g}: {type(error).__name__}: {error}"
@@ -210,6 +230,8 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
 
     def finalize(self) -> None:
         """Give the buckets back. The group is kept, unless ``rebuild_group`` is set."""
+        self.send_buf = self.recv_buf = None
+        self._remains.clear()
         super().finalize()
         if not self._keeps_group:
             self.reset("rebuild_group is set")
@@ -235,8 +257,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         def send() -> Any:
             with self._alone(what):
                 try:
-                    with nullcontext() if self._group is None else self._watched(what):
-                        return asyncio.run(sending())
+                    watched = nullcontext() if self._group is None else self._watched(what)
+                    with watched, asyncio.Runner() as runner:
+                        runner.get_loop().set_default_executor(AtOnce(1))
+                        return runner.run(sending())
                 finally:
                     for _ in iterator:
                         continue
@@ -277,6 +301,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         try:
             yield group
         except BaseException as error:
+            self._remains.add()
             was_left = group.left is not None
             group.leave(f"{type(error).__name__}: {error}")
             if was_left and isinstance(error, Exception):

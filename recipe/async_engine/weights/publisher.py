@@ -14,9 +14,9 @@ Contract:
 * Every step has a deadline (``async_training.timeouts.weight_sync``); stock verl waits for ever when a receiver dies
   (checkpoint_engine/base.py:553). As soon as one member fails, engines that can leave their group (``reset``) are told
   to, since a collective waits for every member; all are finalized after each transfer, failed ones too.
-* Replicas that loaded other weights than most rollout replicas did, by their checksums, have failed to load; where no
-  value is held by most of them, that of most receivers counts, and where there is none, all have. A log-prob server
-  that has failed is told so and scores nothing before a later load; it never ends the run.
+* Who loaded other weights than the trainer sent, by their checksums, has failed to load. A log-prob server that has
+  failed is told so and scores nothing before a later load; it never ends the run.
+* One that fails again and again costs the others nothing: after the second attempt they load without it.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
 Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
@@ -26,8 +26,7 @@ tests/e2e/test_faults.py.
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +40,16 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
 from recipe.async_engine.weights.snapshot import Wire, last_parts
 from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2
+ATTEMPTS = 3
+"""Of which the last is made only where one member's fault has kept the others from their weights twice."""
 
 
 class NoReplicaLeft(RecipeError):
@@ -55,7 +57,7 @@ class NoReplicaLeft(RecipeError):
 
 
 class ChecksumMismatch(RecipeError):
-    """A replica loaded other weights than the others did."""
+    """A replica loaded other weights than the trainer sent."""
 
 
 class PublishFailed(RecipeError):
@@ -75,14 +77,6 @@ class StagedVersion:
     """Replicas that have the version, beside their live weights or in their place."""
     sender: dict[str, float] = field(default_factory=dict)
     """Metrics of the sender."""
-
-
-def agreed(checksums: Sequence[set[str | None]]) -> str | None:
-    """The checksum that more than half of the replicas have, each on all of its ranks; None if there is none."""
-    for found, count in Counter(map(frozenset, checksums)).items():
-        if len(found) == 1 and 2 * count > len(checksums):
-            return next(iter(found))
-    return None
 
 
 class WeightPublisher(CheckpointEngineManager):
@@ -261,13 +255,23 @@ class WeightPublisher(CheckpointEngineManager):
             if all(record in committed for record in candidates if record.generates):
                 break
             await self.known.each("answer", self.known.present, self._ping, PING_TIMEOUT_S)
-            # In a collective transfer one engine that takes no weights fails it for all: the others go on without it.
-            refused = [record for record in candidates if isinstance(record.error, WeightLoadError)]
+            if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
+                raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
+            # In a collective transfer one member that fails fails it for all: the others go on without it.
+            failed = [record for record in candidates if record not in committed and not record.dead]
+            own = [record for record in failed if self._failed_by_itself(record, trainer_error)]
+            if attempt > 1 and (own == failed or len(own) == len(candidates)):
+                break
+            refused = own if attempt > 1 else [record for record in own if isinstance(record.error, WeightLoadError)]
             if len(refused) == len(candidates):
                 refused = []
-            if attempt == ATTEMPTS and self.known.present and self._is_the_cause(trainer_error):
-                raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
         return committed
+
+    @staticmethod
+    def _failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
+        """Whether the others may do better without it: a stream that broke is what its members have of one's fault."""
+        cause = None if record.error is None else plain_cause(record.error)
+        return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)
 
     def _no_replica(self, what: str, records: list[ReplicaRecord]) -> NoReplicaLeft:
         error = NoReplicaLeft(f"{what}: {self.known.errors}")
@@ -276,7 +280,10 @@ class WeightPublisher(CheckpointEngineManager):
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
-        return trainer_error is not None and all(record.error is trainer_error for record in self.known.present)
+        if trainer_error is None or any(self._failed_by_itself(record, trainer_error) for record in self.known.present):
+            return False
+        its_own = not isinstance(plain_cause(trainer_error), WeightStreamError)
+        return its_own or all(record.error is trainer_error for record in self.known.present)
 
     async def _pause(self, record: ReplicaRecord, is_holder: bool) -> None:
         if is_holder and self.weights.at_swap == "keep":
@@ -299,55 +306,62 @@ class WeightPublisher(CheckpointEngineManager):
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
-            await self._connect(rollout)
-            if self._beside:
-                sent = self.actor_wg.send_snapshot(version)
-            else:
-                sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
-            how = "update_weights" if self._in_place else "stage_weights"
-            received = [getattr(worker, how).remote(version) for worker in handles]
-            results = await self._transferred([*sent, *received], rollout)
+            results = await self._connect(rollout)
+            if not results:
+                if self._beside:
+                    sent = self.actor_wg.send_snapshot(version)
+                else:
+                    sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
+                how = "update_weights" if self._in_place else "stage_weights"
+                received = [getattr(worker, how).remote(version) for worker in handles]
+                results = await self._transferred([*sent, *received], rollout)
         except Exception as error:  # whoever is dead is found by asking each replica
             for record in records:
                 record.error = error
             return [], {}, error
         finally:
             await self._tell_engines(rollout, "finalize")
-        trainer, receivers = results[: len(sent)], results[len(sent) :]
+        ranks = self.actor_wg.world_size
+        trainer, receivers = results[:ranks], results[ranks:]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
+        metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
+        checksum, sent_version = metrics.pop(CHECKSUM, None), metrics.pop(VERSION, version)
+        if trainer_error is None and sent_version != version:
+            trainer_error = WeightStreamError(f"the trainer sent version {sent_version} in place of version {version}")
         committed: list[ReplicaRecord] = []
-        checksums: list[set[str | None]] = []
         for record in records:
             count = len(record.replica.workers)
             outcome, receivers = receivers[:count], receivers[count:]
             record.error = next((result for result in outcome if isinstance(result, BaseException)), trainer_error)
             record.dead = any(isinstance(result, RayActorError) for result in outcome)
+            found = {result for result in outcome if result is not None}
+            if record.error is None and found != {checksum}:
+                record.error = ChecksumMismatch(
+                    f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; the "
+                    f"trainer sent {checksum}"
+                )
             if record.error is None:
                 committed.append(record)
-                checksums.append(set(outcome))
-        of_rollout = [found for record, found in zip(committed, checksums, strict=True) if record.generates]
-        self.checksum = agreed(of_rollout) or agreed(checksums)
-        for record, found in zip(committed, checksums, strict=True):
-            if found != {self.checksum}:
-                record.error = ChecksumMismatch(
-                    f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; "
-                    + (f"most have {self.checksum}" if self.checksum else "no checksum is that of most replicas")
-                )
-        committed = [record for record in committed if record.error is None]
-        metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
+                self.checksum = checksum
         return committed, metrics, trainer_error
 
-    async def _connect(self, rollout: RayWorkerGroup) -> None:
-        """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only."""
+    async def _connect(self, rollout: RayWorkerGroup) -> list[BaseException]:
+        """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only.
+
+        Returns:
+            Nothing, or if a member failed what each of them has of it: its own error, or that there is no group.
+        """
         actor_wg = self.actor_wg
         prepared = actor_wg.execute_checkpoint_engine(["prepare"] * actor_wg.world_size)
         prepared += rollout.execute_checkpoint_engine(["prepare"] * rollout.world_size)
-        metadata = await self._all(prepared)
+        metadata = await self.outcomes(prepared)
+        if broken := _no_group(metadata):
+            return broken
         to_actors, to_rollout = self.backend_cls.build_topology(actor_wg.world_size, rollout.world_size, metadata)
         to_actors["method"] = ["init_process_group"] * actor_wg.world_size
         to_rollout["method"] = ["init_process_group"] * rollout.world_size
         joined = actor_wg.execute_checkpoint_engine(**to_actors) + rollout.execute_checkpoint_engine(**to_rollout)
-        await self._all(joined)
+        return _no_group(await self.outcomes(joined))
 
     async def _transferred(self, calls: list[Any], rollout: RayWorkerGroup) -> list[Any]:
         """Each call's outcome. Once one has failed the other members leave the group: they might wait for it."""
@@ -416,3 +430,13 @@ class WeightPublisher(CheckpointEngineManager):
         await self.known.route([record for record in records if not record.dead])
         if not self.live_replicas:
             raise self._no_replica(f"no rollout replica resumed with version {staged.version}", records)
+
+
+def _no_group(outcomes: list[Any]) -> list[BaseException]:
+    """What the members of a group have of its making: nothing if all of them succeeded."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not errors:
+        return []
+    cause = plain_cause(errors[0])
+    missed = WeightStreamError(f"the group was not made: {type(cause).__name__}: {cause}")
+    return [outcome if isinstance(outcome, BaseException) else missed for outcome in outcomes]

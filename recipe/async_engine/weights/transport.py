@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 from typing import BinaryIO
 
 import torch
@@ -77,23 +78,27 @@ class Transport:
 class SharedSegments:
     """A piece of anonymous memory, in buckets: made by the sender, opened by the receivers through its /proc entry.
 
-    It has no name in any file system, so none is left behind however the processes end, and the size of /dev/shm does
-    not matter. It lives as long as this object or a receiver's mapping.
+    Receivers can only read it, so that none can harm what the others get. It has no name in any file system, so none is
+    left behind however the processes end, and the size of /dev/shm does not matter. It lives as long as this object or
+    a receiver's mapping.
     """
 
     def __init__(self, path: str, held: BinaryIO | None = None) -> None:
         # The sender's file: closed with this object, and the path is good until then.
         self._held = held
         self.path = path
+        writes = held is not None
         try:
-            with open(path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
+            with open(path, "r+b" if writes else "rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ)
         except OSError as error:
             raise WeightStreamError(
                 f"the sender's shared memory {path} cannot be opened ({error}). Set checkpoint_engine.engine_kwargs."
                 "recipe_gloo.shared_memory=false to send through gloo instead."
             ) from error
-        self.buckets: Buckets = torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self.buckets: Buckets = torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS)
 
     @classmethod
     def create(cls, bucket_bytes: int) -> SharedSegments:

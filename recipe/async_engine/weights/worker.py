@@ -33,8 +33,11 @@ LOOK_MS = 100
 WATCH_S = 1.0
 """How often an engine that is being sent to is asked whether it is alive."""
 
-UNDER_WAY, COMPLETE = "under way", "complete"
-"""Outcomes of staging, as `recipe.async_engine.weights.engine_extension` reports them; any other is an error."""
+UNDER_WAY, COMPLETE = "under way", "complete: "
+"""Outcomes of staging, as `recipe.async_engine.weights.engine_extension` reports them; any other is an error.
+
+After `COMPLETE` comes the checksum of what the engine has loaded.
+"""
 
 T = TypeVar("T")
 Failure = Callable[[], Exception | None]
@@ -134,7 +137,7 @@ def run_id() -> str:
 class DeadlineServerAdapter(ServerAdapter):
     """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
 
-    ``checksum``: of the weights that it loaded last.
+    ``checksum``: of the weights that it loaded last in place.
     """
 
     zmq_handle: str
@@ -165,13 +168,15 @@ class DeadlineServerAdapter(ServerAdapter):
             kwargs={**kwargs, "use_shm": self.use_shm},
         )
         outcome = asyncio.create_task(_error_of(load))
+        checksum = StreamChecksum()
         try:
-            await self._send(weights, outcome)
+            await self._send(checksum.watching(weights), outcome)
             error = await self._in_time(outcome, "finish the load")
         finally:
             outcome.cancel()
         if error is not None:
             raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {error}")
+        self.checksum = checksum.value()
         if self._has_server:
             await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
             if global_steps is not None:
@@ -179,30 +184,34 @@ class DeadlineServerAdapter(ServerAdapter):
                 await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
 
     @torch.no_grad()
-    async def stage_weights(self, weights: NamedTensors, version: int) -> None:
+    async def stage_weights(self, weights: NamedTensors, version: int) -> str | None:
         """Bring every tensor of ``weights`` beside those that the engine generates with, as ``version``.
+
+        Returns:
+            The checksum of what the engine has loaded, on all of its ranks; None beside the others, which do not ask.
 
         Raises:
             WeightLoadError: the engine lacks a part of its weights, or did not answer in time; it goes on as before.
         """
         leads = self._ensure_server_handle()
         if leads:
-            staging = self.server_handle.begin_staging.remote(version, self.use_shm, self._timeout_s)
+            # Where the stream stands still, this side gives up first, and says why; the engine waits for its word.
+            staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
             await self._in_time(staging, "begin to stage weights")
         outcome = asyncio.create_task(self._death_of_engine(leads))
         try:
             await self._send(weights, outcome)
         finally:
             outcome.cancel()
-        if leads:
-            await self._in_time(self._staged(version), "stage the weights")
+        return await self._in_time(self._staged(version), "stage the weights") if leads else None
 
-    async def _staged(self, version: int) -> None:
+    async def _staged(self, version: int) -> str:
         while UNDER_WAY in (outcomes := await self.server_handle.staging_outcomes.remote()):
             await asyncio.sleep(LOOK_MS / 1000)
-        wrong = [outcome for outcome in outcomes if outcome != COMPLETE]
+        wrong = [outcome for outcome in outcomes if not outcome.startswith(COMPLETE)]
         if wrong:
             raise WeightLoadError(f"the rollout engine did not take version {version}: {wrong[0]}")
+        return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
         """What the engine died of, once it has."""
@@ -212,8 +221,7 @@ class DeadlineServerAdapter(ServerAdapter):
                 return error
 
     async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
-        """Send to the engine, unless ``failure`` comes to be known; notes the checksum of what was sent."""
-        checksum = StreamChecksum()
+        """Send to the engine, unless ``failure`` comes to be known."""
         sender = DeadlineWeightSender(
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
@@ -221,10 +229,7 @@ class DeadlineServerAdapter(ServerAdapter):
             timeout_s=self._timeout_s,
             failure=lambda: failure.result() if failure.done() else None,
         )
-        await asyncio.to_thread(
-            _run_on, get_platform().current_device(), sender.async_send_weights(checksum.watching(weights))
-        )
-        self.checksum = checksum.value()
+        await asyncio.to_thread(_run_on, get_platform().current_device(), sender.async_send_weights(weights))
 
     async def _in_time(self, answer: Awaitable[T], what: str) -> T:
         try:
@@ -273,5 +278,4 @@ class RolloutWeightWorker(CheckpointEngineWorker):
     async def stage_weights(self, global_steps: int) -> str | None:
         """Receive version ``global_steps`` and stage it beside the engine's live weights; returns its checksum."""
         weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
-        await self.server_adapter.stage_weights(weights, global_steps)
-        return self.server_adapter.checksum
+        return await self.server_adapter.stage_weights(weights, global_steps)
