@@ -17,6 +17,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
+from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
 from recipe.async_engine.weights.worker import WeightLoadError
@@ -142,7 +143,7 @@ class Sender:
         error = self.fails.pop(0) if self.fails else None
         if error is not None:
             raise error
-        return {"bytes": 100.0 + version}
+        return {"bytes": 100.0 + version, CHECKSUM: f"checksum of {version}", VERSION: version}
 
 
 class Topology:
@@ -325,10 +326,12 @@ def test_replica_with_other_weights_than_most_loads_again_or_leaves_routing() ->
     assert ("leave", 2) in fleet.journal
 
 
-def test_run_ends_where_no_weights_are_those_of_most_replicas() -> None:
-    fleet = Fleet((None, "torn", "torn"), ())
+@pytest.mark.parametrize("others", [0, 1])
+def test_run_ends_where_no_replica_has_what_the_trainer_sent(others: int) -> None:
+    """Replicas that agree with each other are no better: the same wrong weights may have reached all of them."""
+    fleet = Fleet(*[(None, "torn", "torn")] * (1 + others))
     fleet.publish(0)
-    words = r"replica 0: loaded weights of version 1 with the checksum torn; no checksum is that of most replicas"
+    words = "replica 0: loaded weights of version 1 with the checksum torn; the trainer sent checksum of 1"
     with pytest.raises(NoReplicaLeft, match=words) as ended:
         fleet.publish(1)
     assert isinstance(ended.value.__cause__, ChecksumMismatch)
@@ -391,11 +394,12 @@ def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pyte
     fleet = Fleet((), ())
     connects = []
 
-    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> None:
+    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> list[BaseException]:
         connects.append(rollout.world_size)
         if len(connects) == 1:
             fleet.replicas[0].alive = False
             raise RuntimeError("rendezvous failed")
+        return []
 
     monkeypatch.setattr(WeightPublisher, "_connect", connect)
     fleet.publish(0)
@@ -423,7 +427,7 @@ def test_whoever_waits_for_a_member_that_failed_is_told_to_leave(monkeypatch: py
             if "reset" in WorkerGroup.told:
                 raise RuntimeError("left the group")
             await asyncio.sleep(0.01)
-        return {}
+        return {CHECKSUM: f"checksum of {version}"}
 
     monkeypatch.setattr(fleet.sender, "update", send)
     metrics = fleet.publish(0)
@@ -496,7 +500,7 @@ def test_log_prob_server_with_other_weights_is_told_so_and_neither_repeats_nor_e
     assert len(fleet.when("commit 0")) == replicas + 2, "once each"
     assert len(fleet.routed) == replicas and fleet.publisher.checksum == "checksum of 0"
     told = {rank: event for event, rank in fleet.journal if str(event).startswith("refuse")}
-    assert told.keys() == {8, 9} and "version 0 with the checksum torn; most have checksum of 0" in told[9]
+    assert told.keys() == {8, 9} and "version 0 with the checksum torn; the trainer sent checksum of 0" in told[9]
     fleet.publish(1)
     assert [rank for event, rank in fleet.journal if str(event).startswith("refuse 1")] == [9]
     server.alive = False
@@ -511,7 +515,7 @@ def test_log_prob_server_that_dies_as_it_is_told_is_given_up() -> None:
     assert fleet.publisher.take_lost() == [server]
 
 
-def test_log_prob_servers_decide_where_rollout_replicas_differ() -> None:
+def test_a_replica_that_differs_from_the_trainer_leaves_routing() -> None:
     fleet, _ = with_server((), ("torn", "torn"))
     fleet.publish(0)
     assert fleet.routed == ["server-0"]

@@ -306,7 +306,7 @@ class WeightPublisher(CheckpointEngineManager):
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
-            results = await self._connect(rollout)
+            results: list[Any] = list(await self._connect(rollout))
             if not results:
                 if self._beside:
                     sent = self.actor_wg.send_snapshot(version)
@@ -335,7 +335,7 @@ class WeightPublisher(CheckpointEngineManager):
             record.error = next((result for result in outcome if isinstance(result, BaseException)), trainer_error)
             record.dead = any(isinstance(result, RayActorError) for result in outcome)
             found = {result for result in outcome if result is not None}
-            if record.error is None and found != {checksum}:
+            if record.error is None and found != ({checksum} - {None}):
                 record.error = ChecksumMismatch(
                     f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; the "
                     f"trainer sent {checksum}"
