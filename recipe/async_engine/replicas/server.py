@@ -28,12 +28,14 @@ import ray
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
 logger = logging.getLogger(__name__)
@@ -130,7 +132,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             )
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
-        self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
+        # An engine with the base weights alone is not the policy.
+        self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
+        self._adapter: AdapterName | None = None
+        self._coming: AdapterName | None = None
         self._versions = RequestVersions()
         self._recomputed: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -216,11 +221,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only."""
+        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only.
+
+        If the version is a LoRA adapter, they name it.
+        """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(prompt, dict):
                 prompt = {**prompt, "cache_salt": f"version {self.global_steps}"}
+            if self._adapter is not None:
+                kwargs["lora_request"] = LoRARequest(**self._adapter.request)
             return generate(prompt, *args, **kwargs)
 
         return salted
@@ -280,7 +290,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
         """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
-        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s))
+        adapter = None
+        if self.lora_as_adapter:
+            # Also after a stream that failed: no other adapter has had the number.
+            number = 1 if self._coming is None else self._coming.number + 1
+            self._coming = AdapterName(number, version)
+            adapter = (number, peft_config(self.model_config))
+        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s, adapter))
 
     async def staging_outcomes(self) -> list[str]:
         """Of each of the engine's workers; see `recipe.async_engine.weights.engine_extension`."""
@@ -300,6 +316,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                     await self.drop_request(name)
                 raise
             await self._swapped_under(self._by_server_ids(counts), version)
+            self._adapter = self._coming
         await self.loaded(checksum)
         await self.set_global_steps(version)
 
@@ -383,6 +400,17 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if get_platform().device_name == "cpu":
             return CPU_WORKER_EXTENSION
         return WORKER_EXTENSION
+
+
+def peft_config(model_config: Any) -> dict[str, Any]:
+    """The trainer's LoRA adapter in PEFT's words, as vLLM reads them."""
+    targets = model_config.target_modules
+    return {
+        "r": model_config.lora_rank,
+        "lora_alpha": model_config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "bias": "none",
+    }
 
 
 class GatedVLLMReplica(vLLMReplica):

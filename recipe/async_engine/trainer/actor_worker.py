@@ -17,9 +17,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name, get_vendor
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.platform import lora_engine
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 
@@ -41,6 +43,12 @@ class ActorWorker(DetachActorWorker):
     (utils/fsdp_utils.py:1180): what is restored later would be the weights as they are by then. Where there is no copy,
     verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the models, by engines that send LoRA adapters as `recipe.async_engine.platform.lora_engine` says."""
+        lora_engine.register(get_device_name(), get_vendor())
+        super().init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:

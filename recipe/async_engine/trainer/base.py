@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
@@ -31,6 +32,7 @@ from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.core.unchanged import LIMIT, UnchangedWeights
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
@@ -99,6 +101,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
+        self.unchanged = UnchangedWeights(self.plan.settings.async_training.weights.max_unchanged)
         self._saved_at = self._validated_at = -1
         self.stopped_by: str | None = None
         self._watch: RunWatch | None = None
@@ -277,6 +280,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self._fit_dump_data(batch)
         return batch
 
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        output = super()._update_actor(batch)
+        metrics = output.meta_info["metrics"]
+        self.unchanged.updated(np.atleast_1d(metrics["actor/grad_norm"]), float(np.max(metrics["actor/lr"])))
+        return output
+
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
         outputs = [unpack(payload) for group in groups for payload in group.fetched]
         size = self.plan.answers_per_group
@@ -326,6 +335,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             began = time.monotonic()
             training = self.plan.settings.async_training
             drains = training.resolved_weights.at_swap == "drain"
+            self.unchanged.seal(self.ledger.version + 1)
             staged = self.fleet.stage(self.ledger.version + 1)
             if drains:
                 self.running.pause_until_drained(self.timeouts.drain, fill=training.whole_batches)
@@ -334,9 +344,23 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             self.running.version_published()
             self.metrics.update(self.fleet.resume(staged))
             self.metrics["fully_async/weight_sync/trainer_paused_seconds"] = time.monotonic() - began
+            self._note_published()
             self.published.keep()
             if drains:
                 self.running.open_turn()
+
+    def _note_published(self) -> None:
+        """The ledger's version has been announced; raises WeightsUnchanged, as `UnchangedWeights.published` does."""
+        unchanged = self.unchanged.published(self.ledger.version, self.publisher.checksum)
+        self.metrics["fully_async/weight_sync/unchanged"] = unchanged
+        if unchanged:
+            logger.warning(
+                "version %d was published with the weights of the version before, although it was updated: %s allows "
+                "%d in a row",
+                self.ledger.version,
+                LIMIT,
+                self.plan.settings.async_training.weights.max_unchanged,
+            )
 
     @property
     def _is_within_version(self) -> bool:
@@ -347,6 +371,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version."""
         with self.published.in_use() if self._is_within_version else nullcontext():
             self.fleet.publish(self.ledger.version)
+        self.unchanged.published(self.ledger.version, self.publisher.checksum)
         if not self._is_within_version:
             self.published.keep()
 
@@ -387,6 +412,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": self.validation}
+        snapshot["unchanged_versions"] = self.unchanged.total
         snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
         assert self._watch is not None
         with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
@@ -415,6 +441,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
         for model, total in snapshot.get("skipped_updates", {}).items():
             self.skipped_updates[model].total = total
+        self.unchanged.total = snapshot.get("unchanged_versions", 0)
         return snapshot["groups"]
 
     def account(self) -> dict[str, Any]:
@@ -431,6 +458,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
             "skipped_updates": sum(skipped.total for skipped in self.skipped_updates.values()),
+            "unchanged_versions": self.unchanged.total,
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),

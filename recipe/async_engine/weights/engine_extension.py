@@ -25,6 +25,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
 from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
 
@@ -70,9 +71,11 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class Staging:
-    """One stream of weights on its way into a `StagedModel`, on a thread of its own."""
+    """One stream of weights on its way to where it is staged, on a thread of its own."""
 
-    def __init__(self, model: StagedModel, version: int, receiver: DeadlineReceiver, device: Any) -> None:
+    def __init__(
+        self, model: StagedModel | StagedAdapter, version: int, receiver: DeadlineReceiver, device: Any
+    ) -> None:
         self._model, self._version, self._receiver, self._device = model, version, receiver, device
         # Not the error itself, whose traceback would keep the shared memory.
         self._problem: str | None = None
@@ -116,18 +119,28 @@ class StagingExtension(vLLMColocateWorkerExtension):
 
     device: Any
     model_runner: Any
-    _staged_model: StagedModel | None = None
+    _staged_model: StagedModel | StagedAdapter | None = None
     _staging: Staging | None = None
 
-    def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
+    def begin_staging(
+        self, version: int, use_shm: bool, timeout_s: float, adapter: tuple[int, dict[str, Any]] | None = None
+    ) -> None:
         """Take the stream of weights that comes now as ``version``.
+
+        Args:
+            adapter: the stream is a LoRA adapter, with this number and PEFT's configuration of it.
 
         Raises:
             StagingRefused: the engine has weights that cannot be staged, or an earlier stream does not end.
         """
         if self._staging is not None and not self._staging.join(timeout_s):
             raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
-        if self._staged_model is None:
+        if adapter is not None:
+            number, peft_config = adapter
+            if not isinstance(self._staged_model, StagedAdapter):
+                self._staged_model = StagedAdapter(self, peft_config)
+            self._staged_model.name = AdapterName(number, version)
+        elif self._staged_model is None:
             if is_quantized_model(self.model_runner.vllm_config) or self._get_drafter_model() is not None:
                 raise StagingRefused(
                     "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
