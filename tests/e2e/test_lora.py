@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def check_versions_differ(adapters: Adapters, folder: Path, versions: int) -> No
     """By far more than what is allowed here, each from the one before."""
     batch = torch.load(folder / "batch_1.pt")
     forwards = [forward(adapters.of(version), batch, 0)[0] for version in range(versions)]
-    for before, after in zip(forwards, forwards[1:], strict=False):
+    for before, after in pairwise(forwards):
         assert (before - after).abs().max() > 50 * CLOSE
 
 
@@ -102,13 +103,17 @@ def check_untouched(adapters: Adapters, versions: int) -> None:
         assert all(torch.equal(tensor, after["base"][name]) for name, tensor in first.items())
 
 
+FULLY_ASYNC, IN_TURNS = "fully_async:lora_trainer.Apart", "partial_rollout:lora_trainer.InTurns"
+ONE_STEP_OFF = "one_step_off:lora_trainer.Apart"
+# So that each batch is of one version, whatever takes how long.
+BOUND_0 = ["async_training.staleness_threshold=0"]
 RUNS = [
-    pytest.param("fully_async:lora_trainer.Apart", MERGED, id="fully_async-merged"),
-    pytest.param("partial_rollout:lora_trainer.InTurns", ALONE, id="partial_rollout-alone"),
-    pytest.param("one_step_off:lora_trainer.Apart", ALONE, id="one_step_off-alone"),
-    pytest.param("fully_async:lora_trainer.Apart", ALONE, id="fully_async-alone", marks=pytest.mark.slow),
-    pytest.param("one_step_off:lora_trainer.Apart", MERGED, id="one_step_off-merged", marks=pytest.mark.slow),
-    pytest.param("partial_rollout:lora_trainer.InTurns", MERGED, id="partial_rollout-merged", marks=pytest.mark.slow),
+    pytest.param(FULLY_ASYNC, [*MERGED, *BOUND_0], id="fully_async-merged"),
+    pytest.param(IN_TURNS, [*ALONE, *BOUND_0], id="partial_rollout-alone"),
+    pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone"),
+    pytest.param(FULLY_ASYNC, [*ALONE, *BOUND_0], id="fully_async-alone", marks=pytest.mark.slow),
+    pytest.param(ONE_STEP_OFF, MERGED, id="one_step_off-merged", marks=pytest.mark.slow),
+    pytest.param(IN_TURNS, [*MERGED, *BOUND_0], id="partial_rollout-merged", marks=pytest.mark.slow),
 ]
 
 
@@ -127,9 +132,10 @@ def test_the_rollout_samples_with_the_adapter_of_each_version_in_each_mode(
     folder = recorded(tmp_path, monkeypatch)
     overrides = [*lora(untrained_task, tmp_path, ray_dir, steps), *how, "actor_rollout_ref.actor.use_kl_loss=true"]
     run = run_main(trainer, overrides, tmp_path)
-    check_books(run, steps, bound=1)
+    late = int(trainer == ONE_STEP_OFF)
+    check_books(run, steps, bound=late)
     adapters = Adapters(untrained_task, folder)
-    assert check_rollout(run, adapters, folder, steps) >= {0, 1, 2}
+    assert check_rollout(run, adapters, folder, steps) == set(range(steps - late))
     check_versions_differ(adapters, folder, steps)
     check_untouched(adapters, steps)
     for step in range(1, steps + 1):

@@ -58,8 +58,8 @@ def _check_plain(name: str, layer: LoraLayer) -> None:
     if not isinstance(layer, Linear | Embedding) or layer.lora_variant or biased:
         kind = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values()) or type(layer).__name__
         raise MergeError(
-            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Train "
-            "plain LoRA adapters of linear and embedding layers (actor_rollout_ref.model.target_modules, lora_adapter_path)"
+            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Plain LoRA "
+            "adapters of linear and embedding layers can: see actor_rollout_ref.model.target_modules, lora_adapter_path"
         )
 
 

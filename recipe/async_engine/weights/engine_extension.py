@@ -30,6 +30,10 @@ from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, 
 from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
 
 
+# Where a stream is staged, by what it is of.
+Place = StagedModel | StagedAdapter
+
+
 class DeadlineReceiver(BucketedWeightReceiver):
     """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds."""
 
@@ -73,9 +77,7 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 class Staging:
     """One stream of weights on its way to where it is staged, on a thread of its own."""
 
-    def __init__(
-        self, model: StagedModel | StagedAdapter, version: int, receiver: DeadlineReceiver, device: Any
-    ) -> None:
+    def __init__(self, model: Place, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._model, self._version, self._receiver, self._device = model, version, receiver, device
         # Not the error itself, whose traceback would keep the shared memory.
         self._problem: str | None = None
@@ -119,7 +121,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
 
     device: Any
     model_runner: Any
-    _staged_model: StagedModel | StagedAdapter | None = None
+    _staged_model: Place | None = None
     _staging: Staging | None = None
 
     def begin_staging(

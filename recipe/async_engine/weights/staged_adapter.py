@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter on its way into an engine that has the base weights from the model's files.
 
-Contract: as `recipe.async_engine.weights.staged_model.StagedModel`'s. Until :meth:`StagedAdapter.swap` the engine goes on
-with the adapter that it has; a stream that is not a whole adapter, or not as large as the one before, is refused. An
-adapter has a name and a number that none had before it: vLLM knows prefixes, slots and loaded adapters by them, and verl
-has one for all (verl/workers/rollout/vllm_rollout/utils.py:40). A request that names an adapter which is gone fails.
+Contract: that of `recipe.async_engine.weights.staged_model.StagedModel`. Until :meth:`StagedAdapter.swap` the engine
+goes on with the adapter that it has; a stream that is not a whole adapter, or not of the shapes of the one before, is
+refused. An adapter has a name and a number that none had before it: vLLM knows prefixes, slots and loaded adapters by
+them, and verl has one for all (verl/workers/rollout/vllm_rollout/utils.py:40). A request that names an adapter which is
+gone fails.
 
 Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
 """

@@ -120,9 +120,9 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 def lora(context: RuleContext) -> Iterator[Problem]:
     megatron = context.get(f"{ACTOR}.strategy") == "megatron"
-    mine, other = (
-        (f"{MODEL}.lora.rank", f"{MODEL}.lora_rank") if megatron else (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
-    )
+    mine, other = f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"
+    if megatron:
+        mine, other = other, mine
     if context.count(other) is not None:
         advice = f"That one is read by the other training engines, but the rollout would go by it: set {mine}."
         yield context.problem(other, f"0 with {ACTOR}.strategy={context.get(f'{ACTOR}.strategy')}", advice)
@@ -154,9 +154,7 @@ def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
         yield context.problem(f"{ROLLOUT}.load_format", f"auto or safetensors {allowed}", advice)
     if context.settings.async_training.resolved_weights.at_swap == "keep":
         setting = "async_training.weights.at_swap"
-        advice = (
-            f"A request that is held in an engine goes on with the adapter that it began with; or set {merge}=true."
-        )
+        advice = f"A request that is held in an engine goes on with the adapter that it has; or set {merge}=true."
         yield context.problem(setting, f"interrupt or drain {allowed}", advice)
     if context.settings.servers.enabled:
         advice = f"Log-prob servers take whole weights: set {merge}=true, or remove them."
