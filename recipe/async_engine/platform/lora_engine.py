@@ -40,13 +40,21 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
     the model's own.
 
     Raises:
-        MergeError: an adapter is of a kind whose product is not just added to a weight (DoRA, say).
+        MergeError: an adapter is of a kind whose product is not just added to a weight (DoRA, say), or its weight is
+            another layer's too, which has no such adapter.
     """
     adapted = {
         f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
     }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, layer in adapted.items():
         _check_plain(name, layer)
+        tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
+        if tied:
+            raise MergeError(
+                f"{name} has an adapter and shares its weight with {tied[0]}, so that merged weights cannot be both: "
+                "leave it out with actor_rollout_ref.model.exclude_modules"
+            )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
     for name, (tensor, layer) in convert_weight_keys(normalize_peft_param_name(tensors), module).items():
         whole = _whole(tensor, device)

@@ -219,6 +219,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
+        self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """An engine's ``generate`` whose requests share cached prefixes with those of the same version only.
@@ -400,6 +402,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if get_platform().device_name == "cpu":
             return CPU_WORKER_EXTENSION
         return WORKER_EXTENSION
+
+
+async def no_adapters() -> set[int]:
+    """Of verl's; ours are named by `GatedVLLMHttpServer._salted`."""
+    return set()
 
 
 def peft_config(model_config: Any) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapte
 from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
 from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
 
-
 # Where a stream is staged, by what it is of.
 Place = StagedModel | StagedAdapter
 
