@@ -17,6 +17,8 @@ from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 COLUMNS = ("input_ids", "attention_mask", "responses", "rollout_log_probs", "old_log_probs", "ref_log_prob")
 
+VERSIONS = ("token_versions", "old_log_prob_versions")
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -65,7 +67,7 @@ class Recording:
         super()._publish_again()
 
     def _fit_update_actor(self, batch: Any) -> Any:
-        kept = {name: batch.batch[name].clone() for name in (*COLUMNS, "token_versions") if name in batch.batch}
+        kept = {name: batch.batch[name].clone() for name in (*COLUMNS, *VERSIONS) if name in batch.batch}
         torch.save(kept | {"version": self.ledger.version}, self._folder / f"batch_{self.global_steps}.pt")
         return super()._fit_update_actor(batch)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from main_runs import FinishedRun, run_main, small
+from main_runs import FinishedRun, long_answers, run_main, small
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_fully_async import check_books
 from test_model_engine import forward
@@ -81,7 +81,8 @@ def check_rollout(run: FinishedRun, adapters: Adapters, folder: Path, steps: int
                 expected, _ = forward(adapters.of(version), batch, row)
                 assert (batch["rollout_log_probs"][row] - expected)[own].abs().max() <= CLOSE, (step, row, version)
                 sampled.add(version)
-    assert sum(run.column("fully_async/weight_sync/unchanged")) == run.summary["unchanged_versions"] == 0
+    assert not any(step.get("fully_async/weight_sync/unchanged") for step in run.metrics)
+    assert run.summary["unchanged_versions"] == 0
     return sampled
 
 
@@ -142,6 +143,78 @@ def test_the_rollout_samples_with_the_adapter_of_each_version_in_each_mode(
         batch = torch.load(folder / f"batch_{step}.pt")
         there = batch["token_versions"][0] >= 0
         assert (batch["ref_log_prob"][0] - adapters.base(batch, 0))[there].abs().max() <= CLOSE
+
+
+SWAPS = [
+    pytest.param([*ALONE, "async_training.weights.at_swap=interrupt"], id="alone-interrupt"),
+    pytest.param([*MERGED, "async_training.weights.at_swap=keep"], id="merged-keep"),
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SWAPS)
+def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_two_replicas(
+    how: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 4
+    folder = recorded(tmp_path, monkeypatch)
+    overrides = [
+        *lora(untrained_task, tmp_path, ray_dir, steps),
+        *how,
+        *long_answers(tmp_path, monkeypatch),
+        "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "async_training.staleness_threshold=2",
+        "async_training.concurrent_samples_per_replica=2",
+    ]
+    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    check_books(run, steps, bound=2)
+    adapters = Adapters(untrained_task, folder)
+    check_rollout(run, adapters, folder, steps)
+    check_untouched(adapters, steps)
+    assert sum(run.column("fully_async/partial/total_partial_num")) > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param([*MERGED, "model_engine_server=fsdp2"], id="merged-log-prob-server"),
+        pytest.param([*ALONE, "async_training.proximal_log_probs=recompute"], id="alone-recompute"),
+    ],
+)
+def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(
+    how: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions of two batches; the proximal log-probs are of the versions that they name, or of the newest one."""
+    stopped, steps = 3, 6
+    folder = recorded(tmp_path, monkeypatch)
+    overrides = [
+        *lora(untrained_task, tmp_path, ray_dir, stopped),
+        *how,
+        "async_training.trigger_parameter_sync_step=2",
+        "async_training.staleness_threshold=1",
+        "trainer.save_freq=1",
+    ]
+    check_books(run_main(FULLY_ASYNC, overrides, tmp_path), stopped, bound=1)
+    run = run_main(FULLY_ASYNC, [*overrides, f"trainer.total_training_steps={steps}"], tmp_path)
+    check_books(run, steps, bound=1)
+    assert run.summary["resumed"]["step"] == stopped
+    adapters = Adapters(untrained_task, folder)
+    check_rollout(run, adapters, folder, steps)
+    check_versions_differ(adapters, folder, steps // 2)
+    for step in range(1, steps + 1):
+        batch = torch.load(folder / f"batch_{step}.pt")
+        assert batch["version"] == (step - 1) // 2
+        for row in range(len(batch["responses"])):
+            sampled = batch["token_versions"][row] >= 0
+            newest = torch.where(sampled, batch["version"], -1)
+            scored_by = batch["old_log_prob_versions"][row] if "old_log_prob_versions" in batch else newest
+            for version in set(scored_by.tolist()) - {-1}:
+                expected, _ = forward(adapters.of(version), batch, row)
+                assert (batch["old_log_probs"][row] - expected)[scored_by == version].abs().max() <= CLOSE
 
 
 FROZEN = [
