@@ -69,7 +69,7 @@ def swap(worker: Any, version: int) -> None:
 
 
 class Engine:
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **settings: Any) -> None:
         from vllm import LLM
 
         self.family = family
@@ -82,21 +82,23 @@ class Engine:
             max_model_len=128,
             kv_cache_memory_bytes=64 << 20,
             worker_extension_cls="recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension",
+            **settings,
         )
 
     def ask(self, what: Any, *arguments: Any) -> Any:
         return self.engine.collective_rpc(what, args=arguments)[0]
 
-    def differs_from(self, version: int) -> float:
-        """Largest difference of log-probs between what it answers and the forward of a version."""
+    def differs_from(self, version: int | torch.nn.Module, **request: Any) -> float:
+        """Largest difference of log-probs between what it answers and the forward of a version, or of a model."""
         from vllm import SamplingParams
 
         settings = SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
         self.engine.reset_prefix_cache()
-        answer = self.engine.generate({"prompt_token_ids": PROMPT}, settings, use_tqdm=False)[0].outputs[0]
+        answer = self.engine.generate({"prompt_token_ids": PROMPT}, settings, use_tqdm=False, **request)[0].outputs[0]
         ids = torch.tensor([[*PROMPT, *answer.token_ids]])
         with torch.no_grad():
-            expected = torch.log_softmax(weights_of(self.family, version)(ids).logits[0], -1)
+            model = weights_of(self.family, version) if isinstance(version, int) else version
+            expected = torch.log_softmax(model(ids).logits[0], -1)
         found = [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         places = range(len(PROMPT) - 1, ids.shape[1] - 1)
         return max(

@@ -20,11 +20,16 @@ class Worker:
     def __init__(self) -> None:
         self.adapters: dict[int, Any] = {}
         self.names: list[str] = []
+        self.ignored: list[str] = []
 
     def add_lora(self, request: Any) -> bool:
         self.adapters[request.lora_int_id] = request
         self.names.append(request.lora_name)
         return True
+
+    def ignored_parts(self, number: int) -> list[str]:
+        assert number in self.adapters
+        return self.ignored
 
     def remove_lora(self, number: int) -> bool:
         return self.adapters.pop(number, None) is not None
@@ -108,3 +113,11 @@ def test_what_is_not_the_adapter_as_a_whole_is_refused_and_changes_nothing(
     stage(staged, AdapterName(3, 2), tensors(2.0))
     staged.swap(2)
     assert values(worker) == {3: {2.0}}
+
+
+def test_an_adapter_that_the_engine_takes_in_part_is_refused_and_gone(staged: StagedAdapter, worker: Worker) -> None:
+    stage(staged, AdapterName(2, 2), tensors(2.0))
+    worker.ignored = ["model.layers.0.mlp.router"]
+    with pytest.raises(StagingRefused, match=r"router.*exclude_modules"):
+        staged.swap(2)
+    assert worker.adapters == {}

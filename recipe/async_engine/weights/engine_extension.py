@@ -153,6 +153,15 @@ class StagingExtension(vLLMColocateWorkerExtension):
         receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
 
+    def ignored_parts(self, number: int) -> list[str]:
+        """The layers that a LoRA adapter has weights for and that none of this worker's takes."""
+        if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return []  # the others' layers are not this one's to know
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        taken = {id(adapter.get_lora(name)) for name in manager.modules}
+        return [name for name, part in adapter.loras.items() if id(part) not in taken]
+
     def staging_outcome(self) -> str:
         """`UNDER_WAY`, `COMPLETE`, or what went wrong with the last stream."""
         return UNDER_WAY if self._staging is None else self._staging.outcome

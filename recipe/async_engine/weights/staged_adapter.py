@@ -43,7 +43,7 @@ class StagedAdapter:
     """See the module's contract. One thread at a time calls it.
 
     Args:
-        worker: vLLM's, which is asked to ``add_lora`` and ``remove_lora``.
+        worker: vLLM's, which is asked to ``add_lora`` and ``remove_lora``, and for ``ignored_parts``.
         peft_config: rank, alpha and targets, in PEFT's words.
     """
 
@@ -94,7 +94,8 @@ class StagedAdapter:
         """Make the staged adapter the live one. No request may be in the engine.
 
         Raises:
-            StagingRefused: this version is not staged as a whole.
+            StagingRefused: this version is not staged as a whole, or has parts for layers that take none in the engine,
+                which has no adapter then. (vLLM passes over them, and would sample from another policy.)
         """
         from verl.utils.vllm import TensorLoRARequest
 
@@ -106,6 +107,13 @@ class StagedAdapter:
         self._worker.add_lora(
             TensorLoRARequest(**self.name.request, peft_config=self._config, lora_tensors=self._tensors)
         )
+        ignored = self._worker.ignored_parts(self.name.number)
+        if ignored:
+            self._worker.remove_lora(self.name.number)
+            raise StagingRefused(
+                f"the engine has no place for {len(ignored)} parts of the adapter, among them {ignored[0]}: leave them "
+                "out with actor_rollout_ref.model.exclude_modules, or set actor_rollout_ref.model.lora.merge=true"
+            )
         self._live = self.name
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._tensors = {}
