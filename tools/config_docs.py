@@ -74,6 +74,7 @@ CONCLUSION = f"""\
 | `actor_rollout_ref.rollout.checkpoint_engine.backend` | default `nccl`; `recipe_gloo` on a CPU, with `custom_backend_module: recipe.async_engine.weights.gloo_engine`; `naive` is refused |
 | `actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module` | default `recipe.async_engine.weights.nccl_engine`, which puts deadlines around verl's `nccl` and lets its members change ([reliability.md](reliability.md#a-weight-sync)); `null` leaves verl's as it is |
 | `actor_rollout_ref.actor.strategy` | on a CPU `fsdp2`; `fsdp` is refused there |
+| `actor_rollout_ref.model.lora_rank` | with FSDP; `lora.rank` with Megatron. `lora.merge=true`: the rollout gets merged weights. `false`, with FSDP: it gets the adapters alone, and reads the base from the model's files (`actor_rollout_ref.rollout.load_format=auto`) |
 | `actor_rollout_ref.rollout.max_num_batched_tokens` | on a CPU at least `max_num_seqs * max_model_len` |
 | `algorithm.rollout_correction.bypass_mode` | default `true`, as in stock fully-async |
 """

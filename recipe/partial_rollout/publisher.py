@@ -72,9 +72,10 @@ class TurnPublisher(WeightPublisher):
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if error is not None:
             raise PublishFailed(f"version {version} did not reach every replica: {error}") from error
-        if len(set(outcomes)) > 1:
+        checksums = {outcome for outcome in outcomes if outcome is not None}
+        if len(checksums) > 1:
             raise ChecksumMismatch(f"trainer ranks loaded different weights of version {version}: {outcomes}")
-        self.checksum = outcomes[0]
+        self.checksum = next(iter(checksums), None)
 
     async def _resume(self, staged: StagedVersion) -> None:
         """Nothing: the next generation turn begins with :meth:`begin_generation`."""

@@ -72,7 +72,7 @@ def swap(worker: Any, version: int) -> None:
 
 
 class Engine:
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **settings: Any) -> None:
         from vllm import LLM
 
         self.family = family
@@ -86,29 +86,31 @@ class Engine:
             enable_prefix_caching=True,
             kv_cache_memory_bytes=64 << 20,
             worker_extension_cls="recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension",
+            **settings,
         )
 
     def ask(self, what: Any, *arguments: Any) -> Any:
         return self.engine.collective_rpc(what, args=arguments)[0]
 
-    def differs_from(self, version: int) -> float:
-        """Largest difference of log-probs between what it answers and the forward of a version."""
+    def differs_from(self, version: int | torch.nn.Module, **request: Any) -> float:
+        """Largest difference of log-probs between what it answers and the forward of a version, or of a model."""
         self.engine.reset_prefix_cache()
-        return self._difference(version, PROMPT, "none")
+        return self._difference(version, PROMPT, "none", **request)
 
     def differs_with_cached_prefixes(self, version: int, salt: str) -> float:
         """The same for a request that may use what requests of this salt have left in the cache."""
         return self._difference(version, LONG_PROMPT, salt)
 
-    def _difference(self, version: int, prompt: list[int], salt: str) -> float:
+    def _difference(self, version: int | torch.nn.Module, prompt: list[int], salt: str, **more: Any) -> float:
         from vllm import SamplingParams
 
         settings = SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
         request = {"prompt_token_ids": prompt, "cache_salt": salt}
-        answer = self.engine.generate(request, settings, use_tqdm=False)[0].outputs[0]
+        answer = self.engine.generate(request, settings, use_tqdm=False, **more)[0].outputs[0]
         ids = torch.tensor([[*prompt, *answer.token_ids]])
         with torch.no_grad():
-            expected = torch.log_softmax(weights_of(self.family, version)(ids).logits[0], -1)
+            model = weights_of(self.family, version) if isinstance(version, int) else version
+            expected = torch.log_softmax(model(ids).logits[0], -1)
         found = [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         places = range(len(prompt) - 1, ids.shape[1] - 1)
         return max(

@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 CLOSE, FAR = 1e-4, 0.1
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "qwen2"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen_by(program: str, family: str, folder: Path) -> dict[str, Any]:
+    """What a program of this folder saw of its engine."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
         "VERL_PLATFORM": "cpu",
@@ -35,7 +35,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "OMP_NUM_THREADS": "1",
     }
     finished = subprocess.run(
-        [sys.executable, str(HERE / "staged_engine.py"), request.param, str(tmp_path_factory.mktemp("model"))],
+        [sys.executable, str(HERE / program), family, str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,6 +44,11 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     assert finished.returncode == 0, finished.stderr[-5000:]
     return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "qwen2"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return seen_by("staged_engine.py", request.param, tmp_path_factory.mktemp("model"))
 
 
 def test_staging_changes_no_answer(seen: dict[str, Any]) -> None:
@@ -71,3 +76,15 @@ def test_a_prefix_that_older_weights_computed_is_the_trap_that_the_salt_keeps_re
     assert cached["before"] < CLOSE
     assert cached["of the version before"] > FAR, "otherwise this would show nothing"
     assert cached["of its own"] < CLOSE
+
+
+@pytest.mark.slow
+def test_an_adapter_is_the_engines_after_its_swap_and_one_with_parts_that_vllm_ignores_is_refused(
+    tmp_path: Path,
+) -> None:
+    found = seen_by("adapter_engine.py", "qwen2", tmp_path)
+    assert "no place for 1 parts" in found["odd"] and "layers.0.nowhere" in found["odd"]
+    problem, difference = found["first"]
+    assert problem is None and difference < CLOSE and found["staged"] < CLOSE
+    problem, new, old = found["swapped"]
+    assert problem is None and new < CLOSE and old > FAR

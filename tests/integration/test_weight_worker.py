@@ -80,6 +80,9 @@ class Server:
     async def set_global_steps(self, version: int) -> None:
         await self._answer("commit", version)
 
+    async def swap(self, version: int, checksum: str) -> None:
+        await self._answer("swap", version)
+
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
         await self._answer("begin_staging", version)
         if "engine" not in self.silent:
@@ -147,6 +150,7 @@ class Place:
 def make_adapter(server: Server, timeout_s: float = SOON) -> DeadlineServerAdapter:
     adapter = object.__new__(DeadlineServerAdapter)
     adapter._timeout_s = timeout_s
+    adapter.model_config = SimpleNamespace(lora_rank=0, lora={})
     adapter.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
     adapter.zmq_handle = server.address
     adapter.use_shm = True

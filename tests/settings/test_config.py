@@ -137,6 +137,18 @@ REWARD_MODEL = {
 }
 REFERENCE, KL = "model_engine_server.reference_replicas", "actor_rollout_ref.actor.use_kl_loss"
 MEGATRON_SERVERS = {"model_engine_server.backend": "megatron"}
+MEGATRON = {"model_engine": "megatron", f"{ACTOR}.strategy": "megatron"}
+MODEL = "actor_rollout_ref.model"
+MERGED = {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}
+ADAPTERS = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
+
+
+def test_lora_runs_merged_or_by_adapters_alone_in_every_placement() -> None:
+    for placed in ({}, WHOLE, IN_TURNS, CPU):
+        assert refused(MERGED | placed) == refused(ADAPTERS | placed) == {}, placed
+    assert refused(MERGED | SERVERS | {"model_engine_server.anchor": "latest"} | KEEP) == {}
+    assert refused(MERGED | {f"{MODEL}.lora_adapter_path": "/adapter"}) == {}
+    assert refused(MEGATRON | {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True}) == {}
 
 
 @pytest.mark.parametrize(
@@ -269,13 +281,16 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({**GAE, "critic.ppo_mini_batch_size": 12}, "critic.ppo_mini_batch_size", "a divisor of the batch of 32"),
         ({**GAE, "critic.ppo_micro_batch_size_per_gpu": None}, "critic.ppo_micro_batch_size_per_gpu", "dynamic_bsz"),
         ({**GAE, "critic.checkpoint.async_save": True}, "critic.checkpoint.async_save", "false"),
-        (
-            {**CPU, "actor_rollout_ref.model.lora_rank": 8},
-            "actor_rollout_ref.model.lora_rank",
-            "does not take adapters",
-        ),
-        ({"actor_rollout_ref.model.lora.rank": 8}, "actor_rollout_ref.model.lora.merge", "the frozen base"),
-        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora.merge", "the frozen base"),
+        ({f"{MODEL}.lora_rank": 8}, f"{ROLLOUT}.load_format", "auto or safetensors"),
+        (KEEP | ADAPTERS, f"{WEIGHTS}.at_swap", "interrupt or drain"),
+        (SERVERS | ADAPTERS, "model_engine_server.backend", "whole weights"),
+        (ADAPTERS | {f"{MODEL}.lora_adapter_path": "/adapter"}, f"{MODEL}.lora_adapter_path", "lora.merge=true"),
+        (ADAPTERS | {f"{MODEL}.target_parameters": ["experts.down_proj"]}, f"{MODEL}.target_parameters", "null"),
+        ({f"{MODEL}.lora_adapter_path": "/adapter"}, f"{MODEL}.lora_rank", "trains the whole model"),
+        ({f"{MODEL}.lora.rank": 8}, f"{MODEL}.lora.rank", "set actor_rollout_ref.model.lora_rank"),
+        (MEGATRON | {f"{MODEL}.lora_rank": 8}, f"{MODEL}.lora_rank", "set actor_rollout_ref.model.lora.rank"),
+        (MEGATRON | {f"{MODEL}.lora.rank": 8}, f"{MODEL}.lora.merge", "the frozen base"),
+        ({f"{WEIGHTS}.max_unchanged": 0}, f"{WEIGHTS}.max_unchanged", "an integer >= 1"),
         (
             {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": False},
             f"{ACTOR}.ulysses_sequence_parallel_size",

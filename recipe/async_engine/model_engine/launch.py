@@ -45,7 +45,7 @@ def launch(
         ModelEngineReplica(
             replica_rank=rank,
             config=actor.rollout,
-            model_config=actor.model,
+            model_config=without_adapters(actor.model),
             ranks=servers.ranks,
             gpus_per_node=servers.n_gpus_per_node,
             worker=worker,
@@ -62,6 +62,15 @@ def launch(
     with cleared_on_failure(replicas):
         asyncio.run(start())
     return replicas
+
+
+def without_adapters(model: Any) -> Any:
+    """The policy's model as it is sent: LoRA adapters come merged into its weights."""
+    model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
+    with open_dict(model):
+        model.lora_rank, model.lora_adapter_path = 0, None
+        OmegaConf.update(model, "lora.rank", 0, force_add=True)
+    return model
 
 
 def engine_config(engine: Any, servers: LogProbServers) -> Any:

@@ -24,6 +24,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from recipe.async_engine.core.errors import SettingError
+from recipe.async_engine.platform.lora_engine import LoraSending
 
 SUPPORTED_STRATEGY = "fsdp2"
 DEFAULT_ATTENTION = "sdpa"
@@ -58,7 +59,7 @@ class _CPUEngineMixin(FSDPEngine):
         return built
 
 
-class CPUFSDPEngineWithLMHead(_CPUEngineMixin, FSDPEngineWithLMHead):
+class CPUFSDPEngineWithLMHead(_CPUEngineMixin, LoraSending, FSDPEngineWithLMHead):
     """FSDP2 over gloo for actor and reference."""
 
 

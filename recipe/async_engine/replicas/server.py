@@ -28,12 +28,14 @@ import ray
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
 logger = logging.getLogger(__name__)
@@ -131,7 +133,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
-        self._gate = WeightsGate(opened="dummy" not in self.config.load_format)
+        # An engine with the base weights alone is not the policy.
+        self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
+        self._adapter: AdapterName | None = None
+        self._coming: AdapterName | None = None
         self._versions = RequestVersions()
         self._recomputed: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -215,13 +220,20 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
+        self.engine.list_loras = no_adapters
 
     def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only."""
+        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only.
+
+        If the version is a LoRA adapter, they name it.
+        """
 
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(prompt, dict):
                 prompt = {**prompt, "cache_salt": f"version {self.global_steps}"}
+            if self._adapter is not None:
+                kwargs["lora_request"] = LoRARequest(**self._adapter.request)
             return generate(prompt, *args, **kwargs)
 
         return salted
@@ -281,7 +293,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
         """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
-        await self.engine.collective_rpc("begin_staging", args=(version, use_shm, timeout_s, self._stages_in_host))
+        adapter = None
+        if self.lora_as_adapter:
+            # Also after a stream that failed: no other adapter has had the number.
+            number = 1 if self._coming is None else self._coming.number + 1
+            self._coming = AdapterName(number, version)
+            adapter = (number, peft_config(self.model_config))
+        await self.engine.collective_rpc(
+            "begin_staging", args=(version, use_shm, timeout_s, self._stages_in_host, adapter)
+        )
 
     async def wide_parameters(self) -> list[str]:
         """Names of the parameters that the engine holds in a wider dtype than the model's."""
@@ -306,6 +326,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                     await self.drop_request(name)
                 raise
             await self._swapped_under(self._by_server_ids(counts), version)
+            self._adapter = self._coming
         await self.loaded(checksum)
         await self.set_global_steps(version)
 
@@ -396,6 +417,22 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if get_platform().device_name == "cpu":
             return CPU_WORKER_EXTENSION
         return WORKER_EXTENSION
+
+
+async def no_adapters() -> set[int]:
+    """Of verl's; ours are named by `GatedVLLMHttpServer._salted`."""
+    return set()
+
+
+def peft_config(model_config: Any) -> dict[str, Any]:
+    """The trainer's LoRA adapter in PEFT's words, as vLLM reads them."""
+    targets = model_config.target_modules
+    return {
+        "r": model_config.lora_rank,
+        "lora_alpha": model_config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "bias": "none",
+    }
 
 
 class GatedVLLMReplica(vLLMReplica):

@@ -46,7 +46,8 @@ class Display:
             f"{summary['interrupted']} trajectories interrupted and resumed",
             f"trainer waited {_share(summary['trainer_wait_share'])}, rollout idle "
             f"{_share(summary['rollout_idle_share'])}, weight sync {summary['weight_sync_seconds']:.1f} s, "
-            f"updates skipped {summary['skipped_updates']}",
+            f"updates skipped {summary['skipped_updates']}, versions with unchanged weights "
+            f"{summary['unchanged_versions']}",
             "groups " + ", ".join(f"{name} {count}" for name, count in ledger.items()),
         ]
         self._stream.write("\n".join(lines) + "\n")

@@ -54,6 +54,7 @@ class RunRecord:
             "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
             "staleness": {"bound": None, "max": 0, "mean": 0.0},
             "skipped_updates": 0,
+            "unchanged_versions": 0,
             "interrupted": 0,
             "trainer_wait_share": None,
             "rollout_idle_share": None,

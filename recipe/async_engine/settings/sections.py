@@ -103,6 +103,13 @@ class Weights:
         "With `at_swap=keep`: true lets the held answers go on with the keys and values that the old weights computed,"
         " so that their next tokens are of neither version alone; false has them computed again by the new weights.",
     )
+    max_unchanged: int = field(
+        3,
+        "The run ends after so many versions in a row whose weights arrived as those of the version before, although"
+        " their updates had gradients and a learning rate: the rollout does not see what is trained.",
+        unit="versions",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

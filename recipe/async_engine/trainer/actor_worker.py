@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.plugin.platform import get_platform
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name, get_vendor
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.platform import lora_engine
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.weights.checksum import SummedSender
@@ -67,7 +69,11 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """As verl's; rank 0 reports the checksum of the weights that it sends."""
+        """Build the models, by engines that send LoRA adapters as `recipe.async_engine.platform.lora_engine` says.
+
+        Rank 0 reports the checksum of the weights that it sends.
+        """
+        lora_engine.register(get_device_name(), get_vendor())
         super().init_model()
         self._device = get_platform().current_device()
         engine = getattr(self, "checkpoint_engine", None)

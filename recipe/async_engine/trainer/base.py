@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
@@ -31,6 +32,7 @@ from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.core.unchanged import LIMIT, UnchangedWeights
 from recipe.async_engine.logprobs.sources import scores_column, source
 from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
@@ -101,6 +103,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
+        self.unchanged = UnchangedWeights(self.plan.settings.async_training.weights.max_unchanged)
         self._saved_at = self._validated_at = -1
         self.stopped_by: str | None = None
         self._watch: RunWatch | None = None
@@ -296,6 +299,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self._fit_dump_data(batch)
         return batch
 
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        output = super()._update_actor(batch)
+        metrics = output.meta_info["metrics"]
+        self.unchanged.updated(np.atleast_1d(metrics["actor/grad_norm"]), float(np.max(metrics["actor/lr"])))
+        return output
+
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
         outputs = [unpack(payload) for group in groups for payload in group.fetched]
         size = self.plan.answers_per_group
@@ -350,6 +359,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             self._finish_publication()
             version = self.ledger.version + 1
             self.fleet.snapshot(version)
+            self.unchanged.seal(version)
             self.published.keep()
             self.running.version_sealed()
             self.publication.begin(version, lambda: self._bring(version))
@@ -376,7 +386,23 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _finish_publication(self) -> None:
         """Wait until the version that was sealed last generates."""
         with self.timeline.phase("sync"):
-            self.metrics.update(self.publication.wait())
+            arrived = self.publication.wait()
+        if arrived:
+            self.metrics.update(arrived)
+            self._note_arrived()
+
+    def _note_arrived(self) -> None:
+        """A version has been announced; raises WeightsUnchanged, as `UnchangedWeights.published` does."""
+        unchanged = self.unchanged.published(self.ledger.announced, self.publisher.checksum)
+        self.metrics["fully_async/weight_sync/unchanged"] = unchanged
+        if unchanged:
+            logger.warning(
+                "version %d was published with the weights of the version before, although it was updated: %s allows "
+                "%d in a row",
+                self.ledger.announced,
+                LIMIT,
+                self.plan.settings.async_training.weights.max_unchanged,
+            )
 
     @property
     def _is_within_version(self) -> bool:
@@ -387,6 +413,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version."""
         with self.published.in_use() if self._is_within_version else nullcontext():
             self.fleet.publish(self.ledger.version)
+        self.unchanged.published(self.ledger.version, self.publisher.checksum)
         if not self._is_within_version:
             self.published.keep()
 
@@ -428,6 +455,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _save_checkpoint(self) -> None:
         """verl's checkpoint and the rollout side, committed together."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": self.validation}
+        snapshot["unchanged_versions"] = self.unchanged.total
         snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
         assert self._watch is not None
         with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
@@ -456,6 +484,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
         for model, total in snapshot.get("skipped_updates", {}).items():
             self.skipped_updates[model].total = total
+        self.unchanged.total = snapshot.get("unchanged_versions", 0)
         return snapshot["groups"]
 
     def account(self) -> dict[str, Any]:
@@ -472,6 +501,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
             "skipped_updates": sum(skipped.total for skipped in self.skipped_updates.values()),
+            "unchanged_versions": self.unchanged.total,
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),

@@ -26,8 +26,12 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
 from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
+
+# Where a stream is staged, by what it is of.
+Place = StagedModel | StagedAdapter
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
@@ -75,9 +79,9 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 
 
 class Staging:
-    """One stream of weights on its way into a `StagedModel`, on a thread of its own."""
+    """One stream of weights on its way to where it is staged, on a thread of its own."""
 
-    def __init__(self, model: StagedModel, version: int, receiver: DeadlineReceiver, device: Any) -> None:
+    def __init__(self, model: Place, version: int, receiver: DeadlineReceiver, device: Any) -> None:
         self._model, self._version, self._receiver, self._device = model, version, receiver, device
         # Not the error itself, whose traceback would keep the shared memory.
         self._problem: str | None = None
@@ -126,7 +130,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
 
     device: Any
     model_runner: Any
-    _staged_model: StagedModel | None = None
+    _staged_model: Place | None = None
     _staging: Staging | None = None
 
     def wide_parameters(self) -> list[str]:
@@ -135,15 +139,30 @@ class StagingExtension(vLLMColocateWorkerExtension):
         parameters = self.model_runner.get_model().named_parameters()
         return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
 
-    def begin_staging(self, version: int, use_shm: bool, timeout_s: float, in_host: bool) -> None:
+    def begin_staging(
+        self,
+        version: int,
+        use_shm: bool,
+        timeout_s: float,
+        in_host: bool,
+        adapter: tuple[int, dict[str, Any]] | None = None,
+    ) -> None:
         """Take the stream of weights that comes now as ``version``, into host memory or beside the live ones.
+
+        Args:
+            adapter: the stream is a LoRA adapter, with this number and PEFT's configuration of it.
 
         Raises:
             StagingRefused: the engine has weights that cannot be staged, or an earlier stream does not end.
         """
         if self._staging is not None and not self._staging.join(timeout_s):
             raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
-        if self._staged_model is None:
+        if adapter is not None:
+            number, peft_config = adapter
+            if not isinstance(self._staged_model, StagedAdapter):
+                self._staged_model = StagedAdapter(self, peft_config)
+            self._staged_model.name = AdapterName(number, version)
+        elif self._staged_model is None:
             if is_quantized_model(self.model_runner.vllm_config) or self._get_drafter_model() is not None:
                 raise StagingRefused(
                     "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
@@ -154,6 +173,15 @@ class StagingExtension(vLLMColocateWorkerExtension):
             )
         receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
         self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
+
+    def ignored_parts(self, number: int) -> list[str]:
+        """The layers that a LoRA adapter has weights for and that none of this worker's takes."""
+        if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return []  # the others' layers are not this one's to know
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        taken = {id(adapter.get_lora(name)) for name in manager.modules}
+        return [name for name, part in adapter.loras.items() if id(part) not in taken]
 
     def staging_outcome(self) -> str:
         """`UNDER_WAY`, `COMPLETE` with a checksum, or what went wrong with the last stream."""

@@ -134,6 +134,11 @@ def run_id() -> str:
     return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}"
 
 
+def takes_adapters(model_config: Any) -> bool:
+    """Whether the engine generates with LoRA adapters that the trainer sends; see verl's ``lora_as_adapter``."""
+    return max(model_config.lora_rank, model_config.lora.get("rank", 0)) > 0 and not model_config.lora.get("merge")
+
+
 class DeadlineServerAdapter(ServerAdapter):
     """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
 
@@ -158,6 +163,9 @@ class DeadlineServerAdapter(ServerAdapter):
         """
         if wire_format != "named_tensors":
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+            return
+        if takes_adapters(self.model_config):
+            await self._load_adapter(weights, global_steps)
             return
         if self._ensure_server_handle():
             await self._in_time(self.server_handle.begin_load.remote(global_steps), "close")
@@ -204,6 +212,13 @@ class DeadlineServerAdapter(ServerAdapter):
         finally:
             outcome.cancel()
         return await self._in_time(self._staged(version), "stage the weights") if leads else None
+
+    async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
+        """An adapter is small: it is staged and swapped in at once, while nothing generates."""
+        assert version is not None, "each adapter has its version in its name"
+        self.checksum = await self.stage_weights(weights, version)
+        if self._has_server:
+            await self._in_time(self.server_handle.swap.remote(version, self.checksum), "take the adapter")
 
     async def _staged(self, version: int) -> str:
         while UNDER_WAY in (outcomes := await self.server_handle.staging_outcomes.remote()):

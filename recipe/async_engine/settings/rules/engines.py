@@ -10,6 +10,7 @@ from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
+MODEL = "actor_rollout_ref.model"
 NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
@@ -122,18 +123,49 @@ def micro_batches(context: RuleContext) -> Iterator[Problem]:
 
 
 def lora(context: RuleContext) -> Iterator[Problem]:
-    model = "actor_rollout_ref.model"
-    for setting in (f"{model}.lora_rank", f"{model}.lora.rank"):
-        if context.count(setting) is None:
-            continue
-        if context.on_cpu:
-            advice = "vLLM's CPU build does not take adapters over the weight sync yet; train the whole model there."
-            yield context.problem(setting, "0 where trainer.device=cpu", advice)
-        elif not context.get(f"{model}.lora.merge"):
-            advice = (
-                "Otherwise verl 0.9.1 sends the frozen base alone (verl #7495), and nothing generates with the adapter."
-            )
-            yield context.problem(f"{model}.lora.merge", f"true with {setting}", advice)
+    megatron = context.get(f"{ACTOR}.strategy") == "megatron"
+    mine, other = f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"
+    if megatron:
+        mine, other = other, mine
+    if context.count(other) is not None:
+        advice = f"That one is read by the other training engines, but the rollout would go by it: set {mine}."
+        yield context.problem(other, f"0 with {ACTOR}.strategy={context.get(f'{ACTOR}.strategy')}", advice)
+        return
+    if context.count(mine) is None:
+        if context.get(f"{MODEL}.lora_adapter_path"):
+            advice = "Otherwise verl trains the whole model, without the adapter; set the adapter's own rank."
+            yield context.problem(mine, f"an integer >= 1 with {MODEL}.lora_adapter_path", advice)
+        return
+    if context.get(f"{MODEL}.target_parameters"):
+        advice = "Adapters of parameters that are no layers (fused experts) do not reach the rollout; remove it."
+        yield context.problem(f"{MODEL}.target_parameters", "null", advice)
+    if not context.get(f"{MODEL}.lora.merge"):
+        yield from _adapters_alone(context, megatron)
+
+
+def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
+    """What stands against sending adapters alone, for engines that have the base weights already."""
+    merge, allowed = f"{MODEL}.lora.merge", "with adapters that are sent alone"
+    if megatron:
+        advice = (
+            "verl 0.9.1 sends the frozen base of a Megatron model alone (verl #7495), and nothing generates with the"
+            " adapter."
+        )
+        yield context.problem(merge, f"true with {MODEL}.lora.rank and Megatron", advice)
+        return
+    if "dummy" in str(context.get(f"{ROLLOUT}.load_format", "dummy")):
+        advice = f"The engines have the base weights from the model's files, nobody sends them; or set {merge}=true."
+        yield context.problem(f"{ROLLOUT}.load_format", f"auto or safetensors {allowed}", advice)
+    if context.settings.weights.at_swap == "keep":
+        setting = "async_training.weights.at_swap"
+        advice = f"A request that is held in an engine goes on with the adapter that it has; or set {merge}=true."
+        yield context.problem(setting, f"interrupt or drain {allowed}", advice)
+    if context.settings.servers.enabled:
+        advice = f"Log-prob servers take whole weights: set {merge}=true, or remove them."
+        yield context.problem("model_engine_server.backend", f"disabled {allowed}", advice)
+    if context.get(f"{MODEL}.lora_adapter_path"):
+        advice = f"The engines go by {MODEL}.lora_rank and lora_alpha, not by the adapter's file: set {merge}=true."
+        yield context.problem(f"{MODEL}.lora_adapter_path", f"null {allowed}", advice)
 
 
 def cpu(context: RuleContext) -> Iterator[Problem]:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the FSDP2 engine of a model with LoRA adapters gives to a weight sync: merged weights, or the adapters.
+
+Contract: merged weights are computed beside the model's own, which stay as they are; in fp32, and then in the type of
+the base weight. verl merges in place and restores afterwards (verl/workers/engine/fsdp/transformer_impl.py:1063), so
+that a transfer that breaks leaves merged weights in training until the stream's generator is collected, and rounds what
+it sends to bfloat16. Without merging (``model.lora.merge=false``) the stream is the adapters, whoever asks: where
+trainer and rollout are apart verl asks for the frozen base instead (verl/workers/engine_workers.py:772, verl #7495).
+
+Shown by tests/integration/test_lora_engine.py and tests/e2e/test_lora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora import Embedding, Linear, LoraLayer
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import fsdp_version, normalize_peft_param_name, offload_fsdp_model_to_cpu
+from verl.utils.model import convert_weight_keys
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+
+from recipe.async_engine.core.errors import RecipeError
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class MergeError(RecipeError):
+    """An adapter that cannot be merged into a copy of its base weights."""
+
+
+def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
+    """The whole tensors of a PEFT model under ``fully_shard``, by the base model's names, with its adapters merged.
+
+    A collective of all ranks, which must take the tensors in step. Where nothing is merged, on one rank, a tensor is
+    the model's own.
+
+    Raises:
+        MergeError: an adapter is of a kind whose product is not just added to a weight (DoRA, say), or its weight is
+            another layer's too, which has no such adapter.
+    """
+    adapted = {
+        f"{prefix}.base_layer.weight": layer for prefix, layer in module.named_modules() if isinstance(layer, LoraLayer)
+    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, layer in adapted.items():
+        _check_plain(name, layer)
+        tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
+        if tied:
+            raise MergeError(
+                f"{name} has an adapter and shares its weight with {tied[0]}, so that merged weights cannot be both: "
+                "leave it out with actor_rollout_ref.model.exclude_modules"
+            )
+    tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}
+    for name, (tensor, layer) in convert_weight_keys(normalize_peft_param_name(tensors), module).items():
+        whole = _whole(tensor, device)
+        yield name, whole if layer is None else _merged(whole, layer, device)
+
+
+def _check_plain(name: str, layer: LoraLayer) -> None:
+    biased = any(layer.lora_bias.get(adapter) for adapter in layer.active_adapters)
+    if not isinstance(layer, Linear | Embedding) or layer.lora_variant or biased:
+        kind = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values()) or type(layer).__name__
+        raise MergeError(
+            f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Plain LoRA "
+            "adapters of linear and embedding layers can: see actor_rollout_ref.model.target_modules, lora_adapter_path"
+        )
+
+
+def _whole(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    tensor = tensor.detach().to(device)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _merged(base: torch.Tensor, layer: LoraLayer, device: Any) -> torch.Tensor:
+    total = base.float()
+    for adapter in layer.active_adapters:
+        if isinstance(layer, Embedding):
+            first, second = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        else:
+            first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        product = _whole(second, device).float() @ _whole(first, device).float()
+        if isinstance(layer, Embedding) or getattr(layer, "fan_in_fan_out", False):
+            product = product.T
+        total = total + product * layer.scaling[adapter]
+    return total.to(base.dtype)
+
+
+class LoraSending(FSDPEngine):
+    """Mixed into an FSDP engine of verl's; see the module's contract. FSDP1 merges as in verl."""
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """As verl's; where adapters are sent alone, they are what is sent, with their configuration."""
+        alone = self._is_lora and not self.model_config.lora.get("merge", False)
+        return super().get_per_tensor_param(layered_summon, base_sync_done=base_sync_done or alone, **kwargs)
+
+    def _merged_lora_per_tensor_param(self) -> NamedTensors:
+        if fsdp_version(self.module) != 2:
+            yield from super()._merged_lora_per_tensor_param()
+            return
+        try:
+            yield from merged_parameters(self.module, get_device_id())
+        finally:
+            if self._is_offload_param:
+                offload_fsdp_model_to_cpu(self.module)
+
+
+class LoraFSDPEngineWithLMHead(LoraSending, FSDPEngineWithLMHead):
+    """verl's engine on an accelerator."""
+
+
+def register(device: str, vendor: str) -> None:
+    """Have this process build its language models on a vendor's accelerator with `LoraFSDPEngineWithLMHead`.
+
+    verl looks for an engine of the vendor first, and has none of its own for FSDP. The engines for the CPU
+    (`recipe.async_engine.platform.engines`) are of this kind already.
+    """
+    for backend in ("fsdp", "fsdp2"):
+        if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:
+            EngineRegistry.register("language_model", backend, device, vendor)(LoraFSDPEngineWithLMHead)

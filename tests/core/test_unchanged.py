@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions that were published with the weights of the version before: counted, and so many in a row end the run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_engine.core.unchanged import UnchangedWeights, WeightsUnchanged
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([0.0, 0.5, math.nan, math.inf]), min_size=1, max_size=3),
+        st.sampled_from([0.0, 1e-6]),
+        st.booleans(),
+    ),
+    max_size=24,
+)
+
+
+@given(steps=STEPS, limit=st.integers(1, 4), batches=st.integers(1, 3))
+def test_a_version_is_unchanged_if_an_update_with_gradient_and_rate_left_its_checksum_and_the_limit_in_a_row_ends_it(
+    steps: list[tuple[list[float], float, bool]], limit: int, batches: int
+) -> None:
+    """Each step has its gradients' norms, its learning rate, and whether the weights that are sent change after it."""
+    unchanged = UnchangedWeights(limit)
+    assert unchanged.published(0, "0") == 0
+    rates = [rate for _, rate, _ in steps] + [0.0]
+    seen, sent, due, changes = "", 0, False, False
+    for step, (norms, _, is_changed) in enumerate(steps, start=1):
+        unchanged.updated(norms, rates[step])
+        # Whatever the first step's learning rate was, it has not been reported.
+        due |= step > 1 and rates[step - 1] > 0 and any(0 < norm < math.inf for norm in norms)
+        changes |= is_changed
+        if step % batches:
+            continue
+        version = step // batches
+        unchanged.seal(version)
+        sent += changes
+        seen += "." if changes else "x" if due else ""
+        if not changes and due and seen.endswith("x" * limit):
+            with pytest.raises(WeightsUnchanged, match=f"async_training.weights.max_unchanged={limit}"):
+                unchanged.published(version, str(sent))
+            return
+        assert unchanged.published(version, str(sent)) == (not changes and due)
+        assert unchanged.total == seen.count("x")
+        due = changes = False
+
+
+def test_versions_that_are_announced_late_are_judged_by_their_own_updates() -> None:
+    """The trainer has sealed the next version before the replicas hold this one."""
+    unchanged = UnchangedWeights(limit=3)
+    unchanged.published(0, "a")
+    unchanged.updated([1.0], 1e-6)
+    unchanged.seal(1)
+    unchanged.updated([1.0], 1e-6)
+    unchanged.seal(2)
+    assert unchanged.published(1, "a") == 0, "its learning rate is not known"
+    assert unchanged.published(2, "a") == 1
+
+
+def test_the_first_publication_and_a_second_one_of_the_same_version_are_compared_with_nothing() -> None:
+    unchanged = UnchangedWeights(limit=1, total=5)
+    assert unchanged.published(7, "a") == unchanged.published(7, "a") == 0
+    assert unchanged.total == 5
+
+
+def test_replicas_that_agree_on_no_checksum_are_no_alarm() -> None:
+    unchanged = UnchangedWeights(limit=1)
+    unchanged.published(0, None)
+    for version in (1, 2, 3):
+        unchanged.updated([1.0], 1.0)
+        unchanged.seal(version)
+        assert unchanged.published(version, None) == 0
