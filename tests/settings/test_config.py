@@ -76,6 +76,8 @@ WHOLE = {
 WEIGHTS = "async_training.weights"
 CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
+NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
+DELTA = {f"{WEIGHTS}.encoding": "delta", NCCL_RELAYS: False}
 IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
 GAE = {
     "algorithm.adv_estimator": "gae",
@@ -343,6 +345,10 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{WEIGHTS}.staging": "disk"}, f"{WEIGHTS}.staging", "device or host or none"),
         ({f"{WEIGHTS}.publish": "later"}, f"{WEIGHTS}.publish", "beside or inline, or null"),
         (IN_TURNS | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "inline with placement=shared"),
+        ({f"{WEIGHTS}.encoding": "zip"}, f"{WEIGHTS}.encoding", "full or delta"),
+        (DELTA | IN_TURNS, f"{WEIGHTS}.encoding", "full with placement=shared"),
+        (DELTA | {f"{WEIGHTS}.publish": "inline"}, f"{WEIGHTS}.encoding", "full with publish=inline"),
+        ({f"{WEIGHTS}.encoding": "delta"}, NCCL_RELAYS, "false with async_training.weights.encoding=delta"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
         ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),

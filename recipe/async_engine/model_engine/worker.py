@@ -31,6 +31,7 @@ from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, W
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
 from recipe.async_engine.model_engine.staging import StagingError
 from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.encoded_engine import receiving
 from recipe.async_engine.weights.worker import WeightLoadError
 
 
@@ -46,9 +47,12 @@ class Place:
 class ModelEngineWorker(CheckpointEngineWorker):
     """See the module's contract."""
 
+    checkpoint_engine: Any
+
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, settings: WorkerSettings) -> None:
         adapter = ModelEngineServerAdapter(rollout_config, model_config, settings, replica_rank)
         super().__init__(rollout_config, model_config, server_adapter=adapter)
+        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
         self._settings = settings
         self._server: ray.actor.ActorHandle | None = None
         self._staged = asyncio.Event()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.plugin.platform import get_platform
@@ -30,6 +31,7 @@ from recipe.async_engine.platform import lora_engine
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.weights.checksum import SummedSender
+from recipe.async_engine.weights.encoded_engine import DELTA, EncodedSender
 from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
@@ -78,7 +80,8 @@ class ActorWorker(DetachActorWorker):
         self._device = get_platform().current_device()
         engine = getattr(self, "checkpoint_engine", None)
         if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
-            self.checkpoint_engine = SummedSender(engine)
+            delta = OmegaConf.select(self.config, "rollout.custom.recipe.encoding") == DELTA
+            self.checkpoint_engine = EncodedSender(engine) if delta else SummedSender(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:
@@ -91,12 +94,17 @@ class ActorWorker(DetachActorWorker):
         self._snapshot.take(weights, version, wire)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def send_snapshot(self, version: int) -> dict[str, float]:
-        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics."""
+    async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
+        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics.
+
+        Args:
+            full: all of it, also where what changed since the version before would do.
+        """
         assert self._snapshot is not None, "snapshot_weights comes first"
         get_platform().set_device(self._device)
         with self._snapshot.stream(version) as weights:
-            return await self.checkpoint_engine.send_weights(weights, global_steps=version) or {}
+            how = {"full": full} if isinstance(self.checkpoint_engine, EncodedSender) else {}
+            return await self.checkpoint_engine.send_weights(weights, global_steps=version, **how) or {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf, open_dict
 from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
-from recipe.async_engine.settings.sections import SHARED, Timeouts
+from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -27,21 +27,23 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             rollout.checkpoint_engine.backend = "naive"
         # By which the agent loops' client knows whether an answer may be cut or go on under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
-        tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights.staging)
+        tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights)
         _log_probs(config, plan.proximal)
 
 
-def tell_servers(rollout: Any, timeouts: Timeouts, staging: str = "device") -> None:
-    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, and where
-    the next weights wait.
+def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None) -> None:
+    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, and how
+    weights come.
     """
+    weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
     custom["recipe"] = {
         "has_trainer": True,
         "first_weights_timeout_s": timeouts.first_weights,
         "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
         "weight_sync_timeout_s": timeouts.weight_sync,
-        "staging": staging,
+        "staging": weights.staging,
+        "encoding": weights.encoding,
     }
     rollout.custom = custom
 

@@ -98,6 +98,7 @@ class WeightPublisher(CheckpointEngineManager):
         """How the next version gets into the replicas; nothing in it is null."""
         self._dtype = dtype
         self._wire: Wire | None = None
+        self._sent: int | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
@@ -249,7 +250,12 @@ class WeightPublisher(CheckpointEngineManager):
             candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break
-            committed, staged.sender, trainer_error = await self._load(candidates, version)
+            # What changed since the version before is sent to those that all have that one.
+            full = attempt > 1 or len({record.received for record in candidates} | {self._sent}) > 1
+            committed, staged.sender, trainer_error = await self._load(candidates, version, full)
+            self._sent = version if trainer_error is None else None
+            for record in candidates:
+                record.received = version if record in committed else None
             if len(committed) < len(candidates):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in committed for record in candidates if record.generates):
@@ -300,7 +306,7 @@ class WeightPublisher(CheckpointEngineManager):
         await asyncio.gather(*workers, *servers)
 
     async def _load(
-        self, records: list[ReplicaRecord], version: int
+        self, records: list[ReplicaRecord], version: int, full: bool
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
         """One transfer to all ``records``. Returns those that committed, the sender's metrics and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
@@ -309,7 +315,7 @@ class WeightPublisher(CheckpointEngineManager):
             results: list[Any] = list(await self._connect(rollout))
             if not results:
                 if self._beside:
-                    sent = self.actor_wg.send_snapshot(version)
+                    sent = self.actor_wg.send_snapshot(version, full)
                 else:
                     sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
                 how = "update_weights" if self._in_place else "stage_weights"

@@ -26,6 +26,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.encoded_engine import receiving
 
 LOOK_MS = 100
 """How long a call on the socket waits before it looks for an error of the engine again."""
@@ -272,6 +273,8 @@ def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
 class RolloutWeightWorker(CheckpointEngineWorker):
     """verl's checkpoint-engine worker with a :class:`DeadlineServerAdapter`."""
 
+    checkpoint_engine: Any
+
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, **kwargs: Any) -> None:
         super().__init__(rollout_config, model_config, replica_rank=replica_rank, **kwargs)
         settings = (rollout_config.custom or {}).get("recipe", {})
@@ -282,6 +285,7 @@ class RolloutWeightWorker(CheckpointEngineWorker):
             replica_rank=replica_rank,
             timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
         )
+        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
