@@ -15,6 +15,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
+from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.worker import WeightLoadError
 
@@ -113,12 +115,14 @@ class Sender:
 
     def __init__(self) -> None:
         self.fails: list[BaseException | None] = []
+        self.sends: list[int] = []
 
-    async def update(self, version: int) -> dict[str, float]:
+    async def update(self, version: int) -> dict[str, Any]:
         error = self.fails.pop(0) if self.fails else None
         if error is not None:
             raise error
-        return {"bytes": 100.0 + version}
+        version = self.sends.pop(0) if self.sends else version
+        return {"bytes": 100.0 + version, CHECKSUM: f"checksum of {version}", VERSION: version}
 
 
 class Topology:
@@ -181,6 +185,7 @@ def test_generation_pauses_when_every_replica_has_the_version_and_resumes_when_i
     assert fleet.routed == ["server-0", "server-1"]
     assert fleet.publisher.live_replicas == 2
     assert metrics["bytes"] == 100.0
+    assert not {CHECKSUM, VERSION} & metrics.keys()
     assert metrics["fully_async/weight_sync/generation_paused_seconds"] <= metrics["fully_async/weight_sync/seconds"]
     assert fleet.publisher.seconds == metrics["fully_async/weight_sync/seconds"]
 
@@ -283,7 +288,7 @@ def test_engine_that_refuses_its_weights_does_not_end_the_sync_of_the_others() -
     assert fleet.routed == ["server-0", "server-1"]
 
 
-def test_replica_with_other_weights_than_most_loads_again_or_leaves_routing() -> None:
+def test_replica_with_other_weights_than_were_sent_loads_again_or_leaves_routing() -> None:
     fleet = Fleet((), ("torn",), (None, None, "torn", "torn"))
     fleet.publish(0)
     assert fleet.routed == ["server-0", "server-1", "server-2"]
@@ -294,14 +299,59 @@ def test_replica_with_other_weights_than_most_loads_again_or_leaves_routing() ->
     assert ("leave", 2) in fleet.journal
 
 
-def test_run_ends_where_no_weights_are_those_of_most_replicas() -> None:
-    fleet = Fleet((None, "torn", "torn"), ())
+def test_weights_that_all_replicas_loaded_alike_are_not_announced_if_they_are_not_those_that_were_sent() -> None:
+    fleet = Fleet((None, "torn", "torn"), (None, "torn", "torn"))
     fleet.publish(0)
-    words = r"replica 0: loaded weights of version 1 with the checksum torn; no checksum is that of most replicas"
+    words = r"replica 0: loaded weights of version 1 with the checksum torn; the trainer sent checksum of 1"
     with pytest.raises(NoReplicaLeft, match=words) as ended:
         fleet.publish(1)
     assert isinstance(ended.value.__cause__, ChecksumMismatch)
     assert ("announce", 1) not in fleet.journal
+    assert fleet.publisher.checksum == "checksum of 0", "which they still hold"
+
+
+def test_version_other_than_the_announced_one_is_not_taken() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    fleet.sender.sends = [0]
+    fleet.publish(1)
+    assert len(fleet.when("commit 1")) == 4, "all of them loaded twice"
+    fleet.sender.sends = [1, 1]
+    with pytest.raises(PublishFailed, match="the trainer sent version 1 in place of version 2"):
+        fleet.publish(2)
+
+
+def test_replica_that_fails_each_transfer_for_all_is_left_out_of_a_third_one() -> None:
+    broken, missed = MemoryError("no room"), WeightStreamError("a member is gone")
+    fleet = Fleet((None, broken, broken), (None, missed, missed))
+    fleet.publish(0)
+    fleet.sender.fails = [missed, missed]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    fleet.publish(2)
+    assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_replica_that_cannot_join_is_left_out_of_a_third_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet((), ())
+    executed = WorkerGroup.execute_checkpoint_engine
+    joins = []
+
+    async def no_room() -> None:
+        raise MemoryError("no room for a bucket")
+
+    def execute(self: WorkerGroup, method: list[str], **arguments: Any) -> list[Any]:
+        calls = executed(self, method, **arguments)
+        if method[0] == "prepare" and self.workers[0] is fleet.replicas[0].workers[0]:
+            joins.append(len(calls))
+            calls[0].close()
+            calls[0] = no_room()
+        return calls
+
+    monkeypatch.setattr(WorkerGroup, "execute_checkpoint_engine", execute)
+    fleet.publish(0)
+    assert joins == [2, 2]
+    assert fleet.routed == ["server-1"]
 
 
 def test_load_that_fails_once_succeeds_on_the_retry() -> None:
@@ -360,11 +410,12 @@ def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pyte
     fleet = Fleet((), ())
     connects = []
 
-    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> None:
+    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> list[BaseException]:
         connects.append(rollout.world_size)
         if len(connects) == 1:
             fleet.replicas[0].alive = False
             raise RuntimeError("rendezvous failed")
+        return []
 
     monkeypatch.setattr(WeightPublisher, "_connect", connect)
     fleet.publish(0)
@@ -392,7 +443,7 @@ def test_whoever_waits_for_a_member_that_failed_is_told_to_leave(monkeypatch: py
             if "reset" in WorkerGroup.told:
                 raise RuntimeError("left the group")
             await asyncio.sleep(0.01)
-        return {}
+        return {CHECKSUM: f"checksum of {version}"}
 
     monkeypatch.setattr(fleet.sender, "update", send)
     metrics = fleet.publish(0)
@@ -465,7 +516,7 @@ def test_log_prob_server_with_other_weights_is_told_so_and_neither_repeats_nor_e
     assert len(fleet.when("commit 0")) == replicas + 2, "once each"
     assert len(fleet.routed) == replicas and fleet.publisher.checksum == "checksum of 0"
     told = {rank: event for event, rank in fleet.journal if str(event).startswith("refuse")}
-    assert told.keys() == {8, 9} and "version 0 with the checksum torn; most have checksum of 0" in told[9]
+    assert told.keys() == {8, 9} and "version 0 with the checksum torn; the trainer sent checksum of 0" in told[9]
     fleet.publish(1)
     assert [rank for event, rank in fleet.journal if str(event).startswith("refuse 1")] == [9]
     server.alive = False
@@ -478,12 +529,6 @@ def test_log_prob_server_that_dies_as_it_is_told_is_given_up() -> None:
     server.refuse = lambda version, reason: (_ for _ in ()).throw(ActorDiedError())
     fleet.publish(0)
     assert fleet.publisher.take_lost() == [server]
-
-
-def test_log_prob_servers_decide_where_rollout_replicas_differ() -> None:
-    fleet, _ = with_server((), ("torn", "torn"))
-    fleet.publish(0)
-    assert fleet.routed == ["server-0"]
 
 
 def test_dead_log_prob_server_takes_no_part_and_a_silent_one_none_until_it_answers(
