@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.weights.checksum import BLOCK, StreamChecksum
+from recipe.async_engine.weights.checksum import BLOCK, CHECKSUM, VERSION, StreamChecksum, SummedSender
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
 
@@ -68,3 +71,19 @@ async def test_weights_pass_unchanged() -> None:
     passed = {name: tensor async for name, tensor in found.watching(iter(weights.items()))}
     assert all(passed[name] is weights[name] for name in weights)
     assert found.value() == checksum(weights)
+
+
+async def test_sender_reports_what_passed_and_is_its_engine_in_all_else() -> None:
+    class Engine:
+        bucket = 7
+
+        async def send_weights(self, weights: Iterator[Any], global_steps: int | None = None) -> dict[str, float]:
+            self.sent = dict(weights)
+            return {"seconds": 1.0}
+
+    weights = {"a": torch.randn(3), "b": torch.randn(2), "empty": torch.empty(0)}
+    sender = SummedSender(Engine())
+    reported = await sender.send_weights(iter(weights.items()), global_steps=4)
+    assert reported == {"seconds": 1.0, CHECKSUM: checksum(weights), VERSION: 4}
+    assert sender.bucket == 7 and sender.sent.keys() == weights.keys()
+    assert checksum(weights) == checksum({name: weights[name] for name in ("a", "b")}), "not every engine sends empties"

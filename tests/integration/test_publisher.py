@@ -17,6 +17,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
+from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
@@ -127,6 +128,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.fails: list[BaseException | None] = []
+        self.sends: list[int] = []
         self.copies: list[Any] = []
         self.sent_in_full: list[bool] = []
         self.copy_error: Exception | None = None
@@ -141,10 +143,11 @@ class Sender:
         self.sent_in_full.append(full)
         return await self.update(version)
 
-    async def update(self, version: int) -> dict[str, float]:
+    async def update(self, version: int) -> dict[str, Any]:
         error = self.fails.pop(0) if self.fails else None
         if error is not None:
             raise error
+        version = self.sends.pop(0) if self.sends else version
         return {"bytes": 100.0 + version, CHECKSUM: f"checksum of {version}", VERSION: version}
 
 
@@ -215,6 +218,7 @@ def test_generation_pauses_when_every_replica_has_the_version_and_resumes_when_i
     assert fleet.routed == ["server-0", "server-1"]
     assert fleet.publisher.live_replicas == 2
     assert metrics["bytes"] == 100.0
+    assert not {CHECKSUM, VERSION} & metrics.keys()
     assert metrics["fully_async/weight_sync/generation_paused_seconds"] <= metrics["fully_async/weight_sync/seconds"]
     assert fleet.publisher.seconds == metrics["fully_async/weight_sync/seconds"]
 
@@ -317,7 +321,7 @@ def test_engine_that_refuses_its_weights_does_not_end_the_sync_of_the_others() -
     assert fleet.routed == ["server-0", "server-1"]
 
 
-def test_replica_with_other_weights_than_most_loads_again_or_leaves_routing() -> None:
+def test_replica_with_other_weights_than_were_sent_loads_again_or_leaves_routing() -> None:
     fleet = Fleet((), ("torn",), (None, None, "torn", "torn"))
     fleet.publish(0)
     assert fleet.routed == ["server-0", "server-1", "server-2"]
@@ -338,6 +342,51 @@ def test_run_ends_where_no_replica_has_what_the_trainer_sent(others: int) -> Non
         fleet.publish(1)
     assert isinstance(ended.value.__cause__, ChecksumMismatch)
     assert ("announce", 1) not in fleet.journal
+    assert fleet.publisher.checksum == "checksum of 0", "which they still hold"
+
+
+def test_version_other_than_the_announced_one_is_not_taken() -> None:
+    fleet = Fleet((), ())
+    fleet.publish(0)
+    fleet.sender.sends = [0]
+    fleet.publish(1)
+    assert len(fleet.when("commit 1")) == 4, "all of them loaded twice"
+    fleet.sender.sends = [1, 1]
+    with pytest.raises(PublishFailed, match="the trainer sent version 1 in place of version 2"):
+        fleet.publish(2)
+
+
+def test_replica_that_fails_each_transfer_for_all_is_left_out_of_a_third_one() -> None:
+    broken, missed = MemoryError("no room"), WeightStreamError("a member is gone")
+    fleet = Fleet((None, broken, broken), (None, missed, missed))
+    fleet.publish(0)
+    fleet.sender.fails = [missed, missed]
+    fleet.publish(1)
+    assert fleet.routed == ["server-1"]
+    fleet.publish(2)
+    assert fleet.routed == ["server-0", "server-1"]
+
+
+def test_replica_that_cannot_join_is_left_out_of_a_third_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet((), ())
+    executed = WorkerGroup.execute_checkpoint_engine
+    joins = []
+
+    async def no_room() -> None:
+        raise MemoryError("no room for a bucket")
+
+    def execute(self: WorkerGroup, method: list[str], **arguments: Any) -> list[Any]:
+        calls = executed(self, method, **arguments)
+        if method[0] == "prepare" and self.workers[0] is fleet.replicas[0].workers[0]:
+            joins.append(len(calls))
+            calls[0].close()
+            calls[0] = no_room()
+        return calls
+
+    monkeypatch.setattr(WorkerGroup, "execute_checkpoint_engine", execute)
+    fleet.publish(0)
+    assert joins == [2, 2]
+    assert fleet.routed == ["server-1"]
 
 
 def test_load_that_fails_once_succeeds_on_the_retry() -> None:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import multiprocessing
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -288,13 +291,13 @@ def test_sender_alone_gives_up_on_a_peer_that_never_connects(address: str) -> No
 async def test_staging_says_nothing_to_the_server_that_would_keep_it_from_answering(address: str) -> None:
     server = Server(address)
     adapter = make_adapter(server)
-    await adapter.stage_weights(stream(), 4)
+    taken = await adapter.stage_weights(stream(), 4)
     assert server.journal == [("begin_staging", 4), ("staged", 4)]
     assert_complete(server)
     arrived = StreamChecksum()
     for name, tensor in server.weights.items():
         arrived.add(name, tensor)
-    assert adapter.checksum == arrived.value()
+    assert taken == arrived.value()
 
 
 async def test_engine_that_cannot_load_a_tensor_is_named_and_takes_the_next_weights(address: str) -> None:
@@ -319,6 +322,46 @@ async def test_broken_stream_stages_nothing_and_the_next_one_is_taken(address: s
     await asyncio.wait_for(adapter.stage_weights(stream(), 5), SOON)
     assert server.journal[-1] == ("staged", 5)
     assert_complete(server)
+
+
+def with_small_shared_memory(address: str, pipe: Any) -> None:
+    """In a process of its own: /dev/shm has half of what the weights need at first, then enough."""
+    ctypes.CDLL(None).unshare(0x00020000)  # mounts from here on are this process's
+    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=500k", "small", "/dev/shm"])
+    if any(subprocess.run(["mount", *mount], capture_output=True, check=False).returncode for mount in mounts):
+        pipe.send(None)
+        return
+    server = Server(address)
+    adapter = make_adapter(server)
+    outcomes = []
+    for version in (4, 5):
+        try:
+            asyncio.run(adapter.stage_weights(stream(), version))
+            outcomes.append("staged")
+        except WeightLoadError as error:
+            outcomes.append(str(error))
+        subprocess.run(["mount", "-o", "remount,size=8m", "/dev/shm"], check=True)
+    pipe.send((outcomes, server.journal[-1]))
+
+
+def test_shared_memory_that_is_full_is_named_and_the_next_weights_are_taken(address: str) -> None:
+    """Writing to it would end the process, by SIGBUS."""
+    context = multiprocessing.get_context("fork")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=with_small_shared_memory, args=(address, far_end), daemon=True)
+    process.start()
+    far_end.close()
+    assert pipe.poll(3 * SOON)
+    try:
+        found = pipe.recv()
+    except EOFError:
+        process.join(SOON)
+        pytest.fail(f"the process ended with {process.exitcode}")
+    if found is None:
+        pytest.skip("nothing can be mounted here")
+    (refused, taken), last = found
+    assert "/dev/shm has no room for a bucket of weights: No space left on device" in refused
+    assert (taken, last) == ("staged", ("staged", 5))
 
 
 async def test_stream_without_its_last_tensors_is_refused(address: str) -> None:

@@ -251,7 +251,8 @@ class WeightPublisher(CheckpointEngineManager):
             if not candidates:
                 break
             # What changed since the version before is sent to those that all have that one.
-            full = attempt > 1 or len({record.received for record in candidates} | {self._sent}) > 1
+            have_it = self._sent is not None and {record.received for record in candidates} == {self._sent}
+            full = attempt > 1 or not have_it
             committed, staged.sender, trainer_error = await self._load(candidates, version, full)
             self._sent = version if trainer_error is None else None
             for record in candidates:

@@ -10,6 +10,7 @@ neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop 
 
 import asyncio
 import contextlib
+import os
 import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
@@ -88,16 +89,20 @@ class DeadlineSocket:
 class DeadlineWeightSender(BucketedWeightSender):
     """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor fits where it cannot be split.
 
+    Shared memory is asked for before it is written to: where there is none, Linux ends whoever writes (SIGBUS).
+
     If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
     for the next bucket for ever and could take no further load. The version is not committed in that case.
     """
 
     socket: Any
+    shm: Any
 
     def __init__(self, *args: Any, timeout_s: float, failure: Failure, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
         self._failure = failure
+        self._reserved = 0
 
     def _init_socket(self) -> None:
         super()._init_socket()
@@ -116,6 +121,7 @@ class DeadlineWeightSender(BucketedWeightSender):
                         f"tensor {name} has {tensor.nbytes} bytes, more than fit into "
                         f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; raise it"
                     )
+                self._reserve(tensor.nbytes + tensor.element_size())
                 yield name, tensor
         except Exception:
             if self.socket is not None and self.socket.may_send:
@@ -123,6 +129,21 @@ class DeadlineWeightSender(BucketedWeightSender):
                     self.socket.send_pyobj({"bucket_meta": {}, "is_last": True})
                     self.socket.recv()
             raise
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have room in shared memory for so much more of the bucket, as far as there is more of it."""
+        more = min(nbytes, self.bucket_size - self._reserved)
+        if self.shm is None or more <= 0:
+            return
+        try:
+            os.posix_fallocate(self.shm._fd, self._reserved, more)
+        except OSError as error:
+            raise WeightLoadError(
+                f"/dev/shm has no room for a bucket of weights: {error.strerror} after {self._reserved >> 20} of "
+                f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; lower it, or make /dev/shm "
+                "larger (docker run --shm-size)"
+            ) from error
+        self._reserved += more
 
 
 def run_id() -> str:
