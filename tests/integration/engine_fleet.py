@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
+from recipe.async_engine.weights.encoded_engine import EncodedReceiver, EncodedSender
 from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 from recipe.async_engine.weights.worker import WeightLoadError
 
 BUCKET_BYTES = 4096
@@ -38,12 +40,22 @@ class Engine:
     module: str | None
     settings: dict[str, Any] = field(default_factory=dict)
     is_nccl: bool = False
+    encodes: bool = False
+    """Weights of which few change are sent as what changed, from a copy."""
+
+    @property
+    def how(self) -> Weights:
+        weights = Weights(publish="inline", at_swap="interrupt")
+        return replace(weights, publish="beside", encoding="delta") if self.encodes else weights
 
     def load(self) -> None:
         """Have it registered in this process, where another one may have had its name."""
         if self.is_nccl:
             nccl_on_cpu.install(ours=self.module is not None)
         import_external_libs(self.module)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        return few_changes(version) if self.encodes else make_weights(version)
 
     def new(self, **settings: Any) -> Any:
         self.load()
@@ -61,6 +73,15 @@ def make_weights(version: int) -> dict[str, torch.Tensor]:
         "counter": torch.tensor([version, 1 << 40]),
         "lm_head": torch.randn(70, 40, generator=random).bfloat16(),
     }
+
+
+def few_changes(version: int) -> dict[str, torch.Tensor]:
+    """The same weights but for a row of a layer, a counter, and a few values of a large tensor."""
+    weights = make_weights(0)
+    weights["layer.2"][version % 20] += version
+    weights["counter"][0] = version
+    weights["embed"].view(-1)[version::1000] = float("nan") if version % 2 else -0.0
+    return weights
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -91,14 +112,24 @@ class Member:
 class TrainerRank(Member):
     def __init__(self, engine: Engine, rank: int) -> None:
         super().__init__(engine, is_master=rank == 0)
+        self.weights = engine.weights
+        self.snapshot = WeightSnapshot(rank == 0)
         if rank == 0:
-            self.engine = SummedSender(self.engine)
+            self.engine = EncodedSender(self.engine) if engine.encodes else SummedSender(self.engine)
         self.names: list[list[str]] = []
         self.fails_at: str | None = None
 
     async def update_weights(self, global_steps: int, mode: str) -> Any:
         self.names.append([])
         return await self.engine.send_weights(self._weights(global_steps), global_steps=global_steps) or {}
+
+    def snapshot_weights(self, version: int, wire: Wire) -> None:
+        self.snapshot.take(self.weights(version).items(), version, wire)
+
+    async def send_snapshot(self, version: int, full: bool) -> Any:
+        how = {"full": full} if isinstance(self.engine, EncodedSender) else {}
+        with self.snapshot.stream(version) as weights:
+            return await self.engine.send_weights(weights, global_steps=version, **how) or {}
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in make_weights(version).items():
@@ -126,6 +157,9 @@ class Receiver(Member):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
+        self.weights = engine.weights
+        if engine.encodes:
+            self.engine = EncodedReceiver(self.engine)
         self.fault: str | None = None
         self.received: dict[str, torch.Tensor] = {}
         self.wrong: list[str] = []
@@ -139,7 +173,7 @@ class Receiver(Member):
         return await asyncio.to_thread(lambda: asyncio.run(self._receive(global_steps)))
 
     async def _receive(self, version: int) -> str:
-        checksum, received, expected = StreamChecksum(), {}, bits(make_weights(version))
+        checksum, received, expected = StreamChecksum(), {}, bits(self.weights(version))
         async for name, tensor in checksum.watching(self.engine.receive_weights(global_steps=version)):
             received[name] = tensor.clone()
             if bits({name: tensor})[name] != expected[name]:
@@ -173,7 +207,9 @@ class Replica:
         self.receiver = ray.remote(Receiver).options(num_cpus=0).remote(engine)
         self.replica_rank = rank
         self.server_address = f"server-{rank}"
-        self.server_handle = Handle(SimpleNamespace(leave_routing=lambda: None, swap=lambda version, checksum: None))
+        self.server_handle = Handle(
+            SimpleNamespace(leave_routing=lambda: None, swap=lambda version, checksum: None, wide_parameters=lambda: [])
+        )
         self.workers, self.servers = [self.receiver], []
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -209,8 +245,18 @@ class Publisher(WeightPublisher):
         return await super()._load(*arguments)
 
 
+class TrainerGroup(RayWorkerGroup):
+    """With the methods that our training workers add to verl's."""
+
+    def snapshot_weights(self, *arguments: Any) -> list[Any]:
+        return [worker.snapshot_weights.remote(*arguments) for worker in self.workers]
+
+    def send_snapshot(self, *arguments: Any) -> list[Any]:
+        return [worker.send_snapshot.remote(*arguments) for worker in self.workers]
+
+
 def group_of(actors: list[Any]) -> RayWorkerGroup:
-    return RayWorkerGroup(worker_handles=actors, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+    return TrainerGroup(worker_handles=actors, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
 
 
 class Fleet:
@@ -221,7 +267,7 @@ class Fleet:
         self.engine, self.trainer = engine, trainer
         config = CheckpointEngineConfig(backend=engine.backend, custom_backend_module=engine.module)
         balancer = Handle(GlobalRequestLoadBalancer({}))
-        self.publisher = Publisher(config, trainer.group, [], balancer, timeout_s, Weights(at_swap="interrupt"))
+        self.publisher = Publisher(config, trainer.group, [], balancer, timeout_s, engine.how)
         self.replicas: list[Replica] = []
         for _ in range(receivers):
             self.join()
