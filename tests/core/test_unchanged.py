@@ -75,3 +75,32 @@ def test_replicas_that_agree_on_no_checksum_are_no_alarm() -> None:
         unchanged.updated([1.0], 1.0)
         unchanged.seal(version)
         assert unchanged.published(version, None) == 0
+
+
+@pytest.mark.parametrize(
+    ("versions", "total", "ends"),
+    [
+        ("xx.xx", 4, False),
+        ("xx-x", 3, True),
+        ("x-x-x", 3, True),
+        ("x-.-xx", 3, False),
+        ("-----", 0, False),
+    ],
+)
+def test_a_version_that_changed_ends_a_row_and_one_that_had_nothing_to_change_does_not(
+    versions: str, total: int, ends: bool
+) -> None:
+    """x: trained, and sent as before; a dot: sent with a change; a dash: sent as before, its gradients were all 0."""
+    unchanged = UnchangedWeights(limit=3)
+    unchanged.updated([0.0], 1e-6)
+    unchanged.published(0, "0")
+    ended, sent = False, 0
+    for version, kind in enumerate(versions, start=1):
+        unchanged.updated([0.0] if kind == "-" else [1.0], 1e-6)
+        unchanged.seal(version)
+        sent += kind == "."
+        try:
+            assert unchanged.published(version, str(sent)) == (kind == "x")
+        except WeightsUnchanged:
+            ended = version == len(versions)
+    assert (unchanged.total, ended) == (total, ends)
