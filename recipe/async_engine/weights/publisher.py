@@ -267,7 +267,7 @@ class WeightPublisher(CheckpointEngineManager):
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
-            results = await self._connect(rollout)
+            results: list[Any] = await self._connect(rollout)
             if not results:
                 sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
                 how = "update_weights" if self._in_place else "stage_weights"
@@ -303,7 +303,7 @@ class WeightPublisher(CheckpointEngineManager):
                 self.checksum = checksum
         return committed, metrics, trainer_error
 
-    async def _connect(self, rollout: RayWorkerGroup) -> list[BaseException]:
+    async def _connect(self, rollout: RayWorkerGroup) -> list[Any]:
         """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only.
 
         Returns:
