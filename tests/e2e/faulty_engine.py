@@ -22,7 +22,7 @@ from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
 class FaultyEngine(GlooCheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         async for count, item in _counted(super().receive_weights(global_steps)):
-            if count == 3 and global_steps == int(os.environ["FAULTY_SYNC_VERSION"]) and _first():
+            if count == 1 and global_steps == int(os.environ["FAULTY_SYNC_VERSION"]) and _first():
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 

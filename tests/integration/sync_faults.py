@@ -25,6 +25,7 @@ from typing import Any
 
 import ray
 import torch
+import zmq
 from engine_fleet import ANSWER_S, Engine, Publisher, TrainerRank, group_of
 from nccl_on_cpu import DEVICE
 from remote_fakes import Handle
@@ -47,7 +48,7 @@ BUCKET_BYTES = 1 << 19
 HANDED_MEGABYTES = 1
 LONG_S, SHORT_S = 40.0, 3.0
 DELAY_S = 0.4
-ASK_EVERY_S = 0.01
+ASK_EVERY_S = 0.02
 BUFFERS = ("counter",)
 OF_A_SYNC = ("leave-nccl-group", "join-nccl-group", "weight-staging")
 
@@ -71,6 +72,8 @@ class Injector:
         self.fault: Fault | None = None
         self.passed: dict[str, int] = {}
         self.buffers: list[weakref.ref[Any]] = []
+        self.segments: Path | None = None
+        """Where names of shared memory that is made are written."""
         self._content: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
@@ -180,14 +183,18 @@ def plant_places() -> None:
     Transport.send, Transport.receive = sending, receiving
     gloo_engine.GlooGroup = half_joined
 
-    send_message = DeadlineSocket.send_pyobj
+    wait = DeadlineSocket._wait
 
-    def handing(self: DeadlineSocket, message: Any) -> None:
-        number = HERE.number("handed")
-        HERE.at("handed", number)
-        send_message(self, message)
+    def waiting(self: DeadlineSocket, event: int) -> None:
+        if event == zmq.POLLOUT:
+            number = HERE.number("handed")
+            if number == 0 and HERE.segments is not None:
+                with HERE.segments.open("a") as file:
+                    file.write(self.said["name"] + "\n")
+            HERE.at("handed", number)
+        wait(self, event)
 
-    DeadlineSocket.send_pyobj = handing
+    DeadlineSocket._wait = waiting
 
     load, complete, swap = (getattr(staged_model.StagedModel, name) for name in ("load", "complete", "swap"))
 
@@ -317,6 +324,7 @@ class FaultyWorker(Faulty, RolloutWeightWorker):
             checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=HANDED_MEGABYTES)
         )
         adapter.zmq_handle, adapter.use_shm = address, True
+        HERE.segments = Path(address.removeprefix("ipc://")).parent / "segments"
         adapter._has_server, adapter.server_handle = True, server
         adapter.checksum = None
 
@@ -570,6 +578,12 @@ class FaultyFleet:
             answer_of(replica.server.keep_asking.remote())
         self.replicas += new
         self.publisher.add_replicas(new)
+
+    @property
+    def segments(self) -> set[str]:
+        """Shared memory that was made to hand weights over, and is there still."""
+        names = (Path(self.folder.name) / "segments").read_text().split()
+        return {name for name in names if Path("/dev/shm", name).exists()}
 
     def is_up(self, actor: ray.actor.ActorHandle) -> bool:
         return self.processes[actor].state == "alive"

@@ -16,8 +16,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from engine_fleet import Engine
@@ -207,16 +205,6 @@ def see_outcome(fleet: FaultyFleet, who: str, fault: Fault, error: BaseException
         assert error is None and fleet.routed in (first, fleet.replicas)
 
 
-def segments_of_nobody() -> set[str]:
-    """Shared memory of a hand-over that no process has mapped any more; other runs have some of their own."""
-    segments = {name for name in os.listdir("/dev/shm") if name.startswith("verl_weights")}
-    for maps in Path("/proc").glob("[0-9]*/maps") if segments else []:
-        with suppress(OSError):
-            text = maps.read_text()
-            segments = {name for name in segments if name not in text}
-    return segments
-
-
 def see_nothing_left(fleet: FaultyFleet, fault: Fault) -> None:
     """Threads that wait for a member that never joined a group of NCCL's stay, as its docstring says."""
     may_stay = ("join-nccl-group",) if fault.place in JOIN else ()
@@ -224,7 +212,7 @@ def see_nothing_left(fleet: FaultyFleet, fault: Fault) -> None:
     while True:
         left = [answer_of(member.left.remote()) for member in fleet.members]
         threads = [name for of_member in left for name in of_member["threads"] if name not in may_stay]
-        segments = segments_of_nobody()
+        segments = fleet.segments
         living = {str(replica.replica_rank) for replica in fleet.replicas}
         sockets = living & set(os.listdir(fleet.folder.name))
         held = any(of_member["mappings"] > 1 or of_member["buffers"] for of_member in left)

@@ -399,12 +399,15 @@ async def test_staging_ends_within_its_deadline_where_nobody_answers(address: st
     assert ("staged", 4) not in server.journal
 
 
-def test_receiver_gives_up_on_a_sender_that_says_nothing(address: str) -> None:
+@pytest.mark.parametrize(("timeout_s", "words"), [(0.1, "said nothing for 0.1 s"), (SOON, "took its place")])
+def test_receiver_gives_up_on_a_sender_that_says_nothing_or_when_it_is_told_to(
+    address: str, timeout_s: float, words: str
+) -> None:
     socket = zmq.Context.instance().socket(zmq.REQ)
     socket.bind(address)
-    server = Server(address)
-    receiver = DeadlineReceiver(address, torch.device("cpu"), use_shm=True, timeout_s=0.1)
-    staging = Staging(Place(server), 4, receiver, 0)
-    assert staging.join(SOON)
-    assert staging.outcome.startswith("Again"), "zmq's word for a deadline"
+    receiver = DeadlineReceiver(address, torch.device("cpu"), use_shm=True, timeout_s=timeout_s)
+    staging = Staging(Place(Server(address)), 4, receiver, 0)
+    if timeout_s < SOON:
+        staging._thread.join(SOON)
+    assert staging.stop(SOON / 2) and words in staging.outcome
     socket.close(linger=0)

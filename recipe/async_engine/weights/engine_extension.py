@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any
 
 import torch
@@ -28,25 +29,48 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
-from recipe.async_engine.weights.worker import COMPLETE, UNDER_WAY
+from recipe.async_engine.weights.worker import COMPLETE, LOOK_MS, UNDER_WAY
+
+
+class PatientSocket:
+    """A zmq REP socket that waits ``timeout_s`` seconds for a message, or until ``stopped``; StagingRefused then."""
+
+    def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
+        self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
+        socket.setsockopt(zmq.LINGER, 0)
+        self.send, self.close = socket.send, socket.close
+
+    def recv_pyobj(self) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._socket.poll(LOOK_MS):
+            if self._stopped.is_set():
+                raise StagingRefused("another stream of weights took its place")
+            if time.monotonic() > deadline:
+                raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
+        return self._socket.recv_pyobj()
+
 
 # Where a stream is staged, by what it is of.
 Place = StagedModel | StagedAdapter
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
-    """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds."""
+    """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds, or is told to."""
 
     socket: Any
 
     def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._timeout_ms = int(timeout_s * 1000)
+        self._timeout_s = timeout_s
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Wait for no further message."""
+        self._stopped.set()
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket = PatientSocket(self.socket, self._timeout_s, self._stopped)
 
 
 def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
@@ -97,8 +121,9 @@ class Staging:
             return UNDER_WAY
         return self._problem or self._complete
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the stream; returns whether it has ended."""
+    def stop(self, timeout_s: float) -> bool:
+        """Have the stream end, which may be one that its sender has left without a word; returns whether it has."""
+        self._receiver.stop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -153,9 +178,9 @@ class StagingExtension(vLLMColocateWorkerExtension):
             adapter: the stream is a LoRA adapter, with this number and PEFT's configuration of it.
 
         Raises:
-            StagingRefused: the engine has weights that cannot be staged, or an earlier stream does not end.
+            StagingRefused: the engine has weights that cannot be staged, or an earlier stream cannot be ended.
         """
-        if self._staging is not None and not self._staging.join(timeout_s):
+        if self._staging is not None and not self._staging.stop(timeout_s):
             raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
         if adapter is not None:
             number, peft_config = adapter

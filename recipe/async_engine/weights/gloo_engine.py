@@ -193,6 +193,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments = None
         if transport is None:
             return
+        self._remains.add()
         # A call may still be in progress on the thread and use the buckets, up to its deadline: leave both to it.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
@@ -303,7 +304,6 @@ class GlooCheckpointEngine(CheckpointEngine):
         except BaseException as error:
             name, reason = type(error).__name__, self._left_because
             logger.warning("weight sync ended early (%s: %s); the next one builds a fresh group", name, error)
-            self._remains.add()
             self.reset()
             if reason and isinstance(error, WeightStreamError):
                 raise WeightStreamError(f"{error}; this member had left the sync: {reason}") from error

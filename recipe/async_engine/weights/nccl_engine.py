@@ -239,6 +239,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def reset(self, reason: str = "it was told to") -> None:
         """Leave the group: a transfer under way fails here with ``reason``, and the next sync makes a new group."""
         if self._group is not None:
+            self._remains.add()
             self._group.leave(reason)
 
     # Transfer

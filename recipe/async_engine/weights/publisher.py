@@ -313,7 +313,7 @@ class WeightPublisher(CheckpointEngineManager):
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
         try:
-            results: list[Any] = list(await self._connect(rollout))
+            results: list[Any] = await self._connect(rollout)
             if not results:
                 if self._beside:
                     sent = self.actor_wg.send_snapshot(version, full)
@@ -352,7 +352,7 @@ class WeightPublisher(CheckpointEngineManager):
                 self.checksum = checksum
         return committed, metrics, trainer_error
 
-    async def _connect(self, rollout: RayWorkerGroup) -> list[BaseException]:
+    async def _connect(self, rollout: RayWorkerGroup) -> list[Any]:
         """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only.
 
         Returns:

@@ -14,6 +14,7 @@ import os
 import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any, TypeVar
 
 import ray
@@ -61,9 +62,12 @@ class DeadlineSocket:
         self._timeout_s = timeout_s
         self._failure = failure
         self.may_send = True
+        self.said: Any = None
+        """The last message, whether it left or not."""
         socket.setsockopt(zmq.LINGER, 0)
 
     def send_pyobj(self, obj: Any) -> None:
+        self.said = obj
         # Writable once the engine has connected.
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj, zmq.NOBLOCK)
@@ -107,6 +111,18 @@ class DeadlineWeightSender(BucketedWeightSender):
     def _init_socket(self) -> None:
         super()._init_socket()
         self.socket = DeadlineSocket(self.socket, self._timeout_s, self._failure)
+
+    def _init_buffer(self) -> None:
+        try:
+            super()._init_buffer()
+        except Exception:
+            # verl forgets a segment that it has made but not handed over (bucketed_weight_transfer.py:185).
+            if isinstance(self.socket.said, dict):
+                with contextlib.suppress(OSError):
+                    segment = SharedMemory(self.socket.said["name"])
+                    segment.close()
+                    segment.unlink()
+            raise
 
     async def async_send_weights(self, weights: NamedTensors) -> None:
         await super().async_send_weights(self._closing_on_error(weights))
