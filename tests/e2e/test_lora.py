@@ -111,7 +111,7 @@ BOUND_0 = ["async_training.staleness_threshold=0"]
 RUNS = [
     pytest.param(FULLY_ASYNC, [*MERGED, *BOUND_0], id="fully_async-merged"),
     pytest.param(IN_TURNS, [*ALONE, *BOUND_0], id="partial_rollout-alone"),
-    pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone"),
+    pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone", marks=pytest.mark.slow),
     pytest.param(FULLY_ASYNC, [*ALONE, *BOUND_0], id="fully_async-alone", marks=pytest.mark.slow),
     pytest.param(ONE_STEP_OFF, MERGED, id="one_step_off-merged", marks=pytest.mark.slow),
     pytest.param(IN_TURNS, [*MERGED, *BOUND_0], id="partial_rollout-merged", marks=pytest.mark.slow),
