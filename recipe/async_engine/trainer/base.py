@@ -54,6 +54,7 @@ from recipe.async_engine.trainer.publication import Publication
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
+from recipe.async_engine.weights.publisher import ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         return SampleLedger.restore(snapshot, settings, **rules)
 
     def _new_publication(self) -> Publication:
-        # A sync asks, transfers at most twice, pauses and swaps, each within its deadline.
-        timeouts, parts = self.timeouts, 5
+        # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
+        timeouts, parts = self.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
         if self._drains:
