@@ -40,13 +40,13 @@ from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import gloo_engine, staged_model
 from recipe.async_engine.weights import publisher as publisher_module
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
-from recipe.async_engine.weights.engine_extension import StagingExtension
+from recipe.async_engine.weights.engine_extension import Staging, StagingExtension
 from recipe.async_engine.weights.transport import Transport
 from recipe.async_engine.weights.worker import DeadlineServerAdapter, DeadlineSocket, RolloutWeightWorker
 
 BUCKET_BYTES = 1 << 19
 HANDED_MEGABYTES = 1
-LONG_S, SHORT_S = 40.0, 3.0
+LONG_S, SHORT_S, PING_S = 40.0, 4.0, 3.0
 DELAY_S = 0.4
 ASK_EVERY_S = 0.02
 BUFFERS = ("counter",)
@@ -196,12 +196,18 @@ def plant_places() -> None:
 
     DeadlineSocket._wait = waiting
 
+    take = Staging._take
+
+    def taking(self: Staging, weights: Any, is_last: bool) -> None:
+        number = HERE.number("load")
+        HERE.carries("load", number, *[tensor.reshape(-1).view(torch.uint8) for _, tensor in weights])
+        take(self, weights, is_last)
+
+    Staging._take = taking
     load, complete, swap = (getattr(staged_model.StagedModel, name) for name in ("load", "complete", "swap"))
 
     def loading(self: Any, weights: Any) -> None:
-        number = HERE.number("load")
-        HERE.at("load", number)
-        HERE.carries("load", number, *[tensor.reshape(-1).view(torch.uint8) for _, tensor in weights])
+        HERE.at("load", HERE.passed["load"] - 1)
         load(self, weights)
 
     def completing(self: Any, version: int) -> None:
@@ -551,7 +557,7 @@ class FaultyFleet:
 
     def __init__(self, engine: Engine) -> None:
         engine.load()
-        publisher_module.PING_TIMEOUT_S = 1.0
+        publisher_module.PING_TIMEOUT_S = PING_S
         self.engine = engine
         self.folder = tempfile.TemporaryDirectory(prefix="zmq", dir="/tmp")
         self.processes: dict[Any, Process] = {}

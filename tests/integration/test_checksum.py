@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.weights.checksum import BLOCK, CHECKSUM, VERSION, StreamChecksum, SummedSender
+from recipe.async_engine.weights.checksum import BLOCK_WORDS, CHECKSUM, VERSION, StreamChecksum, SummedSender
 
+BLOCK = 8 * BLOCK_WORDS
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
 
 
@@ -35,6 +36,24 @@ def test_any_bit_counts(dtype: torch.dtype, size: int, data: st.DataObject) -> N
     changed = bits(weights["a"])
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert checksum(weights) != before
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_highest_bit_of_any_word_counts(dtype: torch.dtype) -> None:
+    weights = {"a": torch.zeros(5 * BLOCK // dtype.itemsize + 3).to(dtype)}
+    before, data = checksum(weights), bits(weights["a"])
+    for place in range(7, len(data), 509 * 8):
+        data[place] ^= 128
+        assert checksum(weights) != before, place
+        data[place] ^= 128
+
+
+def test_where_in_a_buffer_a_tensor_lies_does_not_count() -> None:
+    weights = {"a": torch.randn(3 * BLOCK).bfloat16()}
+    for offset in (0, 2, 6, 8):
+        buffer = torch.empty(offset + weights["a"].nbytes, dtype=torch.uint8)
+        lying = buffer[offset:].view(torch.bfloat16).copy_(weights["a"])
+        assert checksum({"a": lying}) == checksum(weights)
 
 
 def test_order_of_arrival_and_layout_do_not_count() -> None:

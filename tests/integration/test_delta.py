@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipe.async_engine.weights.buckets import TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
-from recipe.async_engine.weights.checksum import INTEGERS
-from recipe.async_engine.weights.delta import HEADER, INDEX, PACKED, Base, Decoder, Sizes, decode, encode
+from recipe.async_engine.weights.delta import HEADER, INDEX, INTEGERS, PACKED, Base, Decoder, Sizes, decode, encode
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [torch.int64, torch.uint8, torch.bool]

@@ -100,16 +100,23 @@ def name_of(engine: str, who: str, fault: Fault) -> str:
 ALL = [(engine, who, fault) for engine in ENGINES for who, fault in cases_of(engine)]
 
 
+def deadline_of(fault: Fault) -> float:
+    """Short where it has to pass."""
+    joins = fault.place in JOIN and fault.kind != DELAY
+    return SHORT_S if joins or fault.kind in (DIE, STOP) else LONG_S
+
+
 def a_part_of_all() -> set[int]:
     """Numbers of cases in which every engine meets every kind of fault, and every place comes up."""
-    part, seen = set[int](), set[tuple[str, str]]()
+    part, seen = set[int](), set[tuple[str, str] | str]()
     order = list(range(len(ALL)))
     random.Random(3).shuffle(order)
     for number in order:
         engine, who, fault = ALL[number]
-        # What stands still costs deadlines.
-        new = {(engine, fault.kind), (who, fault.place)} if fault.kind != STOP else {(who, STOP)}
-        if (fault.kind == STOP and who == "sender") or new <= seen:
+        # What has to pass a deadline, or two, costs seconds: once for all.
+        waits = fault.kind == STOP or (deadline_of(fault) == SHORT_S and fault.place in JOIN)
+        new = {STOP} if waits else {(engine, fault.kind), fault.place}
+        if (waits and (who == "sender" or fault.kind != STOP)) or new <= seen:
             continue
         part.add(number)
         seen |= new
@@ -182,12 +189,6 @@ def see_answers_are_whole(fleet: FaultyFleet, old: int, times: dict[str, float])
             assert meanwhile and {answer.version for answer in meanwhile} == {old}
 
 
-def deadline_of(fault: Fault) -> float:
-    """Short where it has to pass."""
-    joins = fault.place in JOIN and fault.kind != DELAY
-    return SHORT_S if joins or fault.kind in (DIE, STOP) else LONG_S
-
-
 def see_outcome(fleet: FaultyFleet, who: str, fault: Fault, error: BaseException | None, transfers: int) -> None:
     """What must become of a sync with this fault."""
     first = fleet.replicas[:1]
@@ -205,13 +206,15 @@ def see_outcome(fleet: FaultyFleet, who: str, fault: Fault, error: BaseException
         assert error is None and fleet.routed in (first, fleet.replicas)
 
 
-def see_nothing_left(fleet: FaultyFleet, fault: Fault) -> None:
-    """Threads that wait for a member that never joined a group of NCCL's stay, as its docstring says."""
-    may_stay = ("join-nccl-group",) if fault.place in JOIN else ()
+def see_nothing_left(fleet: FaultyFleet) -> None:
+    """Threads that wait for a member that never joined a group of NCCL's stay, as its docstring says.
+
+    They do at all members, from the case that left them there to the fleet's end.
+    """
     until = time.monotonic() + SOON_S
     while True:
         left = [answer_of(member.left.remote()) for member in fleet.members]
-        threads = [name for of_member in left for name in of_member["threads"] if name not in may_stay]
+        threads = [name for of_member in left for name in of_member["threads"] if name != "join-nccl-group"]
         segments = fleet.segments
         living = {str(replica.replica_rank) for replica in fleet.replicas}
         sockets = living & set(os.listdir(fleet.folder.name))
@@ -247,7 +250,7 @@ def play(fleet: FaultyFleet, who: str, fault: Fault) -> None:
     if ended:
         # Who had waited for one of these has failed by now, and the next sync gives back what that held.
         publish_in_order(fleet)
-    see_nothing_left(fleet, fault)
+    see_nothing_left(fleet)
 
 
 def test_each_engine_has_as_many_frames_as_are_harmed(fleet_of: Callable[[str], FaultyFleet]) -> None:

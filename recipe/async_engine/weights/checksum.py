@@ -2,7 +2,7 @@
 """A checksum of weights, taken where they are sent and where an engine takes them, on whatever device they are.
 
 Contract: the same for the same names, shapes, types and bits, in whatever order the tensors come; another one if a bit
-differs, or if blocks of `BLOCK` elements, or whole tensors, changed places. Tensors without elements do not count,
+differs, or if blocks of `BLOCK_WORDS` words, or whole tensors, changed places. Tensors without elements do not count,
 since not every checkpoint engine carries them. It reads each tensor once, and waits for the device at the end only. It
 finds accidents, not forgeries. Shown by tests/integration/test_checksum.py.
 
@@ -17,21 +17,28 @@ from typing import Any
 
 import torch
 
-BLOCK = 1024
+WORD_BYTES = 8
+BLOCK_WORDS = 512
 CHECKSUM, VERSION = "sent checksum", "sent version"
 """What a sender reports beside its metrics."""
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 (), on the tensor's device: sums of its blocks' bits as integers, weighted by the blocks' places."""
-    numbers = tensor.detach().flatten().view(INTEGERS[tensor.element_size()])
-    whole = len(numbers) // BLOCK
-    sums = [numbers[: whole * BLOCK].view(whole, BLOCK).sum(1, dtype=torch.int64)]
-    sums.append(numbers[whole * BLOCK :].sum(dtype=torch.int64)[None])
+    """int64 (), on the tensor's device: sums of its blocks' bits as integers, weighted by the blocks' places.
+
+    A processor sums integers of 8 bytes as fast as it reads them, and smaller ones thirty times slower. Weights are
+    odd, so that the highest bit of a word counts in every block.
+    """
+    data = tensor.detach().flatten().view(torch.uint8)
+    if data.storage_offset() % WORD_BYTES:
+        data = data.clone()
+    end = len(data) // WORD_BYTES * WORD_BYTES
+    words, rest = data[:end].view(torch.int64), data[end:].to(torch.int64)
+    whole = len(words) // BLOCK_WORDS * BLOCK_WORDS
+    sums = [words[:whole].view(-1, BLOCK_WORDS).sum(1), words[whole:].sum()[None]]
+    sums.append((rest << 8 * torch.arange(len(rest), device=rest.device)).sum()[None])
     blocks = torch.cat(sums)
-    return (blocks * torch.arange(1, whole + 2, device=blocks.device)).sum()
+    return (blocks * (2 * torch.arange(len(blocks), device=blocks.device) + 1)).sum()
 
 
 class StreamChecksum:

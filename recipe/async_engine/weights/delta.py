@@ -32,11 +32,12 @@ from typing import Any
 import torch
 
 from recipe.async_engine.weights.buckets import WeightStreamError
-from recipe.async_engine.weights.checksum import INTEGERS, StreamChecksum
+from recipe.async_engine.weights.checksum import StreamChecksum
 
 FORMAT = 1
 HEADER, INDEX, PACKED = "delta/header", "delta/index", "delta/values/"
 FULL, CHANGES, SAME = "full", "changes", "same"
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GAP_BYTES = (1, 2)
 CRC_BYTES = 4
 ALIGNMENT = 16
