@@ -4,9 +4,10 @@
     python benchmarks/weight_sync.py [--repeats 7] [--replicas 1]
 
 Sender and receivers are processes of their own; a receiver copies each tensor out of its bucket into a buffer of its
-own, as an engine that loads it would. Shapes: a tiny model, and a 0.5B-parameter one (Qwen2.5-0.5B) in bf16. The plain
-copy is one process's `Tensor.copy_` of the same tensors, in turns with the syncs. How long generation stands still in a
-run is the metric `fully_async/weight_sync/generation_paused_seconds`.
+own, as an engine that loads it would. Both sum the bits, and the sums are compared. Shapes: a tiny model, and a
+0.5B-parameter one (Qwen2.5-0.5B) in bf16. The plain copy is one process's `Tensor.copy_` of the same tensors, in turns
+with the syncs. How long generation stands still in a run is the metric
+`fully_async/weight_sync/generation_paused_seconds`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum, SummedSender
 from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
 
 BUCKET_BYTES = 64 << 20
@@ -66,23 +68,24 @@ def tensors(model: str, fill: float) -> dict[str, torch.Tensor]:
 def member(pipe: Any, is_master: bool, model: str) -> None:
     """One process: a command in, its answer out."""
     engine = GlooCheckpointEngine(BUCKET_BYTES, is_master=is_master, timeout_s=120.0, connect_timeout_s=30.0)
+    sender = SummedSender(engine)
     own = tensors(model, 1.0 if is_master else 0.0)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield from own.items()
 
-    async def receive(version: int) -> None:
-        async for name, tensor in engine.receive_weights(global_steps=version):
+    async def receive(version: int) -> str:
+        checksum = StreamChecksum()
+        async for name, tensor in checksum.watching(engine.receive_weights(global_steps=version)):
             own[name].copy_(tensor)
+        return checksum.value()
 
     while True:
         command, arguments = pipe.recv()
         if command == "send":
-            asyncio.run(engine.send_weights(weights(), **arguments))
-            answer = None
+            answer = asyncio.run(sender.send_weights(weights(), **arguments))[CHECKSUM]
         elif command == "receive":
-            asyncio.run(receive(**arguments))
-            answer = None
+            answer = asyncio.run(receive(**arguments))
         elif command == "holds":
             answer = all(bool((tensor == 1).all()) for tensor in own.values())
         else:
@@ -124,9 +127,10 @@ def sync(members: list[Member], version: int) -> float:
     members[0].start("send", global_steps=version)
     for each in members[1:]:
         each.start("receive", version=version)
-    for each in members:
-        each.answer()
-    return time.perf_counter() - began
+    checksums = {each.answer() for each in members}
+    seconds = time.perf_counter() - began
+    assert len(checksums) == 1, "a receiver got something else than was sent"
+    return seconds
 
 
 def copy_seconds(model: str) -> float:
