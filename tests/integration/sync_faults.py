@@ -392,6 +392,8 @@ class FaultyEngine:
     def __init__(self, worker: EngineWorker) -> None:
         self.worker = worker
         self.output_processor = SimpleNamespace(request_states={})
+        self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
+        self.engine_core = self
 
     async def generate(self, *, request_id: str, **_: Any) -> AsyncIterator[Any]:
         completion = SimpleNamespace(token_ids=[self.worker.token()], logprobs=None, finish_reason="stop")
@@ -406,7 +408,7 @@ class FaultyEngine:
             args = (HERE.told(method, args[0]), *args[1:])
         return [getattr(self.worker, method)(*args)]
 
-    async def pause_generation(self, **_: Any) -> None:
+    async def pause_scheduler_async(self, **_: Any) -> None:
         HERE.at("pause")
 
     async def resume_generation(self) -> None:

@@ -48,6 +48,8 @@ class Publisher:
     def add_replicas(self, replicas: list[Part]) -> None:
         self.replicas += replicas
 
+    def snapshot(self, version: int) -> None: ...
+
     def stage(self, version: int) -> StagedVersion:
         return StagedVersion(version)
 
