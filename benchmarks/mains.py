@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 import stock_overrides as stock
 from main_process import run_module, short_run
 from surroundings import ray_folder, with_helpers
