@@ -187,14 +187,14 @@ def test_weights_out_of_order_are_refused() -> None:
 class Server(RuleBasedStateMachine):
     """Any order of events; an owner that does what it is told."""
 
-    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans())
-    def start(self, anchor: Anchor, stale: bool) -> None:
-        self.anchor, self.stale = anchor, stale
-        self.queue = queue_of(anchor, answer_stale=stale)
+    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans(), holds=st.booleans())
+    def start(self, anchor: Anchor, stale: bool, holds: bool) -> None:
+        self.anchor, self.stale, self.holds = anchor, stale, holds
+        self.queue = queue_of(anchor, answer_stale=stale, holds_for_weights=holds)
         self.now, self.version, self.numbers = 0.0, -1, 0
         self.waiting: dict[int, ScoringRequest] = {}
         self.running: ScoringBatch | None = None
-        self.loading = False
+        self.loading = self.receiving = False
         self.staged_at: float | None = None
         self.refused: int | None = None
 
@@ -238,13 +238,20 @@ class Server(RuleBasedStateMachine):
             newest = self.queue.newest
             assert newest is None or self.waiting[lost.id].version > newest
             del self.waiting[lost.id]
-        self.loading = False
+        self.loading = self.receiving = False
 
     @precondition(lambda self: self.loading and self.queue.may_stage)
     @rule()
+    def receive(self) -> None:
+        assert not (self.holds and self.running)
+        self.receiving = True
+
+    @precondition(lambda self: self.receiving)
+    @rule()
     def complete_load(self) -> None:
         self.queue.staged(self.now)
-        self.loading, self.staged_at = False, self.now
+        self.loading = self.receiving = False
+        self.staged_at = self.now
         self.refused = None
 
     @precondition(lambda self: not self.loading and self.version >= 0)
@@ -274,6 +281,7 @@ class Server(RuleBasedStateMachine):
             self.running = action
 
     def check(self, batch: ScoringBatch) -> None:
+        assert not (self.holds and self.receiving)
         assert not self.queue.paused and batch.requests and batch.version == self.queue.live != self.refused
         assert batch.tokens <= BUDGET or len(batch.requests) == 1
         for one in batch.requests:

@@ -35,7 +35,7 @@ from verl.workers.config import (
 
 from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
-from recipe.async_engine.model_engine.staging import StagingError
+from recipe.async_engine.weights.staged import StagingRefused
 
 VOCABULARY = 64
 LENGTHS = (13, 24, 7, 20)
@@ -192,7 +192,7 @@ def load(adapter: ModelEngineServerAdapter, weights: dict[str, torch.Tensor], br
 def refusal(adapter: ModelEngineServerAdapter, *arguments: Any) -> str | None:
     try:
         load(adapter, *arguments)
-    except StagingError as error:
+    except StagingRefused as error:
         return str(error)
     return None
 
@@ -209,7 +209,7 @@ def play(scenario: Scenario, path: str) -> dict[str, Any]:
     seen["cut_off"] = refusal(adapter, new, 5 if dist.get_rank() == scenario.ranks - 1 else None)
     load(adapter, new)
     seen["staged"] = largest_difference(adapter, scenario, seed=0)
-    adapter.promote()
+    adapter.swap(1)
     seen["promoted"] = largest_difference(adapter, scenario, seed=1)
     if scenario.bf16:
         return seen | {"rounding": rounding_of_bf16(scenario, seed=0)}

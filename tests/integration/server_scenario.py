@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two log-prob servers on real Ray, one of two ranks and one of one, fed by a real weight transfer.
 
+The servers take the transfer's collectives for those of a device, beside which several ranks compute nothing.
+
 A process of its own, started by test_model_engine_server.py: it prints what it saw as one line of JSON.
 """
 
@@ -15,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from device_engine import BACKEND
 from model_engine_scenarios import TEMPERATURE, VOCABULARY, Scenario, make_model
 from verl.workers.config import (
     CheckpointEngineConfig,
@@ -43,14 +47,22 @@ BROKEN = "model.layers.1.mlp.up_proj.weight"
 TIMEOUT_S = 30.0
 START_S = 120.0
 LATE_S = 0.5
+HELD_S = 1.0
 LENGTHS = (13, 24, 7, 20, 9)
-ENGINE = {"recipe_gloo": {"timeout_s": 10.0}}
-MODULE = "recipe.async_engine.weights.gloo_engine"
+ENGINE = {"timeout_s": 10.0}
+CHECKPOINT_ENGINE = CheckpointEngineConfig(
+    backend=BACKEND,
+    custom_backend_module="device_engine",
+    update_weights_bucket_megabytes=1,
+    engine_kwargs={BACKEND: ENGINE},
+)
 
 
-def stream(version: int, fault: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a version, with something wrong."""
+def stream(version: int, fault: str | None = None, until: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a version, with something wrong; ``until``: what is held up ends when this file is there."""
     for name, tensor in make_model(MODEL, seed=version).state_dict().items():
+        while name == BROKEN and fault == "held_up" and not os.path.exists(until):
+            time.sleep(0.01)
         if name == BROKEN and fault == "cut_off":
             raise ConnectionError("the trainer is gone")
         if name == BROKEN and fault == "missing":
@@ -116,10 +128,7 @@ def make_replicas(path: str) -> list[ModelEngineReplica]:
         infer_micro_batch_size_per_gpu=1,
     )
     settings = WorkerSettings(engine, TEMPERATURE, timeout_s=TIMEOUT_S)
-    checkpoint_engine = CheckpointEngineConfig(
-        backend="recipe_gloo", custom_backend_module=MODULE, update_weights_bucket_megabytes=1, engine_kwargs=ENGINE
-    )
-    rollout = RolloutConfig(name="vllm", checkpoint_engine=checkpoint_engine)
+    rollout = RolloutConfig(name="vllm", checkpoint_engine=CHECKPOINT_ENGINE)
     override = {"attn_implementation": "sdpa"}
     model = HFModelConfig(
         path=path, use_remove_padding=False, enable_gradient_checkpointing=False, override_config=override
@@ -146,26 +155,50 @@ async def paused(replica: ModelEngineReplica, client: ScoringClient) -> list[boo
     return [bool(done), request.done()]
 
 
-def arrive_late(worker: Any, seconds: float) -> None:
-    """The weights are staged on this rank when the leader has long said that they are there."""
-    receive = worker._receive
+def watch(worker: Any, late_s: float) -> None:
+    """Whether the rank receives is seen from now on; it has what it receives staged so much later."""
+    receive, worker.receives = worker._receive, False
 
-    def receive_late(version: int | None) -> str:
-        checksum = receive(version)
-        time.sleep(seconds)
+    def watched(version: int) -> str:
+        worker.receives = True
+        try:
+            checksum = receive(version)
+        finally:
+            worker.receives = False
+        time.sleep(late_s)
         return checksum
 
-    worker._receive = receive_late
+    worker._receive = watched
+
+
+async def beside_a_transfer(sync: Sync, two_ranks: Any, one_rank: Any, version: int, until: str) -> list[list[bool]]:
+    """Which servers answer for the version before while ``version`` is on its way to all, and after it has come."""
+    transfer = asyncio.create_task(asyncio.to_thread(sync.load, version))
+    workers = [worker for record in sync.known.records for worker in record.replica.workers]
+    async with asyncio.timeout(TIMEOUT_S):
+        while not all([await worker.__ray_call__.remote(lambda worker: worker.receives) for worker in workers]):
+            await asyncio.sleep(0.01)
+        requests = [asyncio.ensure_future(answers(client, version - 1)) for client in (two_ranks, one_rank)]
+        await requests[1]
+    await asyncio.wait(requests, timeout=HELD_S)
+    meanwhile = [request.done() for request in requests]
+    Path(until).touch()
+    await transfer
+    await asyncio.wait_for(asyncio.gather(*requests), TIMEOUT_S)
+    return [meanwhile, [request.done() for request in requests]]
 
 
 def play(path: str) -> dict[str, Any]:
     replicas = make_replicas(path)
-    ray.get(replicas[0].workers[1].__ray_call__.remote(arrive_late, LATE_S), timeout=TIMEOUT_S)
+    # The second rank of two has its weights when the first one has long said that they are there.
+    ranks = [*replicas[0].workers, *replicas[1].workers]
+    late = [worker.__ray_call__.remote(watch, late_s) for worker, late_s in zip(ranks, (0, LATE_S, 0), strict=True)]
+    ray.get(late, timeout=TIMEOUT_S)
     handles = {replica.server_address: replica.server_handle for replica in replicas}
-    two_ranks, both = ScoringClient(dict([*handles.items()][:1]), TIMEOUT_S), ScoringClient(handles, TIMEOUT_S)
-    group = TrainerGroup(stream, bucket_size=1 << 20, **ENGINE["recipe_gloo"])
-    config = CheckpointEngineConfig(backend="recipe_gloo", custom_backend_module=MODULE, engine_kwargs=ENGINE)
-    sync = Sync(config, group, [], None, TIMEOUT_S, Weights())
+    two_ranks, one_rank = (ScoringClient({name: handle}, TIMEOUT_S) for name, handle in handles.items())
+    both = ScoringClient(handles, TIMEOUT_S)
+    group = TrainerGroup(stream, bucket_size=1 << 20, **ENGINE)
+    sync = Sync(CHECKPOINT_ENGINE, group, [], None, TIMEOUT_S, Weights())
     sync.add_replicas(replicas)
     seen: dict[str, Any] = {"before_any": refusal(both, 0), "first": sync.load(0)}
     seen["version_0"] = [difference(two_ranks, 0, 0), difference(both, 0, 0)]
@@ -183,6 +216,9 @@ def play(path: str) -> dict[str, Any]:
     seen["version_0_after_sync"] = difference(two_ranks, 0, 0)
     seen["version_1"] = [difference(two_ranks, 1, 1), difference(both, 1, 1)]
     seen["paused"] = asyncio.run(paused(replicas[0], two_ranks))
+    group.more = ("held_up", f"{path}.arrives")
+    seen["beside_a_transfer"] = asyncio.run(beside_a_transfer(sync, two_ranks, one_rank, 2, group.more[1]))
+    group.more = ()
     pid = ray.get(replicas[0].workers[1].__ray_call__.remote(lambda worker: os.getpid()), timeout=TIMEOUT_S)
     os.kill(pid, signal.SIGKILL)
     seen["after_a_rank_died"] = difference(both, 1, 1)

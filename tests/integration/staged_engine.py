@@ -54,7 +54,7 @@ def begin(worker: Any, how: str) -> None:
 
 
 def stage(worker: Any, family: str, version: int, without: str | None = None) -> str | None:
-    from recipe.async_engine.weights.staged_model import StagingRefused
+    from recipe.async_engine.weights.staged import StagingRefused
 
     worker.staged.begin()
     for name, tensor in weights_of(family, version).state_dict().items():

@@ -210,9 +210,9 @@ def plant_places() -> None:
         HERE.at("load", HERE.passed["load"] - 1)
         load(self, weights)
 
-    def completing(self: Any, version: int) -> None:
+    def completing(self: Any, version: int, problem: str | None) -> None:
         HERE.at("complete")
-        complete(self, version)
+        complete(self, version, problem)
         HERE.at("completed")
 
     def swapping(self: Any, version: int) -> None:

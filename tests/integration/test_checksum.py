@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from recipe.async_engine.weights.checksum import BLOCK_WORDS, CHECKSUM, VERSION, StreamChecksum, SummedSender
 
@@ -82,6 +84,33 @@ def test_what_was_mixed_up_is_found(what: str) -> None:
     else:
         mixed["b"] += 1.0
     assert checksum(mixed) != checksum(weights)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what waits for a device, and the bytes of new tensors."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.waits = self.nbytes = 0
+        self._storage = given.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.waits += function is torch.ops.aten._local_scalar_dense.default
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self._storage:
+                self.nbytes += tensor.nbytes
+        return result
+
+
+def test_no_tensor_is_waited_for_by_itself_or_copied() -> None:
+    found, tensor = StreamChecksum(), torch.randn(64 * BLOCK).bfloat16()
+    with Operations(tensor) as operations:
+        for name in "abc":
+            found.add(name, tensor)
+        assert operations.nbytes < 3 * tensor.nbytes / 50
+        found.value()
+    assert operations.waits == 0, "values are read one by one"
 
 
 async def test_weights_pass_unchanged() -> None:

@@ -71,6 +71,12 @@ def test_requests_wait_while_serving_is_paused(seen: dict[str, Any]) -> None:
     assert seen["paused"] == [False, True]
 
 
+def test_ranks_that_compute_together_do_not_beside_collectives_of_a_transfer_and_go_on_after_it(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["beside_a_transfer"] == [[False, True], [True, True]], "servers of two ranks, of one"
+
+
 def test_when_a_rank_dies_its_server_ends_and_the_other_one_answers(seen: dict[str, Any]) -> None:
     assert seen["after_a_rank_died"] <= FP32
     assert seen["asked_from_now_on"] == ["model_engine_1"]
@@ -87,7 +93,7 @@ def test_when_a_rank_dies_its_server_ends_and_the_other_one_answers(seen: dict[s
 async def test_server_learns_of_a_dead_rank_though_another_one_fails_for_it_first(
     errors: list[Exception | None], raised: type[Exception], words: str
 ) -> None:
-    async def promote(error: Exception | None) -> None:
+    async def promote(_: int, error: Exception | None) -> None:
         if isinstance(error, TimeoutError):
             await asyncio.sleep(60)
         await asyncio.sleep(0.1 if isinstance(error, ActorDiedError) else 0)
@@ -95,11 +101,11 @@ async def test_server_learns_of_a_dead_rank_though_another_one_fails_for_it_firs
             raise error
 
     workers: list[Any] = [
-        SimpleNamespace(promote=SimpleNamespace(remote=lambda e=error: promote(e))) for error in errors
+        SimpleNamespace(promote=SimpleNamespace(remote=lambda v, e=error: promote(v, e))) for error in errors
     ]
     ranks = Ranks(workers, timeout_s=1)
     with pytest.raises(raised, match=words):
-        await ranks.promote()
+        await ranks.promote(1)
 
 
 def test_rows_are_dealt_in_equal_numbers_and_every_row_is_computed() -> None:

@@ -25,7 +25,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.version = -1
-        self.next_version = 0
         self.script: list[Any] = []
         self.batches: list[tuple[int, list[Any]]] = []
         self.promotion_error: Exception | None = None
@@ -46,24 +45,23 @@ class Engine:
         finally:
             self.busy = False
 
-    async def promote(self) -> None:
+    async def promote(self, version: int) -> None:
         assert not self.busy
         if self.promotion_error is not None:
             raise self.promotion_error
-        self.version = self.next_version
+        self.version = version
 
 
 class Harness:
-    def __init__(self, anchor: Anchor, drain_s: float = 60.0) -> None:
+    def __init__(self, anchor: Anchor, drain_s: float = 60.0, ranks: int = 1, holds: bool = False) -> None:
         self.engine = Engine()
-        settings = ScoringSettings(anchor, max_batch_tokens=100, max_delay_s=0.02, drain_s=drain_s)
+        settings = ScoringSettings(anchor, 100, max_delay_s=0.02, drain_s=drain_s, holds_for_weights=holds)
         self.lost: asyncio.Queue[BaseException] = asyncio.Queue()
-        self.service = ScoringService(settings, self.engine, self.lost.put_nowait)
+        self.service = ScoringService(settings, self.engine, self.lost.put_nowait, ranks=ranks)
         self.service.run()
 
     async def load(self, version: int) -> None:
         await self.service.begin_load(version, SOON)
-        self.engine.next_version = version
         self.service.staged()
 
     def ask(self, name: str, version: int, tokens: int = 10, start: int = 0) -> asyncio.Task[Any]:
@@ -160,6 +158,51 @@ async def test_load_that_finds_no_place_in_time_is_taken_back(generation: Harnes
     held.set()
     await generation.answer(task)
     await generation.load(2)
+
+
+@pytest.fixture
+async def ranks() -> AsyncIterator[Harness]:
+    """A server of two ranks that compute nothing while weights come; version 0 is live."""
+    harness = Harness(Anchor.GENERATION, ranks=2, holds=True)
+    for _ in range(2):
+        await harness.service.begin_load(0, SOON)
+    for _ in range(2):
+        harness.service.staged()
+    await harness.answer(harness.ask("settles", 0))
+    yield harness
+    harness.service._loop.cancel()
+
+
+async def test_no_rank_receives_before_the_batch_under_way_has_ended_and_none_begins_meanwhile(ranks: Harness) -> None:
+    held, [task] = await ranks.hold("held")
+    receiving = [asyncio.create_task(ranks.service.begin_load(1, SOON)) for _ in range(2)]
+    assert not (await asyncio.wait(receiving, timeout=0.1))[0]
+    waits = ranks.ask("waits", 0)
+    held.set()
+    await ranks.answer(task)
+    await asyncio.gather(*receiving)
+    assert not (await asyncio.wait([waits], timeout=0.1))[0]
+    ranks.service.staged()
+    assert not (await asyncio.wait([waits], timeout=0.1))[0], "the other rank still receives"
+    ranks.service.staged()
+    assert (await ranks.answer(waits)).version == 0
+    assert (await ranks.answer(ranks.ask("newer", 1))).version == 1
+
+
+async def test_ranks_compute_again_once_one_of_them_cannot_take_the_weights(ranks: Harness) -> None:
+    for _ in range(2):
+        await ranks.service.begin_load(1, SOON)
+    ranks.service.staged()
+    waits = ranks.ask("waits", 0)
+    ranks.service.load_failed("one lacks a tensor")
+    assert (await ranks.answer(waits)).version == 0
+    for _ in range(2):
+        await ranks.service.begin_load(1, SOON)
+    ranks.service.staged()
+    newer = ranks.ask("newer", 1)
+    assert not (await asyncio.wait([newer], timeout=0.1))[0], "one rank alone has the version"
+    ranks.service.staged()
+    assert (await ranks.answer(newer)).version == 1
 
 
 async def test_failed_load_sends_its_requests_elsewhere_and_the_old_version_goes_on(generation: Harness) -> None:
@@ -289,7 +332,6 @@ async def test_latest_waits_for_the_version_that_it_needs(latest: Harness) -> No
     refreshed = latest.ask("refreshed", 1)
     await asyncio.sleep(0.05)
     assert not refreshed.done()
-    latest.engine.next_version = 1
     latest.service.staged()
     answer = await latest.answer(refreshed)
     assert (answer.version, answer.late) == (1, False)

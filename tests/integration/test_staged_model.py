@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from recipe.async_engine.weights.staged_model import StagedModel, StagingRefused
+from recipe.async_engine.weights.staged import StagingRefused
+from recipe.async_engine.weights.staged_model import StagedModel
 
 SIZE = 4
 

@@ -16,6 +16,7 @@ live ones) and `promoted` (they are the live ones now). Contract:
 - A request whose version will not come is handed back, never kept.
 - Weights that turn out to be others than were sent (`refused`) score nothing, and nothing else is scored before the
   next ones are live.
+- With ``holds_for_weights`` nothing is scored from `may_stage` to the end of a load.
 
 Shown by tests/core/test_scoring.py.
 """
@@ -43,6 +44,7 @@ class ScoringSettings:
     max_delay_s: float = 0.05
     drain_s: float = 10.0
     answer_stale: bool = False
+    holds_for_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,14 @@ class ScoringQueue:
         self._loading = version
 
     @property
+    def loading(self) -> int | None:
+        """The version that is on its way."""
+        return self._loading
+
+    @property
     def may_stage(self) -> bool:
-        """Whether the place beside the live weights is free for those on their way."""
-        return self._staged is None
+        """Whether those on their way may come: their place is free, and nothing is scored that may not be beside it."""
+        return self._staged is None and not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
         """The weights on their way are complete on every rank, beside the live ones."""
@@ -177,7 +184,7 @@ class ScoringQueue:
             return None
         if self._staged is not None and self._moves_on(now):
             return Promotion(self._staged)
-        ready = [] if self.paused else self._ready()
+        ready = self._ready()
         if self.live is None or not ready or not self._is_due(ready, now):
             return None
         chosen: list[ScoringRequest] = []
@@ -202,7 +209,7 @@ class ScoringQueue:
         """When `next` may say something else without any other event; None if never."""
         if self._busy:
             return None
-        times = [] if self.paused else [request.arrived + self._settings.max_delay_s for request in self._ready()]
+        times = [request.arrived + self._settings.max_delay_s for request in self._ready()]
         if self._staged is not None and self.live is not None and self._is_wanted:
             times.append(self._staged_at + self._settings.drain_s)
         return min(times, default=None)
@@ -221,9 +228,10 @@ class ScoringQueue:
         return self._loading is not None or any(request.version > live for request in self._waiting.values())
 
     def _ready(self) -> list[ScoringRequest]:
-        """What the live version may score, first things first."""
+        """What the live version may score now, first things first."""
         live = self.live
-        if live is None:
+        holds = self._settings.holds_for_weights and self._loading is not None and self._staged is None
+        if live is None or self.paused or holds:
             return []
         stale_too = self._settings.anchor is Anchor.LATEST and self._settings.answer_stale
         ready = [request for request in self._waiting.values() if stale_too or request.version <= live]

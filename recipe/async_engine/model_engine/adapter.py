@@ -2,7 +2,7 @@
 """One rank of a log-prob server: a training engine that only computes forward passes, and takes weights from a stream.
 
 Contract: `update_weights` stages a version beside the live one and returns when every rank has all of it; the live
-version computes until `promote`. The weights stay where they compute. A stream that cannot be taken leaves the live
+version computes until `swap`. The weights stay where they compute. A stream that cannot be taken leaves the live
 version as it is, and the next one works. Shown by tests/integration/test_model_engine_adapter.py.
 """
 
@@ -30,7 +30,8 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.base import BaseRollout
 
-from recipe.async_engine.model_engine.staging import Shards, StagingError, WeightStaging
+from recipe.async_engine.model_engine.staged_shards import Shards, StagedShards
+from recipe.async_engine.weights.staged import Intake, StagingRefused
 
 NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
 
@@ -76,8 +77,7 @@ class ModelEngineServerAdapter(BaseRollout):
         self.worker.reset()
         # Of its own: the ranks agree while the engine computes.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
-        self._staging = WeightStaging(_shards_of(self.worker.engine, group), group, settings.host_staging)
-        self.is_leader_rank = dist.get_rank() == 0
+        self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing is released, so nothing is resumed."""
@@ -85,31 +85,29 @@ class ModelEngineServerAdapter(BaseRollout):
     async def release(self) -> None:
         """The weights stay where they compute."""
 
-    async def update_weights(
-        self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **_: Any
-    ) -> None:
-        """Stage every tensor of ``weights``, or raise the same StagingError on all ranks, if one cannot take them."""
+    async def update_weights(self, weights: NamedTensors, global_steps: int, **_: Any) -> str:
+        """Stage every tensor of ``weights``; returns their checksum.
+
+        Raises:
+            StagingRefused: one rank could not take them; the same error on all ranks.
+        """
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        if wire_format != "named_tensors":
-            raise StagingError(f"weights as {wire_format!r} cannot be staged, only named tensors")
-        self._staging.begin()
-        problem: Exception | None = None
+        intake = Intake(self._staged, global_steps)
+        intake.begin()
         try:
-            async for name, tensor in ensure_async_iterator(weights):
-                if problem is None:
-                    try:
-                        self._staging.put(name, tensor)
-                    except StagingError as error:
-                        # The stream is gone through to its end: other receivers read it too.
-                        problem = error
+            async for named_tensor in ensure_async_iterator(weights):
+                intake.take([named_tensor])
         except Exception as error:  # whatever broke the stream: the other ranks must learn of it
-            problem = error
-        await asyncio.to_thread(self._staging.agree, problem)
+            intake.fail(error)
+        await asyncio.to_thread(intake.end)
+        if intake.problem is not None:
+            raise StagingRefused(intake.problem)
+        return intake.checksum
 
-    def promote(self) -> None:
-        """Make the staged weights the live ones, on this rank; nothing may be scored meanwhile."""
-        self._staging.promote()
+    def swap(self, version: int) -> None:
+        """Make the staged weights, of ``version``, the live ones on this rank; nothing may be scored meanwhile."""
+        self._staged.swap(version)
 
     def score(self, batch: TensorDict) -> TensorDict | None:
         """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""

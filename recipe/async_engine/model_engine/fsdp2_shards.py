@@ -2,7 +2,7 @@
 """The local shards of an FSDP2 model, by Hugging Face's names.
 
 Every rank sees every full tensor and cuts its own shard out of it, without a collective. Tensors that share their
-storage (tied embeddings) need to come under one of their names only. Shown by tests/integration/test_staging.py.
+storage (tied embeddings) need to come under one of their names only. Shown by tests/integration/test_staged_shards.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.utils.model import convert_weight_keys
 
-from recipe.async_engine.model_engine.staging import StagingError
+from recipe.async_engine.weights.staged import StagingRefused
 
 
 class FSDP2Shards:
-    """`recipe.async_engine.model_engine.staging.Shards` of a module under ``fully_shard``."""
+    """`recipe.async_engine.model_engine.staged_shards.Shards` of a module under ``fully_shard``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._live: dict[str, torch.Tensor] = convert_weight_keys(dict(module.state_dict()), module)
@@ -26,10 +26,10 @@ class FSDP2Shards:
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         if name not in self._live:
-            raise StagingError(f"the model has no tensor {name}")
+            raise StagingRefused(f"the model has no tensor {name}")
         live, local = self._live[name], self._local[name]
         if tensor.shape != live.shape:
-            raise StagingError(f"tensor {name} has the shape {tuple(tensor.shape)}, not {tuple(live.shape)}")
+            raise StagingRefused(f"tensor {name} has the shape {tuple(tensor.shape)}, not {tuple(live.shape)}")
         self._accepted.add(local.data_ptr())
         return [(local, _shard_like(live, tensor))]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipe.async_engine.model_engine.staging import StagingError
+from recipe.async_engine.weights.staged import StagingRefused
 
 EXTRA_STATE = "_extra_state"
 EXPERTS = ".mlp.experts.linear_fc"
@@ -40,7 +40,7 @@ class _Parameter:
 
 
 class MegatronShards:
-    """`recipe.async_engine.model_engine.staging.Shards` of the model chunks of one rank.
+    """`recipe.async_engine.model_engine.staged_shards.Shards` of the model chunks of one rank.
 
     Args:
         bridge: the mbridge bridge that built them.
@@ -68,7 +68,7 @@ class MegatronShards:
 
     def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         if name not in self._known:
-            raise StagingError(f"the model has no tensor {name}")
+            raise StagingRefused(f"the model has no tensor {name}")
         accepted = []
         for parameter in self._by_part.get(name, ()):
             alone = len(parameter.parts) == 1
@@ -89,7 +89,7 @@ class MegatronShards:
             parameter.complete = False
 
     def _shard(self, parameter: _Parameter) -> torch.Tensor:
-        """This rank's part of what the parts make up; raises StagingError if they do not fit."""
+        """This rank's part of what the parts make up; raises StagingRefused if they do not fit."""
         parts = [parameter.here[part] for part in parameter.parts]
         ranks = self._bridge.mpu
         size, rank = (ranks.etp_size, ranks.etp_rank) if EXPERTS in parameter.name else (ranks.tp_size, ranks.tp_rank)
@@ -98,8 +98,8 @@ class MegatronShards:
             whole = self._bridge._weight_to_mcore_format(parameter.name, parts)
             shard = self._bridge._weight_split_across_tp(parameter.name, whole, parameter.live, size)[rank]
         except (RuntimeError, AssertionError, IndexError) as error:
-            raise StagingError(f"{shapes} do not make up {parameter.name}: {error}") from error
+            raise StagingRefused(f"{shapes} do not make up {parameter.name}: {error}") from error
         if shard.shape != parameter.live.shape:
             expected = tuple(parameter.live.shape)
-            raise StagingError(f"{shapes}: a shard of {parameter.name} would be {tuple(shard.shape)}, not {expected}")
+            raise StagingRefused(f"{shapes}: a shard of {parameter.name} would be {tuple(shard.shape)}, not {expected}")
         return shard

@@ -2,13 +2,16 @@
 """The resources and the life of one log-prob server.
 
 Contract: to the weight publisher it is a replica like those that generate, with workers that receive weights; what a
-sync does to generation (abort, caches, resume) means nothing to it, and it is never routed to. Shown by
+sync does to generation (abort, caches, resume) means nothing to it, and it is never routed to. Where its ranks take
+weights by collectives on a device, they compute nothing meanwhile: the engine's collectives and those of the transfer,
+which each rank would start in an order of its own, may wait for each other for ever. Shown by
 tests/integration/test_model_engine_server.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,6 +23,7 @@ from recipe.async_engine.core.scoring import STATIC, ScoringSettings
 from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.server import ModelEngineServer
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
+from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 
 
 class ModelEngineReplica(RolloutReplica):
@@ -53,7 +57,9 @@ class ModelEngineReplica(RolloutReplica):
         self.world_size = ranks
         self.gpus_per_replica_node = min(gpus_per_node, ranks)
         self.nnodes = ranks // self.gpus_per_replica_node
-        self._worker, self._scoring, self._static = worker, scoring, static
+        self._worker, self._static = worker, static
+        on_device = config.checkpoint_engine.backend != HOST_BACKEND
+        self._scoring = replace(scoring, holds_for_weights=ranks > 1 and on_device)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """The workers of this replica."""

@@ -64,8 +64,8 @@ class Ranks:
                 scores |= dict(zip(dealt[place.share], output, strict=True))
         return [scores[row][:, sequence.first :] for row, sequence in enumerate(sequences)]
 
-    async def promote(self) -> None:
-        await self._all([worker.promote.remote() for worker in self._workers])
+    async def promote(self, version: int) -> None:
+        await self._all([worker.promote.remote(version) for worker in self._workers])
 
     async def _all(self, answers: list[Any]) -> list[Any]:
         # Every rank's outcome: when one dies, others may fail for it first, in what they computed together.
@@ -83,7 +83,7 @@ class Ranks:
 
 
 class ModelEngineServer(ScoringService):
-    """The service as an actor. What it is asked besides scores comes from the leading rank and the publisher."""
+    """The service as an actor. What it is asked besides scores comes from the ranks and the publisher."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ModelEngineServer(ScoringService):
     ) -> None:
         """``live``: the version of the weights that the workers have from the start; None: they wait for some."""
         self._ranks = Ranks(workers, timeout_s)
-        super().__init__(settings, self._ranks, _end_process, live=live)
+        super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
 
     async def start(self) -> None:

@@ -6,7 +6,7 @@ Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this d
 - Every request ends: with its scores, with `VersionUnavailable` if its version will not come to this server, with
   `ScoringFailed` if its batch could not be computed, or with the server's process. A caller that goes away takes its
   request along.
-- The engine is asked for one thing at a time: a batch, or a promotion.
+- The engine is asked for one thing at a time: a batch, or a promotion. Weights are promoted when every rank has them.
 - A batch that fails costs that batch only. A promotion that fails ends the process, since ranks may disagree then, and
   so do the loss of the engine and an error of the loop itself: nobody waits at a service that does nothing.
 
@@ -47,8 +47,8 @@ class ScoringEngine(Protocol):
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
         """Scores of the sequences by the live weights, in their order; any error but EngineLost is this batch's."""
 
-    async def promote(self) -> None:
-        """Make the staged weights the live ones on every rank."""
+    async def promote(self, version: int) -> None:
+        """Make the staged weights, of this version, the live ones on every rank."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class ScoringService:
         engine: ScoringEngine,
         lost: Callable[[BaseException], None],
         live: int | None = None,
+        ranks: int = 1,
     ) -> None:
         """``lost``: told the reason when nothing will be computed any more; it ends the process."""
         self.counts = ServiceCounts()
@@ -99,7 +100,8 @@ class ScoringService:
         self._engine = engine
         self._lost = lost
         self._wake = asyncio.Event()
-        self._place_free = asyncio.Event()
+        self._rank_count, self._ranks_staged = ranks, 0
+        self._may_stage = asyncio.Event()
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
         self._refused: int | None = None
@@ -142,31 +144,37 @@ class ScoringService:
     # Weights
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
-        """Announce weights; returns when they may be staged, which is when those staged before have moved in.
+        """A rank is about to receive weights; returns when it may, which is at the same moment for all of them.
 
-        The load is taken back with a TimeoutError if the place does not become free.
+        The first call announces the version. Those staged before move in first. The load is taken back with a
+        TimeoutError if that takes too long.
         """
-        self._queue.begin_load(version)
+        if self._queue.loading != version:
+            self._queue.begin_load(version)
+            self._ranks_staged = 0
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._queue.may_stage:
-                    self._place_free.clear()
-                    await self._place_free.wait()
+                    self._may_stage.clear()
+                    await self._may_stage.wait()
         except BaseException:
             self.load_failed(f"version {version} found no place")
             raise
 
     def staged(self) -> None:
-        """The announced weights are complete on every rank."""
-        self._queue.staged(time.monotonic())
-        self._refused = None
-        self._wake.set()
+        """One rank has the announced weights complete, beside its live ones."""
+        self._ranks_staged += 1
+        if self._ranks_staged == self._rank_count:
+            self._queue.staged(time.monotonic())
+            self._refused = None
+            self._wake.set()
 
     def load_failed(self, reason: str) -> None:
-        """The announced weights will not come."""
+        """The announced weights will not come: a rank could not take them."""
         for request in self._queue.load_failed():
             self._end(request.id, VersionUnavailable(f"version {request.version} did not come: {reason}"))
+        self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
         """The weights that came as ``version`` are not those that were sent: score nothing before others are live."""
@@ -189,9 +197,9 @@ class ScoringService:
             while True:
                 action = self._queue.next(time.monotonic())
                 if isinstance(action, Promotion):
-                    await self._engine.promote()
+                    await self._engine.promote(action.version)
                     self._queue.promoted()
-                    self._place_free.set()
+                    self._may_stage.set()
                 elif action is not None:
                     await self._compute(action)
                 else:
@@ -231,6 +239,7 @@ class ScoringService:
                 self._end(request.id, Answer(result, batch.version, late, began - request.arrived))
         finally:
             self._queue.scored()
+            self._may_stage.set()
 
     def _count(self, batch: ScoringBatch, began: float) -> None:
         counts = self.counts

@@ -2,10 +2,10 @@
 """One rank of a log-prob server, as a Ray actor: takes weights in the broadcast that the rollout replicas get.
 
 Contract: the event loop is never blocked. The engine is used by one thread of its own; weights are received and staged
-on another one, while the live version computes. A rank takes no further weights before its staged ones are live, and
-makes none live before it has staged them: the leader tells the server what is on its way and what has arrived, and may
-be ahead of the other ranks. Weights that the model does not take are a `WeightLoadError`, by which the publisher knows
-whose fault it is.
+on another one. When a rank may begin to receive is the server's word, which every rank waits for and tells how it went:
+so the server makes no weights live before all ranks have them, and has none computed beside a transfer that must not
+be (`recipe.async_engine.model_engine.replica`). Weights that the model does not take are a `WeightLoadError`, by which
+the publisher knows whose fault it is.
 
 Shown by tests/integration/test_model_engine_server.py.
 """
@@ -29,9 +29,8 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
-from recipe.async_engine.model_engine.staging import StagingError
-from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.encoded_engine import receiving
+from recipe.async_engine.weights.staged import StagingRefused
 from recipe.async_engine.weights.worker import WeightLoadError
 
 
@@ -55,9 +54,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
         self._settings = settings
         self._server: ray.actor.ActorHandle | None = None
-        self._staged = asyncio.Event()
-        self._place_free = asyncio.Event()
-        self._place_free.set()
         self._device = get_platform().current_device()
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._use_device)
 
@@ -72,46 +68,33 @@ class ModelEngineWorker(CheckpointEngineWorker):
         self._server = server
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None) -> str:
+    async def update_weights(self, global_steps: int) -> str:
         """Receive and stage version ``global_steps``; returns the checksum of what was staged.
 
         Raises:
             WeightLoadError: the weights did not arrive whole, or the model has other ones; the live version stays.
         """
-        leads = self.server_adapter.is_leader_rank
-        if leads:
-            # The server moves on to what is staged, on all ranks, before it lets further weights in.
-            await self._tell("begin_load", global_steps, self._settings.timeout_s)
+        await self._tell("begin_load", global_steps, self._settings.timeout_s)
         try:
-            await self._wait(self._place_free, "did not take its last weights into use")
             checksum = await asyncio.to_thread(self._receive, global_steps)
         except Exception as error:  # however the transfer broke: whoever waits for this version must learn of it
-            if leads:
-                await self._tell("load_failed", f"{type(error).__name__}: {error}")
-            if isinstance(error, StagingError):
+            await self._tell("load_failed", f"{type(error).__name__}: {error}")
+            if isinstance(error, StagingRefused):
                 raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
             raise
-        self._place_free.clear()
-        self._staged.set()
-        if leads:
-            await self._tell("staged")
+        await self._tell("staged")
         return checksum
 
     stage_weights = update_weights
 
-    def _receive(self, version: int | None) -> str:
+    def _receive(self, version: int) -> str:
         self._use_device()
-        checksum = StreamChecksum()
-        weights = checksum.watching(self.checkpoint_engine.receive_weights(global_steps=version))
-        asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
-        return checksum.value()
+        weights = self.checkpoint_engine.receive_weights(global_steps=version)
+        return asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
 
-    async def promote(self) -> None:
-        """Make the staged weights the live ones, on this rank."""
-        await self._wait(self._staged, "did not stage the weights that another rank has staged")
-        await self._on_engine(self.server_adapter.promote)
-        self._staged.clear()
-        self._place_free.set()
+    async def promote(self, version: int) -> None:
+        """Make the staged weights, of ``version``, the live ones on this rank."""
+        await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """Score sequences of token ids, int32 (L,) each, by the live weights, with the ranks of the same share.
@@ -137,13 +120,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
         sequences = [torch.from_numpy(row.astype(np.int64)) for row in rows]
         output = self.server_adapter.score(to_batch(sequences, self._settings.temperature))
         return None if output is None else from_batch(output)
-
-    async def _wait(self, event: asyncio.Event, otherwise: str) -> None:
-        try:
-            await asyncio.wait_for(event.wait(), self._settings.timeout_s)
-        except TimeoutError:
-            server = f"log-prob server {self.server_adapter.replica_rank}"
-            raise WeightLoadError(f"{server} {otherwise} within {self._settings.timeout_s:g} s") from None
 
     async def _tell(self, what: str, *arguments: Any) -> None:
         answer = getattr(self._server, what).remote(*arguments)

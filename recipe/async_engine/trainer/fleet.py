@@ -39,13 +39,12 @@ class Fleet:
         start_replica: Callable[[], RolloutReplica] | None = None,
     ) -> None:
         self.publisher = publisher
-        self.servers: list[RolloutReplica] = []
         self._replacements = replacements
         self._start_replica = start_replica
         self._start_server: Callable[[], RolloutReplica] | None = None
         self._tell: Callable[[Handles], None] | None = None
+        self._told: Handles = {}
         self._meter = ServerMeter()
-        self._joining: list[RolloutReplica] = []
 
     def use_servers(
         self,
@@ -57,10 +56,9 @@ class Fleet:
 
         ``tell`` hands agent-loop workers the servers to ask, actor handles by name.
         """
-        self.servers = list(servers)
         self._tell, self._start_server = tell, start
         self.publisher.add_replicas(servers)
-        tell(self._handles)
+        self._tell_agents()
 
     def publish(self, version: int) -> dict[str, float]:
         """Snapshot, stage, swap and resume; see the four."""
@@ -75,8 +73,8 @@ class Fleet:
 
     def stage(self, version: int) -> StagedVersion:
         """See :meth:`WeightPublisher.stage`; replicas that have started since the last sync take part."""
-        self._joining = self._replacements.take() if self._replacements is not None else []
-        self.publisher.add_replicas(self._joining)
+        if self._replacements is not None:
+            self.publisher.add_replicas(self._replacements.take())
         return self.publisher.stage(version)
 
     def swap(self, staged: StagedVersion) -> None:
@@ -86,19 +84,14 @@ class Fleet:
     def resume(self, staged: StagedVersion) -> dict[str, float]:
         """See :meth:`WeightPublisher.resume`; replacements of what was lost begin to start."""
         metrics = self.publisher.resume(staged)
-        lost = self.publisher.take_lost() if self._replacements is not None else []
-        for replica in lost:
-            self._replace(replica)
-        if self._tell is not None and any(not generates(replica) for replica in (*lost, *self._joining)):
-            gone = set(map(id, lost))
-            came = [replica for replica in self._joining if not generates(replica)]
-            self.servers = [server for server in (*self.servers, *came) if id(server) not in gone]
-            self._tell(self._handles)
+        for lost in self.publisher.take_lost() if self._replacements is not None else []:
+            self._replace(lost)
+        self._tell_agents()
         return metrics
 
     def metrics(self, version: int) -> dict[str, float]:
         """What the log-prob servers did since the last call, and the count of replacements begun."""
-        served = {} if self._tell is None else self._meter.read(self._handles, version)
+        served = {} if self._tell is None else self._meter.read(self._told, version)
         return {"fully_async/count/restarts": self.restarts, **served}
 
     @property
@@ -106,9 +99,13 @@ class Fleet:
         """Replacements begun so far."""
         return 0 if self._replacements is None else self._replacements.begun
 
-    @property
-    def _handles(self) -> Handles:
-        return {server.server_address: server.server_handle for server in self.servers}
+    def _tell_agents(self) -> None:
+        """Say which log-prob servers the publisher has now, if they are others than before."""
+        servers = [replica for replica in self.publisher.replicas if not generates(replica)]
+        handles = {server.server_address: server.server_handle for server in servers}
+        if self._tell is not None and handles != self._told:
+            self._told = handles
+            self._tell(handles)
 
     def _replace(self, lost: RolloutReplica) -> None:
         if generates(lost):

@@ -28,12 +28,10 @@ class HybridActorWorker(ActorWorker):
         super().init_model()
         if self.rollout is None:
             return
-        settings = (self.rollout.config.custom or {}).get("recipe", {})
         self.rollout = NeighbourAdapter(
             config=self.rollout.config,
             model_config=self.rollout.model_config,
             device_mesh=self.rollout.device_mesh,
-            timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -15,7 +15,6 @@ can be filled while those before it are on their way.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -79,26 +78,6 @@ class Header:
     @property
     def body_bytes(self) -> int:
         return self.payload_bytes + self.text_bytes
-
-
-class Remains:
-    """What failed syncs leave in this process: an error and who waited for it hold each other, and the buckets too.
-
-    They would stay until Python looks for cycles by itself, which an idle process does not.
-    """
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def add(self) -> None:
-        """A sync has failed. Who uses the engine may have its error a while longer than the sync lasts."""
-        self._looks = 2
-
-    def clear(self) -> None:
-        """A sync has ended, here and elsewhere."""
-        if self._looks:
-            self._looks -= 1
-            gc.collect()
 
 
 class BucketWriter:

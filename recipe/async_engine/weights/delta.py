@@ -232,16 +232,13 @@ class Decoder:
 
 async def decode(stream: Any, base: Base) -> AsyncGenerator[NamedTensor, None]:
     """The weights that ``stream``, a plain or an asynchronous iterator, carries; see `Decoder`."""
+    from verl.workers.rollout.utils import ensure_async_iterator
+
     decoder = Decoder(base)
-    async for name, tensor in stream if hasattr(stream, "__aiter__") else _one_by_one(stream):
+    async for name, tensor in ensure_async_iterator(stream):
         for named_tensor in decoder.take(name, tensor):
             yield named_tensor
     decoder.finish()
-
-
-async def _one_by_one(stream: Iterable[NamedTensor]) -> AsyncGenerator[NamedTensor, None]:
-    for item in stream:
-        yield item
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

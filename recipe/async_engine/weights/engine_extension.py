@@ -26,9 +26,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeights, StagingRefused
 from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
-from recipe.async_engine.weights.staged_model import NamedTensors, StagedModel, StagingRefused
+from recipe.async_engine.weights.staged_model import StagedModel
 from recipe.async_engine.weights.worker import COMPLETE, LOOK_MS, UNDER_WAY
 
 
@@ -48,10 +48,6 @@ class PatientSocket:
             if time.monotonic() > deadline:
                 raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
         return self._socket.recv_pyobj()
-
-
-# Where a stream is staged, by what it is of.
-Place = StagedModel | StagedAdapter
 
 
 class DeadlineReceiver(BucketedWeightReceiver):
@@ -105,12 +101,9 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
 class Staging:
     """One stream of weights on its way to where it is staged, on a thread of its own."""
 
-    def __init__(self, model: Place, version: int, receiver: DeadlineReceiver, device: Any) -> None:
-        self._model, self._version, self._receiver, self._device = model, version, receiver, device
-        # Not the error itself, whose traceback would keep the shared memory.
-        self._problem: str | None = None
-        self._checksum = StreamChecksum()
-        self._complete = ""
+    def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
+        self._receiver, self._device = receiver, device
+        self._intake = Intake(staged, version)
         self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
         self._thread.start()
 
@@ -119,7 +112,7 @@ class Staging:
         """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or what went wrong."""
         if self._thread.is_alive():
             return UNDER_WAY
-        return self._problem or self._complete
+        return self._intake.problem or COMPLETE + self._intake.checksum
 
     def stop(self, timeout_s: float) -> bool:
         """Have the stream end, which may be one that its sender has left without a word; returns whether it has."""
@@ -129,25 +122,17 @@ class Staging:
 
     def _run(self) -> None:
         get_platform().set_device(self._device)
+        self._intake.begin()
         try:
-            self._model.begin()
             self._receiver.receive_weights(self._take)
         except Exception as error:  # of whatever kind, it is this stream's outcome
-            self._problem = self._problem or f"{type(error).__name__}: {error}"
+            self._intake.fail(error)
 
     def _take(self, weights: NamedTensors, is_last: bool) -> None:
-        if self._problem is not None:
-            return
-        try:
-            for name, tensor in weights:
-                self._checksum.add(name, tensor)
-            self._model.load(weights)
-            if is_last:
-                # Before the sender is answered: when it is, the outcome is known.
-                self._model.complete(self._version)
-                self._complete = COMPLETE + self._checksum.value()
-        except Exception as error:  # the sender goes through its stream to the end all the same
-            self._problem = f"{type(error).__name__}: {error}"
+        self._intake.take(weights)
+        if is_last:
+            # Before the sender is answered: when it is, the outcome is known.
+            self._intake.end()
 
 
 class StagingExtension(vLLMColocateWorkerExtension):
@@ -155,7 +140,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
 
     device: Any
     model_runner: Any
-    _staged_model: Place | None = None
+    _staged_model: StagedWeights | None = None
     _staging: Staging | None = None
 
     def wide_parameters(self) -> list[str]:

@@ -14,8 +14,6 @@ Contract:
 - The group is kept between syncs. verl's manager calls `prepare`, `build_topology` and `init_process_group` at every
   sync; as long as every member reports the same group, in the same places, these only compare. After any failure, or
   when the members change, a fresh group is made; no process needs a restart.
-- A caller that knows that its members are unchanged may skip the three calls if `topology_epoch` is the same string,
-  and not None, on trainer rank 0 and on all receivers.
 - Nothing waits for ever: a sync, as a whole, has ``timeout_s`` on each side, connecting has ``connect_timeout_s``. A
   sender whose receiver dies fails as soon as the connection closes, else at its deadline. A receiver whose consumer
   stops early leaves the group, so the sender fails too. Errors are `WeightStreamError`. A sender that failed still goes
@@ -51,10 +49,9 @@ from recipe.async_engine.weights.buckets import (
     TEXT_BYTES,
     BucketReader,
     BucketWriter,
-    Remains,
     WeightStreamError,
 )
-from recipe.async_engine.weights.devices import on_this_device
+from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.async_engine.weights.transport import SharedSegments, Transport, shared_memory_domain
 
@@ -92,15 +89,11 @@ class GlooCheckpointEngine(CheckpointEngine):
         connect_timeout_s: float = 60.0,
         shared_memory: bool = True,
     ) -> None:
-        for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not value > 0:
-                raise SettingError(f"checkpoint_engine.engine_kwargs.{BACKEND}.{setting}", value, "above 0 (seconds)")
         if bucket_size <= 0:
             raise SettingError("checkpoint_engine.update_weights_bucket_megabytes", bucket_size >> 20, "at least 1")
         self._bucket_bytes = min(bucket_size, MAX_BUCKET_BYTES) + TEXT_BYTES
         self._is_master = is_master
-        self._timeout_s = float(timeout_s)
-        self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
+        self._timeout_s, self._connect_timeout_s = deadlines(BACKEND, timeout_s, connect_timeout_s)
         self._executor = _new_executor()
         self._store: dist.TCPStore | None = None
         self._transport: Transport | None = None
@@ -218,7 +211,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             if self._is_master:
                 raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
-            await self._on_thread(lambda: _exhaust(weights))
+            await self._on_thread(lambda: go_through(weights))
             return {}
         with self._dropping_group():
             return await self._on_thread(lambda: self._send(transport, weights, global_steps))
@@ -247,8 +240,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             transport.confirm(deadline, label)
         except WeightStreamError:
             transport.group.close()
-            # Each weight may be gathered by a collective of all trainer ranks, and the others are still at it.
-            _exhaust(iterator)
+            go_through(iterator)
             raise
         seconds = time.monotonic() - started
         return {
@@ -312,8 +304,3 @@ class GlooCheckpointEngine(CheckpointEngine):
 
 def _new_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
-
-
-def _exhaust(weights: Iterable[Any]) -> None:
-    for _ in weights:
-        continue

@@ -44,9 +44,8 @@ from ray.util import collective
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCheckpointEngine, WorkerMetadata
 
-from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.buckets import Remains, WeightStreamError
-from recipe.async_engine.weights.devices import on_this_device
+from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
 
 LOOK_MS = 100
 """How long a receiver waits for a bucket's description before it looks whether its group has been left."""
@@ -149,13 +148,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
     ) -> None:
-        for setting, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not value > 0:
-                raise SettingError(f"checkpoint_engine.engine_kwargs.nccl.{setting}", value, "above 0 (seconds)")
+        self._timeout_s, self._connect_timeout_s = deadlines("nccl", timeout_s, connect_timeout_s)
         super().__init__(bucket_size, **settings)
         self._keeps_group, self.rebuild_group = not self.rebuild_group, False
-        self._timeout_s = float(timeout_s)
-        self._connect_timeout_s = min(float(connect_timeout_s), self._timeout_s)
         self._group: Group | None = None
         self._under_way = threading.Lock()
         self._remains = Remains()
@@ -263,8 +258,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                         runner.get_loop().set_default_executor(AtOnce(1))
                         return runner.run(sending())
                 finally:
-                    for _ in iterator:
-                        continue
+                    go_through(iterator)
 
         return await asyncio.to_thread(on_this_device(send))
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter on its way into an engine that has the base weights from the model's files.
 
-Contract: that of `recipe.async_engine.weights.staged_model.StagedModel`. Until :meth:`StagedAdapter.swap` the engine
-goes on with the adapter that it has; a stream that is not a whole adapter, or not of the shapes of the one before, is
-refused. An adapter has a name and a number that none had before it: vLLM knows prefixes, slots and loaded adapters by
-them, and verl has one for all (verl/workers/rollout/vllm_rollout/utils.py:40). A request that names an adapter which is
-gone fails.
+Contract: that of `recipe.async_engine.weights.staged`. A stream that is not a whole adapter, or not of the shapes of
+the one before, is refused; no request may be in the engine at the swap. An adapter has a name and a number that none
+had before it: vLLM knows prefixes, slots and loaded adapters by them, and verl has one for all
+(verl/workers/rollout/vllm_rollout/utils.py:40). A request that names an adapter which is gone fails.
 
 Shown by tests/integration/test_staged_adapter.py and tests/e2e/test_lora.py.
 """
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recipe.async_engine.weights.staged_model import NamedTensors, StagingRefused
+from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, StagingRefused
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 NO_FILE = "sent by the trainer"
@@ -39,8 +38,8 @@ class AdapterName:
         return {"lora_name": name, "lora_int_id": self.number, "lora_path": NO_FILE}
 
 
-class StagedAdapter:
-    """See the module's contract. One thread at a time calls it.
+class StagedAdapter(StagedWeights):
+    """See the module's contract.
 
     Args:
         worker: vLLM's, which is asked to ``add_lora`` and ``remove_lora``, and for ``ignored_parts``.
@@ -54,54 +53,40 @@ class StagedAdapter:
         self._shapes: dict[str, torch.Size] | None = None
         self.name: AdapterName | None = None
         """Of the adapter that comes; set before its stream."""
-        self.version: int | None = None
-        """Of the staged adapter, once it is complete."""
 
-    def begin(self) -> None:
-        """A stream starts; whatever was staged before and not swapped in is dropped."""
-        self.version = None
+    def _begin(self) -> None:
         self._tensors = {}
 
-    def load(self, weights: NamedTensors) -> None:
-        """Take tensors of the stream, by PEFT's names; they are valid during this call only."""
+    def _load(self, weights: NamedTensors) -> None:
         self._tensors.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
 
-    def complete(self, version: int) -> None:
-        """The stream has ended.
-
-        Raises:
-            StagingRefused: it was no adapter, not a whole one, has numbers that are none, or is unlike the live one.
-        """
+    def _lack(self) -> str | None:
         parts = {name: name.removesuffix(FIRST) + SECOND for name in self._tensors if name.endswith(FIRST)}
         strange = set(self._tensors) - {*parts, *parts.values()}
         missing = set(parts.values()) - set(self._tensors)
         if strange or missing or not parts:
             some = next(iter(sorted(strange or missing)), "nothing at all")
-            raise StagingRefused(
-                f"version {version} is not a LoRA adapter as a whole: {len(self._tensors)} tensors came, "
-                f"{len(strange)} of no adapter, {len(missing)} are missing; among them {some}"
+            return (
+                f"it is not a LoRA adapter as a whole: {len(self._tensors)} tensors came, {len(strange)} of no adapter,"
+                f" {len(missing)} are missing; among them {some}"
             )
         infinite = [name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())]
         if infinite:
-            raise StagingRefused(f"version {version} has NaN or infinities in {infinite[0]}")
+            return f"it has NaN or infinities in {infinite[0]}"
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         if self._shapes is not None and shapes != self._shapes:
             differing = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
-            raise StagingRefused(f"version {version} is another adapter than the one before; see {differing[0]}")
-        self.version = version
+            return f"it is another adapter than the one before; see {differing[0]}"
+        return None
 
-    def swap(self, version: int) -> None:
-        """Make the staged adapter the live one. No request may be in the engine.
+    def _swap(self) -> None:
+        """As of any weights, and raises StagingRefused if it has parts for layers that take none in the engine.
 
-        Raises:
-            StagingRefused: this version is not staged as a whole, or has parts for layers that take none in the engine,
-                which has no adapter then. (vLLM passes over them, and would sample from another policy.)
+        The engine has no adapter then. (vLLM passes over such parts, and would sample from another policy.)
         """
         from verl.utils.vllm import TensorLoRARequest
 
-        if self.version != version or self.name is None:
-            raise StagingRefused(f"version {version} is not staged; {self.version} is")
-        self.version = None
+        assert self.name is not None, "it is named before its stream"
         if self._live is not None:
             self._worker.remove_lora(self._live.number)
         self._worker.add_lora(

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second set of weights beside those that an engine generates with, in the engine's own process.
+"""A second set of weights beside those that vLLM generates with, in the engine's own process.
 
-Contract: until :meth:`StagedModel.swap` nothing of the live model changes, and after it nothing of the old weights is
-left. A stream that lacks a parameter of the model, or a part of one, is not complete and cannot be swapped in; neither
-can one in which loading a tensor failed. The next stream starts afresh. Loading needs no part of the live model, so it
-goes on beside generation, on a thread of its own.
+Contract: that of `recipe.async_engine.weights.staged`. Loading goes on beside generation, on a thread of its own.
 
 Whether every part came is seen by NaN: all floating-point parameters are filled with it as a stream starts, and one in
 which some is left is not complete. (What vLLM's loaders report as loaded says too little: the name of a packed
@@ -27,17 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.async_engine.core.errors import RecipeError
-
-NamedTensors = list[tuple[str, torch.Tensor]]
+from recipe.async_engine.weights.staged import NamedTensors, StagedWeights
 
 
-class StagingRefused(RecipeError):
-    """The staged weights cannot become the live ones; those stay as they are."""
-
-
-class StagedModel:
-    """See the module's contract. One thread at a time calls it.
+class StagedModel(StagedWeights):
+    """See the module's contract.
 
     Args:
         live: the model that generates.
@@ -60,13 +51,8 @@ class StagedModel:
         self._copies, self._in_host = copies or in_host, in_host
         self._loaded: set[str] = set()
         self._derived: dict[str, set[str]] = {}
-        self.version: int | None = None
-        """Of the staged weights, once they are complete."""
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """A stream starts; whatever was staged before and not swapped in is dropped."""
-        self.version = None
+    def _begin(self) -> None:
         self._loaded = set()
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
@@ -77,9 +63,7 @@ class StagedModel:
             if buffer is not live[name]:
                 buffer.copy_(live[name])
 
-    @torch.no_grad()
-    def load(self, weights: NamedTensors) -> None:
-        """Take tensors of the stream, by the names of the model's files; they are valid during this call only."""
+    def _load(self, weights: NamedTensors) -> None:
         buffers = dict(self._spare.named_buffers())
         parameters = []
         for name, tensor in weights:
@@ -89,20 +73,18 @@ class StagedModel:
                 parameters.append((name, tensor))
         self._loaded |= self._spare.load_weights(parameters) or set()
 
-    @torch.no_grad()
-    def complete(self, version: int) -> None:
-        """The stream has ended.
+    def _lack(self) -> str | None:
+        parameters = dict(self._spare.named_parameters())
+        # A sum is NaN if a term is, and needs no memory of its own. All are read from the device at once.
+        sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
+        are_nan = torch.stack([found.isnan() for found in sums.values()]).tolist() if sums else []
+        missing = [name for name, is_nan in zip(sums, are_nan, strict=True) if is_nan]
+        missing += parameters.keys() - sums.keys() - self._loaded
+        if not missing:
+            return None
+        return f"{len(missing)} parameters of the model did not come as a whole, or are NaN; among them {missing[0]}"
 
-        Raises:
-            StagingRefused: a parameter of the model, or a part of one, never came.
-        """
-        missing = [name for name, parameter in self._spare.named_parameters() if not self._came(name, parameter)]
-        if missing:
-            raise StagingRefused(
-                f"{len(missing)} parameters of the model did not come as a whole with version {version}, or are NaN; "
-                f"among them {missing[0]}"
-            )
-        self.version = version
+    def _derive(self) -> None:
         if self._in_host:
             return
         before = {name: dict(vars(module)) for name, module in self._spare.named_modules()}
@@ -111,22 +93,7 @@ class StagedModel:
             changed = {key for key, value in vars(module).items() if before[name].get(key, _NOTHING) is not value}
             self._derived.setdefault(name, set()).update(changed)
 
-    def _came(self, name: str, parameter: torch.Tensor) -> bool:
-        if not parameter.is_floating_point():
-            return name in self._loaded
-        # A sum is NaN if a term is, and needs no memory of its own.
-        return not bool(parameter.sum().isnan())
-
-    @torch.no_grad()
-    def swap(self, version: int) -> None:
-        """Make the staged weights the live ones. Nothing may be computed meanwhile.
-
-        Raises:
-            StagingRefused: this version is not staged as a whole.
-        """
-        if self.version != version:
-            raise StagingRefused(f"version {version} is not staged; {self.version} is")
-        self.version = None
+    def _swap(self) -> None:
         spares = dict(self._spare.named_modules(remove_duplicate=False))
         for name, live in self._live.named_modules():
             spare = spares[name]

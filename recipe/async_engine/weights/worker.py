@@ -180,15 +180,17 @@ def takes_adapters(model_config: Any) -> bool:
 class DeadlineServerAdapter(ServerAdapter):
     """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
 
-    ``checksum``: of the weights that it loaded last in place.
+    ``checksum``: of the weights that it loaded last in place. Deadline: ``rollout.custom["recipe"]``,
+    ``weight_sync_timeout_s``.
     """
 
     zmq_handle: str
 
-    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), run_id())
-        self._timeout_s = timeout_s
+        settings = (self.config.custom or {}).get("recipe", {})
+        self._timeout_s = float(settings.get("weight_sync_timeout_s", 600.0))
         self.checksum: str | None = None
 
     @torch.no_grad()
@@ -312,15 +314,10 @@ class RolloutWeightWorker(CheckpointEngineWorker):
 
     checkpoint_engine: Any
 
-    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, **kwargs: Any) -> None:
-        super().__init__(rollout_config, model_config, replica_rank=replica_rank, **kwargs)
-        settings = (rollout_config.custom or {}).get("recipe", {})
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int) -> None:
+        super().__init__(rollout_config, model_config, replica_rank=replica_rank)
         self.server_adapter = DeadlineServerAdapter(
-            config=rollout_config,
-            model_config=model_config,
-            device_mesh=None,
-            replica_rank=replica_rank,
-            timeout_s=float(settings.get("weight_sync_timeout_s", 600.0)),
+            config=rollout_config, model_config=model_config, device_mesh=None, replica_rank=replica_rank
         )
         self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
 

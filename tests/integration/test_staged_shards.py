@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from recipe.async_engine.model_engine.fsdp2_shards import FSDP2Shards
-from recipe.async_engine.model_engine.staging import StagingError, WeightStaging
+from recipe.async_engine.model_engine.staged_shards import StagedShards
+from recipe.async_engine.weights.staged import Intake, StagingRefused
 
 RANKS_S = 120
 # Not divisible by two, so that the ranks' shards differ in size.
@@ -56,28 +57,25 @@ class Rank:
         for layer in self.module.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.module, mesh=mesh)
-        self.staging = WeightStaging(FSDP2Shards(self.module), dist.group.WORLD, host)
+        self.staged = StagedShards(FSDP2Shards(self.module), dist.group.WORLD, host)
 
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Through one buffer that is used again for each tensor, as a transport does."""
-        self.staging.begin()
-        problem = None
+    def load(self, weights: dict[str, torch.Tensor], version: int = 1) -> str | None:
+        """Through one buffer that is used again for each tensor, as a transport does; returns what went wrong."""
+        intake = Intake(self.staged, version)
+        intake.begin()
         buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
-        try:
-            for name, tensor in weights.items():
-                view = buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
-                self.staging.put(name, view)
-        except StagingError as error:
-            problem = error
+        for name, tensor in weights.items():
+            intake.take([(name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor))])
         buffer.fill_(float("nan"))
-        self.staging.agree(problem)
+        intake.end()
+        return intake.problem
 
     def refusal(self, weights: dict[str, torch.Tensor]) -> str:
-        with pytest.raises(StagingError) as caught:
-            self.load(weights)
-        with pytest.raises(StagingError, match="no complete weights"):
-            self.staging.promote()
-        return str(caught.value)
+        problem = self.load(weights)
+        assert problem is not None
+        with pytest.raises(StagingRefused, match="version 1 is not staged"):
+            self.staged.swap(1)
+        return problem
 
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
         state = self.module.state_dict()
@@ -122,16 +120,16 @@ def scenario_load(rank: int, family: str, tied: bool, host: bool) -> None:
     member = Rank(family, tied, host)
     old, new, newer = (stream(family, tied, seed) for seed in (0, 1, 2))
     before = member.logits()
-    member.load(new)
+    assert member.load(new) is None
     assert member.holds(old) and torch.equal(member.logits(), before), "staging changed the live weights"
-    member.staging.promote()
+    member.staged.swap(1)
     assert member.holds(new)
     reference = make_model(family, tied, seed=1).eval()
     with torch.no_grad():
         expected = reference(torch.arange(9)[None] % VOCABULARY).logits
     assert torch.allclose(member.logits(), expected, atol=1e-6)
-    member.load(newer)
-    member.staging.promote()
+    assert member.load(newer, 2) is None
+    member.staged.swap(2)
     assert member.holds(newer)
 
 
@@ -151,8 +149,8 @@ def scenario_refused(rank: int) -> None:
     assert f"{name} has the shape (32, 15), not (32, 16)" in member.refusal(new | {name: new[name][:, :15]})
     assert "no tensor model.layers.2" in member.refusal(new | {"model.layers.2.mlp.up_proj.weight": new[name]})
     assert member.holds(old)
-    member.load(new)
-    member.staging.promote()
+    assert member.load(new) is None
+    member.staged.swap(1)
     assert member.holds(new)
 
 
@@ -186,12 +184,12 @@ class Small(torch.nn.Module):
 def scenario_empty_shards(rank: int) -> None:
     member = Rank.__new__(Rank)
     member.module = fully_shard(Small(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    member.staging = WeightStaging(FSDP2Shards(member.module), dist.group.WORLD)
+    member.staged = StagedShards(FSDP2Shards(member.module), dist.group.WORLD)
     new = {"scale": torch.ones(1), "offset": torch.full((1, 3), 2.0), "table": torch.rand(4, 3)}
     for name in new:
         assert name in member.refusal({key: tensor for key, tensor in new.items() if key != name})
-    member.load(new)
-    member.staging.promote()
+    assert member.load(new) is None
+    member.staged.swap(1)
     assert member.holds(new)
 
 
