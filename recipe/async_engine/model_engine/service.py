@@ -154,7 +154,7 @@ class ScoringService:
                     self._place_free.clear()
                     await self._place_free.wait()
         except BaseException:
-            self.load_failed(f"version {version} found no place")
+            self._drop_load(f"version {version} found no place")
             raise
 
     def staged(self) -> None:
@@ -165,6 +165,9 @@ class ScoringService:
 
     def load_failed(self, reason: str) -> None:
         """The announced weights will not come."""
+        self._drop_load(reason)
+
+    def _drop_load(self, reason: str) -> None:
         for request in self._queue.load_failed():
             self._end(request.id, VersionUnavailable(f"version {request.version} did not come: {reason}"))
 

@@ -48,6 +48,8 @@ FOLDER = re.compile(r"global_step_(0|[1-9]\d*)")
 ASIDE = ".aside"
 BEGUN = "begun"
 """The first file of a folder that this trainer writes, gone once its rollout side is there."""
+BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
+"""One of these is in each folder that this trainer has begun."""
 SMALL = 1 << 20
 """Files of at most so many bytes are named in the marker with their digests."""
 FULL = 1 << 20
@@ -200,7 +202,7 @@ def _folders(root: str | Path) -> dict[int, Path]:
 def _is_ours(folder: Path) -> bool:
     """Whether this trainer wrote it, or began to: `BEGUN` is there until the rollout side is, the marker comes last."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    return not names or not names.isdisjoint({MARKER, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL, BEGUN})
+    return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
 
 
 def _digest(file: Path) -> str | None:
