@@ -25,7 +25,13 @@ from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, Repl
 
 
 class TurnPublisher(WeightPublisher):
-    """See the module's contract."""
+    """See the module's contract.
+
+    Attributes:
+        is_awake: whether the engines have their memory.
+    """
+
+    is_awake = True
 
     def begin_generation(self) -> None:
         """Let the replicas, which hold a complete version, answer requests; NoReplicaLeft if none is alive."""
@@ -48,6 +54,7 @@ class TurnPublisher(WeightPublisher):
     def release(self) -> None:
         """Free the memory of the replicas' engines, which hold no weights then."""
         self._each("free its memory", lambda record: record.replica.sleep())
+        self.is_awake = False
 
     def _each(self, what: str, action: Action, timeout_s: float | None = None) -> None:
         asyncio.run(self.known.each(what, self.known.present, action, timeout_s))
@@ -76,6 +83,7 @@ class TurnPublisher(WeightPublisher):
         if len(checksums) > 1:
             raise ChecksumMismatch(f"trainer ranks loaded different weights of version {version}: {outcomes}")
         self.checksum = next(iter(checksums), None)
+        self.is_awake = True
 
     async def _resume(self, staged: StagedVersion) -> None:
         """Nothing: the next generation turn begins with :meth:`begin_generation`."""

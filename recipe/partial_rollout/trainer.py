@@ -4,7 +4,8 @@
 Contract: a step is one generation turn and one training turn. The generation turn ends the moment its batch may be
 taken: the target number of complete groups, and closing it pushes no group past ``max_staleness``. What is unfinished
 then is interrupted, keeps its tokens, and goes on in the next turn under the new version. Validation and checkpoints
-happen between turns, while every unfinished trajectory waits, so they disturb none; a checkpoint holds them all.
+happen between turns, while every unfinished trajectory waits, so they disturb none; a checkpoint holds them all. It is
+written before the engines take their memory back.
 
 Shown by tests/e2e/test_partial_rollout.py; the states and rules are in docs/partial-rollout.md.
 """
@@ -26,6 +27,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     actor_role = "actor_rollout"
     in_turns = True
     publisher_class = TurnPublisher
+    publisher: TurnPublisher
 
     def init_workers(self) -> None:
         """Start every process of the run; engines follow the models, whose memory they share."""
@@ -72,8 +74,25 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.release()
         return super()._train(groups)
 
+    def _publish(self) -> None:
+        """As the base trainer's; a checkpoint of this version is written before its weights go to the engines."""
+        self._seal()
+        if self.stopped_by is None:
+            self._save_if_due()
+        elif self.config.trainer.save_freq > 0:
+            self._save_once()
+        self._send_sealed()
+
+    def _save_checkpoint(self) -> None:
+        """As the base trainer's, with the engines' memory free, also where the run ends without a further version."""
+        if self.publisher.is_awake:
+            self.publisher.release()
+        super()._save_checkpoint()
+
     def _validate_now(self) -> dict[str, float]:
         """Validate between turns: the engines answer validation only, training's trajectories wait."""
+        if not self.publisher.is_awake:
+            self.metrics.update(self.fleet.publish(self.ledger.version))
         self.publisher.begin_generation()
         try:
             return super()._validate_now()

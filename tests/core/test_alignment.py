@@ -37,7 +37,7 @@ def test_rewritten_answers_are_not_placed() -> None:
 
 
 def test_mask_of_another_length_than_the_response_is_refused() -> None:
-    with pytest.raises(ValueError, match="longer"):
+    with pytest.raises(ValueError, match="the mask has 1 tokens, the response 2"):
         place([], PROMPT, [5, 6], [0])
 
 

@@ -27,6 +27,7 @@ from schedule_simulator import Violation, run_schedules
 
 from recipe.async_engine.core import gate as gate_module
 from recipe.async_engine.core import ledger as ledger_module
+from recipe.async_engine.core import live_groups as live_groups_module
 from recipe.async_engine.core.errors import GateError, RecipeError, StalenessViolation
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
 from recipe.async_engine.core.ledger import SampleLedger
@@ -36,6 +37,7 @@ MORE_SEEDS = range(300, 4000)
 PROBES = range(200)
 GATE_SOURCE = inspect.getsource(gate_module)
 LEDGER_SOURCE = inspect.getsource(ledger_module)
+LIVE_SOURCE = inspect.getsource(live_groups_module)
 
 
 def shifted(operand: ast.expr, by: int) -> ast.expr:
@@ -48,7 +50,7 @@ def mutations_of(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         for place, (operator, right) in enumerate(zip(node.ops, node.comparators, strict=True)):
             if isinstance(operator, (ast.In, ast.NotIn, ast.Is, ast.IsNot)):
                 continue
-            multisets = "Counter" in ast.unparse(node)
+            multisets = "leaving <=" in ast.unparse(node)
             for by in (-1, 1):
                 changed = copy.deepcopy(node)
                 if multisets and by == 1:
@@ -151,15 +153,8 @@ WRITTEN_GATE_MUTANTS = {
     "admission without a refusal": edited(GATE_SOURCE, ("if not self.admits():", "if False:")),
 }
 WRITTEN_LEDGER_MUTANTS = {
-    "newest first": edited(LEDGER_SOURCE, ("heapq.nsmallest(", "heapq.nlargest(")),
-    "issue order instead of start order": edited(
-        LEDGER_SOURCE,
-        ("self.in_state(GroupState.READY), key=by_age", "self.in_state(GroupState.READY), key=lambda g: g.id"),
-    ),
     "filtered groups are not credited": edited(LEDGER_SOURCE, ("        self._gate.remove(group.start)\n", "")),
-    "one overdue group too few": edited(
-        LEDGER_SOURCE, ("running[: max(excesses, default=0)]", "running[: max(excesses, default=1) - 1]")
-    ),
+    "one overdue group too few": edited(LEDGER_SOURCE, ("max(excesses, default=0))", "max(excesses, default=1) - 1)")),
     "start of the newest token": edited(
         LEDGER_SOURCE,
         ("self._gate.move(group.start, oldest_version)", "self._gate.move(group.start, self.version)"),
@@ -167,14 +162,42 @@ WRITTEN_LEDGER_MUTANTS = {
     ),
 }
 
+WRITTEN_LIVE_MUTANTS = {
+    "the oldest groups by issue alone": edited(
+        LIVE_SOURCE,
+        (
+            "        for _, ids in sorted(self._by_start[state].items()):\n            if len(found)",
+            "        for _, ids in sorted(self._by_start[state].items(), reverse=True):\n            if len(found)",
+        ),
+    ),
+    "newest first, and what may be taken by it": edited(
+        LIVE_SOURCE,
+        (
+            "        for _, ids in sorted(self._by_start[state].items()):\n            if len(found)",
+            "        for _, ids in sorted(self._by_start[state].items(), reverse=True):\n            if len(found)",
+        ),
+        (
+            "        for start, ids in sorted(self._by_start[state].items()):\n            if count",
+            "        for start, ids in sorted(self._by_start[state].items(), reverse=True):\n            if count",
+        ),
+    ),
+    "a group that is ready is found among the running ones too": edited(
+        LIVE_SOURCE, ("        by_start[group.start].discard(group.id)\n", "")
+    ),
+}
 
-def load(gate_source: str = GATE_SOURCE, ledger_source: str = LEDGER_SOURCE) -> tuple[Any, type[SampleLedger]]:
+
+def load(
+    gate_source: str = GATE_SOURCE, ledger_source: str = LEDGER_SOURCE, live_source: str = LIVE_SOURCE
+) -> tuple[Any, type[SampleLedger]]:
     """The gate and the ledger of these sources."""
+    live: dict[str, Any] = {"__name__": live_groups_module.__name__}
+    exec(compile(live_source, "live groups mutant", "exec"), live)
     gate: dict[str, Any] = {"__name__": gate_module.__name__}
     exec(compile(gate_source, "gate mutant", "exec"), gate)
     ledger: dict[str, Any] = {"__name__": ledger_module.__name__}
     exec(compile(ledger_source, "ledger mutant", "exec"), ledger)
-    ledger["StalenessGate"] = gate["StalenessGate"]
+    ledger |= {"StalenessGate": gate["StalenessGate"], "LiveGroups": live["LiveGroups"]}
     return gate["StalenessGate"], ledger["SampleLedger"]
 
 
@@ -236,10 +259,12 @@ def probe(gate_type: type[StalenessGate], seed: int) -> None:
     assert not gate_type(settings, **at).can_take(batch)
 
 
-def caught(gate_source: str = GATE_SOURCE, ledger_source: str = LEDGER_SOURCE) -> str | None:
+def caught(
+    gate_source: str = GATE_SOURCE, ledger_source: str = LEDGER_SOURCE, live_source: str = LIVE_SOURCE
+) -> str | None:
     """How the mutant is caught: the kind of violation, or the name of what gate or ledger raised; None if it is not."""
     try:
-        gate_type, ledger_type = load(gate_source, ledger_source)
+        gate_type, ledger_type = load(gate_source, ledger_source, live_source)
         run_schedules(FIRST_SEEDS, ledger_type)
         for seed in PROBES:
             probe(gate_type, seed)
@@ -284,6 +309,11 @@ def test_weakened_gate_rule_is_caught(mutation: str) -> None:
 @pytest.mark.parametrize("mutation", sorted(WRITTEN_LEDGER_MUTANTS))
 def test_weakened_use_of_the_gate_is_caught(mutation: str) -> None:
     assert caught(ledger_source=WRITTEN_LEDGER_MUTANTS[mutation]) is not None
+
+
+@pytest.mark.parametrize("mutation", sorted(WRITTEN_LIVE_MUTANTS))
+def test_group_that_is_found_in_the_wrong_place_is_caught(mutation: str) -> None:
+    assert caught(live_source=WRITTEN_LIVE_MUTANTS[mutation]) is not None
 
 
 @pytest.mark.parametrize(

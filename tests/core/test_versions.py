@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,11 +18,16 @@ from recipe.async_engine.core.versions import (
     Alignment,
     RequestVersions,
     align,
-    expand,
     joined,
     last_runs,
     run_lengths,
 )
+
+
+def labels_of(found: Alignment) -> list[int]:
+    """One version per token."""
+    return [version for version, count in found.runs for _ in range(count)]
+
 
 VERSIONS = st.lists(st.integers(NOT_SAMPLED, 4), max_size=30)
 
@@ -28,11 +35,11 @@ VERSIONS = st.lists(st.integers(NOT_SAMPLED, 4), max_size=30)
 @given(VERSIONS)
 def test_run_length_coding_agrees_with_plain_lists(versions: list[int]) -> None:
     runs = run_lengths(versions)
-    assert expand(runs, 0) == versions
+    assert labels_of(Alignment(runs, exact=True)) == versions
     assert all(one != next_one for (one, _), (next_one, _) in pairwise(runs))
     sampled = [version for version in versions if version != NOT_SAMPLED]
     if sampled:
-        found = Alignment(versions, exact=True)
+        found = Alignment(runs, exact=True)
         assert (found.oldest, found.newest) == (min(sampled), max(sampled))
 
 
@@ -81,75 +88,71 @@ def test_tokens_of_a_version_that_was_never_told_have_no_label() -> None:
     assert versions.runs("two", 3) == [(6, 3)]
 
 
-def test_expand_pads_with_unsampled_tokens() -> None:
-    assert expand([(3, 2)], 4) == [3, 3, NOT_SAMPLED, NOT_SAMPLED]
-
-
 def test_response_that_is_all_of_the_pieces_has_their_versions() -> None:
     found = align([(1, [10, 11]), (2, [12])], [10, 11, 12], [1, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, 2], True)
+    assert (labels_of(found), found.exact) == ([1, 1, 2], True)
 
 
 def test_tool_tokens_between_turns_are_marked_as_unsampled() -> None:
     found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 99, 99, 12, 13], [1, 1, 0, 0, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, NOT_SAMPLED, NOT_SAMPLED, 2, 2], True)
+    assert (labels_of(found), found.exact) == ([1, 1, NOT_SAMPLED, NOT_SAMPLED, 2, 2], True)
 
 
 def test_cut_response_has_the_versions_of_what_is_left() -> None:
     found = align([(1, [10, 11]), (2, [12, 13])], [10, 11, 12], [1, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, 2], True)
+    assert (labels_of(found), found.exact) == ([1, 1, 2], True)
 
 
 def test_discarded_turn_is_left_out() -> None:
     found = align([(1, [10, 11]), (2, [20, 21]), (3, [30])], [10, 11, 30], [1, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, 3], True)
+    assert (labels_of(found), found.exact) == ([1, 1, 3], True)
 
 
 def test_turns_cut_at_their_ends_are_aligned() -> None:
     found = align([(1, [10, 11, 2]), (2, [12, 13, 2])], [10, 11, 99, 12, 13], [1, 1, 0, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, NOT_SAMPLED, 2, 2], True)
+    assert (labels_of(found), found.exact) == ([1, 1, NOT_SAMPLED, 2, 2], True)
 
 
 def test_token_that_two_readings_give_different_versions_gets_the_older_one() -> None:
     # [7, 8, 5] is a piece of version 1 or of version 2, after a piece of version 0 that was cut.
     found = align([(0, [1, 2]), (1, [7, 8]), (2, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
-    assert (found.versions, found.exact) == ([0, 1, 1, 3], False)
+    assert (labels_of(found), found.exact) == ([0, 1, 1, 3], False)
 
 
 def test_two_readings_with_the_same_versions_are_exact() -> None:
     found = align([(0, [1, 2]), (1, [7, 8]), (1, [7, 8]), (3, [5])], [1, 7, 8, 5], [1, 1, 1, 1])
-    assert (found.versions, found.exact) == ([0, 1, 1, 3], True)
+    assert (labels_of(found), found.exact) == ([0, 1, 1, 3], True)
 
 
 def test_rewritten_response_gets_the_oldest_version_and_is_inexact() -> None:
     found = align([(4, [10, 11]), (3, [12])], [10, 77, 12], [1, 1, 0])
-    assert (found.versions, found.exact) == ([3, 3, NOT_SAMPLED], False)
+    assert (labels_of(found), found.exact) == ([3, 3, NOT_SAMPLED], False)
 
 
 def test_one_token_repeated_is_aligned_in_bounded_work() -> None:
     pieces = [(version, [5] * 200) for version in range(100)]
     found = align(pieces, [6, *[5] * 5000], [1] * 5001)
     assert not found.exact
-    assert run_lengths(found.versions) == [(0, 5001)]
+    assert found.runs == [(0, 5001)]
 
 
 def test_an_alignment_takes_at_most_32_comparisons_for_each_token() -> None:
     pieces = [(version, [5] * 3) for version in range(36)]
     # 42 tokens take 4800 comparisons, 32 for each of the 150 recorded and sampled ones; 43 take more.
-    assert align(pieces, [5] * 42, [1] * 42).versions == [token // 3 for token in range(42)]
-    assert align(pieces, [5] * 43, [1] * 43).versions == [0] * 43
+    assert labels_of(align(pieces, [5] * 42, [1] * 42)) == [token // 3 for token in range(42)]
+    assert align(pieces, [5] * 43, [1] * 43).runs == [(0, 43)]
 
 
 def test_version_under_which_nothing_was_sampled_does_not_count() -> None:
-    assert align([(0, []), (2, [10]), (3, [11])], [11, 10], [1, 1]) == Alignment([2, 2], exact=False)
+    assert align([(0, []), (2, [10]), (3, [11])], [11, 10], [1, 1]) == Alignment([(2, 2)], exact=False)
     with pytest.raises(VersionRecordError, match="1 tokens are marked as sampled"):
         align([(0, [])], [1], [1])
 
 
 def test_response_without_sampled_tokens_needs_no_record() -> None:
     found = align([], [1, 2], [0, 0])
-    assert (found.versions, found.exact) == ([NOT_SAMPLED] * 2, True)
-    assert align([(1, [5])], [], []).versions == []
+    assert (labels_of(found), found.exact) == ([NOT_SAMPLED] * 2, True)
+    assert align([(1, [5])], [], []).runs == []
 
 
 def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
@@ -164,7 +167,7 @@ def test_unrecorded_generation_and_unequal_lengths_are_refused() -> None:
 def test_coincidence_at_a_cut_is_not_taken_for_exact() -> None:
     # The cut token 2 of the first turn is also the first token of the next: it may be of version 1 or 2.
     found = align([(1, [10, 2]), (2, [2, 30]), (3, [40])], [10, 2, 40], [1, 1, 1])
-    assert (found.versions, found.exact) == ([1, 1, 3], False)
+    assert (labels_of(found), found.exact) == ([1, 1, 3], False)
 
 
 def readings(pieces: list[tuple[int, list[int]]], sampled: list[int]) -> list[list[int]]:
@@ -191,11 +194,11 @@ def test_labels_are_the_oldest_of_all_readings_and_exact_if_there_is_one(
     found = align(pieces, sampled, [1] * len(sampled))
     every = readings(pieces, sampled)
     if every:
-        assert found.versions == [min(versions) for versions in zip(*every, strict=True)]
+        assert labels_of(found) == [min(versions) for versions in zip(*every, strict=True)]
         assert found.exact == all(len(set(versions)) == 1 for versions in zip(*every, strict=True))
     else:
         oldest = min(version for version, _ in pieces)
-        assert (found.versions, found.exact) == ([oldest] * len(sampled), False)
+        assert (labels_of(found), found.exact) == ([oldest] * len(sampled), False)
 
 
 def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
@@ -217,7 +220,7 @@ def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
             mask += [1] * len(tokens) + [0]
             version = max(0, version + rng.randint(-1, 2))
         found = align(pieces, kept, mask)
-        labels = found.versions
+        labels = labels_of(found)
         assert [label == NOT_SAMPLED for label in labels] == [not sampled for sampled in mask]
         assert all(label <= true for label, true in zip(labels, truth, strict=True))
         if found.exact:
@@ -226,3 +229,28 @@ def test_exact_labels_are_true_and_no_label_is_newer_than_the_truth() -> None:
         inexact += not found.exact
     assert exact > 500
     assert inexact > 200
+
+
+def test_complete_answer_costs_as_many_steps_as_it_has_runs() -> None:
+    def steps(tokens: int) -> int:
+        """Lines of Python that are executed."""
+        pieces = [(version, list(range(tokens))) for version in range(4)]
+        response = [token for _, piece in pieces for token in [*piece, 0, 0]]
+        mask = ([1] * tokens + [0, 0]) * 4
+        lines = 0
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found = align(pieces, response, mask)
+        finally:
+            sys.settrace(before)
+        assert found.runs == [run for version in range(4) for run in ((version, tokens), (NOT_SAMPLED, 2))]
+        return lines
+
+    assert steps(8192) == steps(8)

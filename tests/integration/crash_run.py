@@ -217,7 +217,7 @@ class Life:
     def save(self) -> None:
         groups = {group_id: dict(group) for group_id, group in self.groups.items()}
         snapshot = {"ledger": self.ledger.snapshot(), "source": self.source.state(), "groups": groups}
-        self.state.save(self.step, snapshot, self.save_as_verl)
+        self.state.save(self.step, snapshot, self.save_as_verl)()
 
     def save_as_verl(self) -> None:
         """The files of verl's checkpoint, in its order, the tracker last and not atomically."""

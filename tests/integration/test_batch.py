@@ -36,14 +36,14 @@ def join(rows: list[Any]) -> DataProto:
     return DataProto.from_dict(tensors={"responses": responses}, non_tensors=fields)
 
 
-def batch_of(*rows: Any, size: int = 1) -> DataProto:
+def batch_of(*rows: Any, size: int = 1, order: list[int] | None = None) -> DataProto:
     source = make_source(10)
     groups = []
     for group_id in range(len(rows) // size):
         prompt = source.take()
         groups.append(GroupRun(Group(group_id, prompt.reference, 0), prompt.row, scored=[], payloads=[]))
     outputs = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return assemble(groups, outputs, join)
+    return assemble(groups, outputs, join, order)
 
 
 def test_rows_keep_the_order_of_groups_and_carry_their_groups_fields() -> None:
@@ -59,12 +59,18 @@ def test_rows_keep_the_order_of_groups_and_carry_their_groups_fields() -> None:
     assert batch.non_tensor_batch["level"].tolist() == [0, 0, 1, 1]
 
 
+def test_rows_come_in_the_order_that_is_asked_for_with_all_that_belongs_to_them() -> None:
+    batch = batch_of(*[output((number, 2)) for number in range(4)], size=2, order=[2, 0, 3, 1])
+    assert batch.batch[TOKEN_VERSIONS][:, 0].tolist() == [2, 0, 3, 1]
+    assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-0", "0-1", "0-0"]
+    assert batch.non_tensor_batch["level"].tolist() == [1, 0, 1, 0]
+
+
 def test_every_token_has_its_version_and_padding_none() -> None:
     batch = batch_of(output((1, 2), (-1, 1), (3, 2)), output((2, LENGTH)))
     versions = batch.batch[TOKEN_VERSIONS]
     assert versions.dtype == torch.int64
     assert versions.tolist() == [[1, 1, -1, 3, 3, -1], [2] * LENGTH]
-    assert VERSION_RUNS not in batch.non_tensor_batch
     assert sampled_tokens(batch) == 4 + LENGTH
 
 

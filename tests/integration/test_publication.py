@@ -41,13 +41,13 @@ def new_publication(timeout_s: float = SOON) -> tuple[Publication, list[BaseExce
 
 def test_the_caller_goes_on_while_a_version_is_on_its_way_and_has_its_metrics_when_it_waits() -> None:
     publication, alarms, _ = new_publication()
-    assert publication.wait() == {}, "nothing is on its way"
+    assert publication.wait() is None, "nothing is on its way"
     work = Work()
     publication.begin(1, work)
     assert work.begun.wait(SOON) and not publication.is_over
     work.may_end.set()
     assert publication.wait() == {"seconds": 1.0}
-    assert not publication.is_over and publication.wait() == {}
+    assert not publication.is_over and publication.wait() is None
     again = Work()
     again.may_end.set()
     publication.begin(2, again)
@@ -80,7 +80,7 @@ def test_one_version_is_on_its_way_at_a_time() -> None:
     publication, _, _ = new_publication()
     work = Work()
     publication.begin(1, work)
-    with pytest.raises(AssertionError, match="version 1 is on its way"):
+    with pytest.raises(AssertionError, match="publication 1 is under way"):
         publication.begin(2, work)
     work.may_end.set()
     publication.wait()

@@ -43,13 +43,13 @@ class Replica:
         self.workers = [
             SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping), stage_weights=take, update_weights=take)
         ]
-        self.servers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self.ping))]
+        self.servers = [SimpleNamespace(is_there=SimpleNamespace(remote=self.ping))]
         self.server_handle = Handle(self)
 
     def note(self, what: str) -> None:
         self.journal.append((what, self.replica_rank))
 
-    async def ping(self, function: Any) -> None:
+    async def ping(self, *_: Any) -> None:
         if not self.alive:
             raise ActorDiedError()
         if not self.answers:

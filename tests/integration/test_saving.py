@@ -26,7 +26,7 @@ def run_state(root: Path, **trainer: Any) -> RunState:
 
 
 def save(state: RunState, step: int) -> None:
-    state.save(step, {"ledger": {"live": []}, "groups": {}, "source": {"at": step}}, lambda: None)
+    state.save(step, {"ledger": {"live": []}, "groups": {}, "source": {"at": step}}, lambda: None)()
 
 
 def saved(root: Path, *steps: int) -> None:

@@ -11,9 +11,11 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ray import cloudpickle
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl import DataProto
 from verl.experimental.agent_loop import agent_loop as stock
@@ -231,26 +233,57 @@ async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str
 
     async def collect() -> list[Any]:
         items = [item async for item in worker.run_trajectory(key, sample, 4, 0, 7)]
-        return [unpack(item) if isinstance(item, bytes) else item for item in items]
+        return [unpack(item) if isinstance(item, np.ndarray) else item for item in items]
 
     return await asyncio.wait_for(collect(), SOON)
 
 
-async def test_a_payload_is_the_whole_trajectory_in_bytes(make_worker: Any) -> None:
+def tensors_of(output: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
+
+
+async def test_payload_is_the_whole_trajectory_in_one_array_and_its_tensors_are_views_of_that(make_worker: Any) -> None:
     _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
     output.extra_fields["of the user"] = lambda: "anything that cloudpickle takes"
     packed = pack(output)
-    assert type(packed) is bytes
-    again = unpack(packed)
-    tensors = {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
+    assert (packed.dtype, packed.ndim) == (np.uint8, 1)
+    packed.flags.writeable = False  # as what the object store hands over
+    again, tensors = unpack(packed), tensors_of(output)
     assert {"prompt_ids", "response_ids", "response_mask", "attention_mask", "position_ids"} <= tensors.keys()
     for name, value in tensors.items():
         assert torch.equal(getattr(again, name), value)
         assert getattr(again, name).dtype == value.dtype
-        getattr(again, name).zero_()
+        assert np.shares_memory(getattr(again, name).numpy(), packed)
     assert again.extra_fields.pop("of the user")() == output.extra_fields.pop("of the user")()
     rest = vars(output).keys() - tensors.keys()
     assert {name: getattr(again, name) for name in rest} == {name: getattr(output, name) for name in rest}
+
+
+async def test_payload_has_nothing_that_nobody_reads_or_that_the_trainer_has_already(make_worker: Any) -> None:
+    _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
+    plain = len(pack(output))
+    pixels, image = torch.rand(64, 1176), np.zeros((1000, 1000, 3), np.uint8)
+    output.multi_modal_inputs = {"pixel_values": pixels, "half": pixels[:2].bfloat16(), "name": "of no tensor"}
+    output.multi_modal_data = {"images": [image]}
+    output.mm_processor_output = [{"video": image}]
+    output.extra_fields["raw_prompt"] = [{"role": "user", "content": [image]}]
+    packed = pack(output)
+    assert len(packed) - plain < pixels.nbytes + 16_384
+    again = unpack(packed)
+    assert (again.multi_modal_data, again.mm_processor_output) == (None, None)
+    assert "raw_prompt" not in again.extra_fields
+    inputs = again.multi_modal_inputs
+    assert torch.equal(inputs["pixel_values"], pixels) and np.shares_memory(inputs["pixel_values"].numpy(), packed)
+    assert torch.equal(inputs["half"], pixels[:2].bfloat16()) and inputs["name"] == "of no tensor"
+    assert output.multi_modal_data == {"images": [image]}, "the worker's own is not changed"
+
+
+async def test_payload_of_a_checkpoint_of_an_earlier_version_is_taken_too(make_worker: Any) -> None:
+    _, output = await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5)))
+    arrays = {name: value.numpy() for name, value in tensors_of(output).items()}
+    again = unpack(cloudpickle.dumps(output.model_copy(update=arrays), protocol=5))
+    for name, value in tensors_of(output).items():
+        assert torch.equal(getattr(again, name), value)
 
 
 async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> None:

@@ -7,6 +7,7 @@ tests/core/test_alignment.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import gt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def place(
     rewritten what was generated.
     """
     sequence = [*prompt, *response]
-    places, covered = [], [False] * len(response)
+    places, covered = [], bytearray(len(response))
     for part in parts:
         begin, known = len(part.context), [*part.context, *part.tokens][: len(sequence)]
         if begin > len(sequence):
@@ -38,7 +39,9 @@ def place(
             return None
         first, used = begin - len(prompt), len(known) - begin
         places.append((first, used))
-        covered[first : first + used] = [True] * used
-    if any(sampled and not found for sampled, found in zip(mask, covered, strict=True)):
+        covered[first : first + used] = b"\1" * used
+    if len(mask) != len(response):
+        raise ValueError(f"the mask has {len(mask)} tokens, the response {len(response)}")
+    if any(map(gt, map(bool, mask), covered)):
         return None
     return places

@@ -7,6 +7,8 @@ answers are done first, changes nothing: what a synchronous run with these outco
 here. A group that fails says nothing of its prompt and is not counted. Test: tests/core/test_group_filter.py.
 """
 
+from collections import OrderedDict
+
 
 class FilterCount:
     """See the module's contract.
@@ -20,7 +22,8 @@ class FilterCount:
         self._kept = 0
         self._filtered = 0
         # Those issued since the oldest that has no outcome yet, in order; None: none yet.
-        self._outcomes: dict[int, bool | None] = {}
+        # A plain dict would look past every outcome that has left it, each time it is asked for its first one.
+        self._outcomes: OrderedDict[int, bool | None] = OrderedDict()
 
     @property
     def exceeded(self) -> bool:

@@ -90,8 +90,3 @@ class LedgerCounts:
     taken: int
     filtered_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
-
-
-def by_age(group: Group) -> tuple[int, int]:
-    """Earliest deadline first: by start, then by issue order."""
-    return group.start, group.id

@@ -15,7 +15,6 @@ Groups that reached their end are compacted to counts and runs of prompt indices
 by the live groups and the number of runs.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +29,8 @@ from recipe.async_engine.core.errors import (
     StalenessViolation,
 )
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
-from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, by_age
+from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts
+from recipe.async_engine.core.live_groups import LiveGroups
 from recipe.async_engine.core.prompts import PromptRef, PromptSet
 from recipe.async_engine.core.staleness import StalenessStats
 
@@ -63,7 +63,7 @@ class SampleLedger:
         self._trained = 0
         self._filtered: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._live: dict[int, Group] = {}
+        self._live = LiveGroups()
         self._leased: list[int] = []
         self._whole_batches = whole_batches
         self._issued_prompts = PromptSet()
@@ -86,11 +86,15 @@ class SampleLedger:
 
     def find(self, group_id: int) -> Group | None:
         """The live group of this id, None if it ended or was never issued."""
-        return self._live.get(group_id)
+        return self._live.find(group_id)
 
     def in_state(self, state: GroupState) -> list[Group]:
         """The live groups in this state, in issue order."""
-        return [group for group in self._live.values() if group.state is state]
+        return self._live.in_state(state)
+
+    def count(self, state: GroupState) -> int:
+        """Number of live groups in this state."""
+        return self._live.count(state)
 
     def leased(self) -> list[Group]:
         """The batch that the trainer holds, oldest group first; empty if it holds none."""
@@ -119,7 +123,8 @@ class SampleLedger:
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
         # A place in a whole batch is only filled by a new group.
-        candidates = len(self._whole_batch()) if self._whole_batches else len(self._live) - len(self._leased)
+        in_batch = self._live.places_taken(self._first_untaken()) if self._whole_batches else 0
+        candidates = in_batch if self._whole_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
@@ -134,7 +139,7 @@ class SampleLedger:
             )
         start = self._gate.add()
         group = Group(self._issued, prompt, start, batch=self._batch_with_a_place() if self._whole_batches else None)
-        self._live[group.id] = group
+        self._live.put(group)
         self._issued_prompts.add(prompt.key)
         self._issued += 1
         return group
@@ -164,10 +169,14 @@ class SampleLedger:
         """Give a group up because it cannot be generated; its place is free again. `reason`: a short word."""
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
+    def may_take(self) -> bool:
+        """Whether there is a `next_batch`; costs the same however many groups are live."""
+        starts = self._candidate_starts()
+        return sum(starts.values()) == self.settings.batch_groups and self._gate.can_take(starts)
+
     def next_batch(self) -> list[Group] | None:
         """The b oldest ready groups, or the next whole batch, if they may be trained now, else None."""
-        batch = self._candidates()
-        return batch if self._gate.can_take([group.start for group in batch]) else None
+        return self._candidates() if self.may_take() else None
 
     def take(self) -> list[Group]:
         """Lease the next batch to the trainer. It ends with `mark_trained`."""
@@ -198,14 +207,13 @@ class SampleLedger:
         Empty unless the trainer holds no batch, b groups are ready, and only older running groups keep them from
         being taken. `OnOverdue.DROP` filters them with `OVERDUE_REASON`.
         """
-        batch = self._candidates()
-        if self._leased or self._gate.batches_left == 0 or len(batch) < self.settings.batch_groups:
+        starts = self._candidate_starts()
+        if self._leased or self._gate.batches_left == 0 or sum(starts.values()) < self.settings.batch_groups:
             return []
-        running = sorted(self.in_state(GroupState.RUNNING), key=by_age)
         # Where places are short by `excess` at start s, every ready group of start <= s is in the batch already, so
-        # at least `excess` groups of start <= s are running: the first of `running`.
-        excesses = [excess for _, excess in self._gate.excess_after_take([group.start for group in batch])]
-        return running[: max(excesses, default=0)]
+        # at least `excess` groups of start <= s are running: the oldest of those that run.
+        excesses = [excess for _, excess in self._gate.excess_after_take(starts)]
+        return self._live.oldest(GroupState.RUNNING, max(excesses, default=0))
 
     def mark_trained(self) -> StalenessStats:
         """The leased batch is in the weights; return the staleness of its groups.
@@ -218,7 +226,7 @@ class SampleLedger:
         for group in self.leased():
             if not self._trained_prompts.add(group.prompt.key):
                 raise LedgerIdentityError(f"prompt {group.prompt} is trained twice, the second time by {group}")
-            del self._live[group.id]
+            self._live.remove(group.id)
             self._trained += 1
             for stats in (self.staleness, batch_staleness):
                 stats[self.version - group.start] += 1
@@ -238,16 +246,15 @@ class SampleLedger:
 
     def counts(self) -> LedgerCounts:
         """Number of groups by state."""
-        states = Counter(group.state for group in self._live.values())
         return LedgerCounts(
             issued=self._issued,
             trained=self._trained,
             filtered=self._filtered.total(),
             failed=self._failed.total(),
             live=len(self._live),
-            running=states[GroupState.RUNNING],
-            ready=states[GroupState.READY],
-            taken=states[GroupState.TAKEN],
+            running=self._live.count(GroupState.RUNNING),
+            ready=self._live.count(GroupState.READY),
+            taken=self._live.count(GroupState.TAKEN),
             filtered_by_reason=dict(self._filtered),
             failed_by_reason=dict(self._failed),
         )
@@ -255,11 +262,13 @@ class SampleLedger:
     def check_identity(self) -> None:
         """Raise `LedgerIdentityError` unless all records of the ledger agree with each other and with the gate."""
         counts = self.counts()
-        open_starts = Counter(group.start for group in self._live.values() if group.state is not GroupState.TAKEN)
+        states = Counter(group.state for group in self._live.all())
+        open_starts = Counter(group.start for group in self._live.all() if group.state is not GroupState.TAKEN)
         agree = {
             "issued = trained + filtered + failed + live": counts.issued
             == counts.trained + counts.filtered + counts.failed + counts.live,
             "live = running + ready + taken": counts.live == counts.running + counts.ready + counts.taken,
+            "each live group is counted in its state": all(self.count(state) == states[state] for state in GroupState),
             "every issued prompt is recorded": len(self._issued_prompts) == counts.issued,
             "every trained prompt is recorded": len(self._trained_prompts) == counts.trained,
             "every trained group's staleness is recorded": self.staleness.total() == counts.trained,
@@ -287,7 +296,7 @@ class SampleLedger:
             "staleness": [list(row) for row in sorted(self.staleness.items())],
             "issued_prompts": self._issued_prompts.to_rows(),
             "trained_prompts": self._trained_prompts.to_rows(),
-            "live": [group.to_row() for group in self._live.values()],
+            "live": [group.to_row() for group in self._live.all()],
         }
 
     @classmethod
@@ -301,7 +310,8 @@ class SampleLedger:
         """
         ledger = cls(settings, **rules)
         groups = [Group.from_row(row) for row in snapshot["live"]]
-        ledger._live = {group.id: group for group in groups}
+        for group in groups:
+            ledger._live.put(group)
         try:
             ledger._gate = StalenessGate(
                 settings,
@@ -327,24 +337,28 @@ class SampleLedger:
     def _candidates(self) -> list[Group]:
         """The groups to train next: b of them, or fewer while they are not ready."""
         if self._whole_batches:
-            return [group for group in self._whole_batch() if group.state is GroupState.READY]
-        return heapq.nsmallest(self.settings.batch_groups, self.in_state(GroupState.READY), key=by_age)
+            in_batch = self._live.of_batch(self._first_untaken())
+            return [group for group in in_batch if group.state is GroupState.READY]
+        return self._live.oldest(GroupState.READY, self.settings.batch_groups)
+
+    def _candidate_starts(self) -> dict[int, int]:
+        """Of `_candidates`: number of groups by start; none while a whole batch is not ready."""
+        if not self._whole_batches:
+            return self._live.oldest_starts(GroupState.READY, self.settings.batch_groups)
+        if self._live.ready_of_batch(self._first_untaken()) < self.settings.batch_groups:
+            return {}
+        return Counter(group.start for group in self._candidates())
 
     def _first_untaken(self) -> int:
         """Number of the next whole batch."""
         return (self._trained + len(self._leased)) // self.settings.batch_groups
 
-    def _whole_batch(self) -> list[Group]:
-        """The groups that have a place in the next whole batch, in issue order."""
-        number = self._first_untaken()
-        return [group for group in self._live.values() if group.batch == number]
-
     def _batch_with_a_place(self) -> int:
-        sizes = Counter(group.batch for group in self._live.values())
-        return next(batch for batch in count(self._first_untaken()) if sizes[batch] < self.settings.batch_groups)
+        size = self.settings.batch_groups
+        return next(batch for batch in count(self._first_untaken()) if self._live.places_taken(batch) < size)
 
     def _live_group(self, group_id: int, transition: str, *states: GroupState) -> Group:
-        group = self._live.get(group_id)
+        group = self._live.find(group_id)
         if group is not None and group.state in states:
             return group
         if group is not None:
@@ -354,12 +368,12 @@ class SampleLedger:
         raise LedgerError(f"group {group_id} is {present}: it cannot make the transition '{transition}'")
 
     def _update(self, group: Group) -> Group:
-        self._live[group.id] = group
+        self._live.put(group)
         return group
 
     def _give_up(self, group_id: int, transition: str, state: GroupState, reasons: Counter[str], reason: str) -> Group:
         group = self._live_group(group_id, transition, GroupState.RUNNING, GroupState.READY)
         reasons[reason] += 1
         self._gate.remove(group.start)
-        del self._live[group.id]
+        self._live.remove(group.id)
         return replace(group, state=state, reason=reason)

@@ -24,7 +24,7 @@ tests/core/test_prompt_manager.py.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,12 +84,18 @@ class PromptManager:
         self.stream = stream
         self.turns = 0
         self.is_open = False
-        self.running = 0
         self._states: dict[int, list[TrajectoryState]] = {}
+        self._groups_in: Counter[TrajectoryState] = Counter()
+        self._trajectories_in: Counter[TrajectoryState] = Counter()
         # What a free slot is given first; the states that wait for one.
         self._ranks = {TrajectoryState.INTERRUPTED: 0, TrajectoryState.PENDING: 0 if stream else 1}
         # (rank, start, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
         self._waiting: list[tuple[int, int, int, int]] = []
+
+    @property
+    def running(self) -> int:
+        """Trajectories that run."""
+        return self._trajectories_in[TrajectoryState.RUNNING]
 
     def open_turn(self) -> int:
         """Begin a generation turn, or let a stream go on; returns its number, counted from 1."""
@@ -152,6 +158,8 @@ class PromptManager:
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
             raise TurnError(f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}")
         self._states[group.id] = list(states)
+        self._groups_in[_group_state(states)] += 1
+        self._trajectories_in.update(states)
         for index in range(self.group_size):
             self._wait(Trajectory(group.id, index))
 
@@ -182,24 +190,20 @@ class PromptManager:
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
             raise TurnError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
-        del self._states[group_id]
+        self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 
     def forget(self, group_id: int) -> None:
         """The group is given up; the slots of its trajectories are free. The caller filters or fails it."""
-        for index in range(self.group_size):
-            self._set(Trajectory(group_id, index), TrajectoryState.SAMPLED)
-        del self._states[group_id]
+        self._leave(group_id)
 
     def counts(self) -> PromptCounts:
         """Number of groups and trajectories by state."""
-        groups = Counter(_group_state(states) for states in self._states.values())
-        trajectories = Counter(state for states in self._states.values() for state in states)
         return PromptCounts(
-            pending=groups[TrajectoryState.PENDING],
-            interrupted=groups[TrajectoryState.INTERRUPTED],
-            running_trajectories=trajectories[TrajectoryState.RUNNING],
-            interrupted_trajectories=trajectories[TrajectoryState.INTERRUPTED],
+            pending=self._groups_in[TrajectoryState.PENDING],
+            interrupted=self._groups_in[TrajectoryState.INTERRUPTED],
+            running_trajectories=self.running,
+            interrupted_trajectories=self._trajectories_in[TrajectoryState.INTERRUPTED],
         )
 
     def anything_waits(self) -> bool:
@@ -223,10 +227,17 @@ class PromptManager:
 
     def _set(self, trajectory: Trajectory, state: TrajectoryState) -> None:
         states = self._states[trajectory.group_id]
-        self.running -= states[trajectory.index] is TrajectoryState.RUNNING
-        self.running += state is TrajectoryState.RUNNING
+        self._groups_in[_group_state(states)] -= 1
+        self._trajectories_in[states[trajectory.index]] -= 1
         states[trajectory.index] = state
+        self._groups_in[_group_state(states)] += 1
+        self._trajectories_in[state] += 1
         self._wait(trajectory)
+
+    def _leave(self, group_id: int) -> None:
+        states = self._states.pop(group_id)
+        self._groups_in[_group_state(states)] -= 1
+        self._trajectories_in.subtract(states)
 
     def _wait(self, trajectory: Trajectory) -> None:
         """Queue the trajectory if it waits for a slot."""
@@ -236,8 +247,8 @@ class PromptManager:
             heapq.heappush(self._waiting, (rank, group.start, group.id, trajectory.index))
 
 
-def _group_state(states: Iterable[TrajectoryState]) -> TrajectoryState:
-    present = set(states)
-    if TrajectoryState.RUNNING in present or present == {TrajectoryState.SAMPLED}:
+def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
+    if TrajectoryState.RUNNING in states:
         return TrajectoryState.RUNNING
-    return TrajectoryState.INTERRUPTED if TrajectoryState.INTERRUPTED in present else TrajectoryState.PENDING
+    waiting = (state for state in (TrajectoryState.INTERRUPTED, TrajectoryState.PENDING) if state in states)
+    return next(waiting, TrajectoryState.RUNNING)

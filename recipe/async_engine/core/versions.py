@@ -2,33 +2,33 @@
 """Policy versions of tokens, run-length coded.
 
 Contract. A trajectory's tokens carry the version that sampled them; tokens that no policy sampled (tool and
-environment tokens) carry `NOT_SAMPLED`. Labels that cannot be known exactly are never newer than the truth that is
-recorded, and are marked as inexact. Test: tests/core/test_versions.py.
+environment tokens) carry `NOT_SAMPLED`. Runs stay runs: what a complete answer costs here depends on how often its
+version changes, not on its tokens; only one that its agent loop has cut is gone through token by token. Labels that
+cannot be known exactly are never newer than the truth that is recorded, and are marked as inexact. Test:
+tests/core/test_versions.py.
 """
 
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby, repeat
+from itertools import chain, compress, groupby, pairwise
 
 from recipe.async_engine.core.errors import VersionRecordError
 
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled."""
 
+Runs = list[tuple[int, int]]
+"""(version, token count) of each run of equal versions, in order."""
+
 ALIGNMENT_WORK = 32
 """Token comparisons an alignment may take, per token; only degenerate answers (one token repeated) need more."""
 
 
-def run_lengths(versions: Iterable[int]) -> list[tuple[int, int]]:
-    """(version, token count) of each run of equal versions."""
+def run_lengths(versions: Iterable[int]) -> Runs:
+    """The runs of single versions."""
     return [(version, len(list(run))) for version, run in groupby(versions)]
-
-
-def expand(runs: Iterable[tuple[int, int]], length: int) -> list[int]:
-    """One version per token from `run_lengths`, padded at the end with `NOT_SAMPLED` to `length`."""
-    versions = [version for version, count in runs for _ in range(count)]
-    return versions + [NOT_SAMPLED] * (length - len(versions))
 
 
 def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
@@ -44,12 +44,9 @@ def last_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, in
 
 def joined(runs: Iterable[tuple[int, int]], more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The runs of tokens of ``runs`` with those of ``more`` after them."""
-    found: list[tuple[int, int]] = []
-    for version, length in (*runs, *more):
-        if found and found[-1][0] == version:
-            length += found.pop()[1]
-        if length:
-            found.append((version, length))
+    found: Runs = []
+    for version, count in (*runs, *more):
+        _append(found, version, count)
     return found
 
 
@@ -102,21 +99,21 @@ class RequestVersions:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The version of each token of a response, and of its sampled tokens the oldest and the newest one.
+    """The versions of the tokens of a response, as `run_lengths`; of its sampled tokens the oldest and the newest one.
 
     `exact` is False if a token may be of a newer version than its label says.
     """
 
-    versions: list[int]
+    runs: Runs
     exact: bool
 
     @property
     def oldest(self) -> int:
-        return min(version for version in self.versions if version != NOT_SAMPLED)
+        return min(version for version, _ in self.runs if version != NOT_SAMPLED)
 
     @property
     def newest(self) -> int:
-        return max(self.versions)
+        return max(version for version, _ in self.runs)
 
 
 def align(
@@ -142,19 +139,18 @@ def align(
         raise VersionRecordError(f"generated tokens recorded under versions {[version for version, _ in pieces]}")
     if sampled and not pieces:
         raise VersionRecordError(f"{len(sampled)} tokens are marked as sampled, but no generation was recorded")
-    if sampled == [token for _, tokens in pieces for token in tokens]:
+    if sampled == list(chain.from_iterable(tokens for _, tokens in pieces)):
         # Every piece is used whole: there is no other reading.
-        return Alignment(_with_unsampled((version for version, tokens in pieces for _ in tokens), response_mask), True)
-    readings = _readings(pieces, sampled)
-    if readings is None:
+        return Alignment(_with_unsampled([(version, len(tokens)) for version, tokens in pieces], response_mask), True)
+    read = _readings(pieces, sampled)
+    if read is None:
         oldest = min(version for version, _ in pieces)
-        return Alignment(_with_unsampled(repeat(oldest), response_mask), exact=False)
-    exact = all(len(versions) == 1 for versions in readings)
-    return Alignment(_with_unsampled(map(min, readings), response_mask), exact)
+        return Alignment(_with_unsampled([(oldest, len(sampled))], response_mask), exact=False)
+    return Alignment(_with_unsampled(read.runs, response_mask), read.exact)
 
 
-def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> list[set[int]] | None:
-    """The versions that readings give each sampled token; None if there is no reading, or it is too much work.
+def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> Alignment | None:
+    """What readings say of the sampled tokens; None if there is no reading, or it is too much work.
 
     A reading uses a beginning (none, a part, or all) of each piece in turn. Forward, the numbers of sampled tokens
     that the first pieces can explain, each with how far the next piece agrees from there; backward, those from which
@@ -173,7 +169,7 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> li
                 return None
         agreements.append((version, agreed))
         explained = {start + used for start, longest in agreed.items() for used in range(longest + 1)}
-    labels: list[set[int]] = [set() for _ in sampled]
+    labelled: list[tuple[int, int, int]] = []
     reaching = [end] if end in explained else []
     for version, agreed in reversed(agreements):
         earlier = []
@@ -181,18 +177,62 @@ def _readings(pieces: Sequence[tuple[int, list[int]]], sampled: list[int]) -> li
             farthest = bisect_right(reaching, start + longest) - 1
             if farthest >= 0 and reaching[farthest] >= start:
                 earlier.append(start)
-                for token in range(start, reaching[farthest]):
-                    labels[token].add(version)
+                labelled.append((start, reaching[farthest], version))
         reaching = earlier
-    return labels if all(labels) else None
+    return _oldest_of(labelled, end)
+
+
+def _oldest_of(labelled: Iterable[tuple[int, int, int]], end: int) -> Alignment | None:
+    """The oldest label of each of ``end`` tokens, None if one has none.
+
+    labelled: (first, end, version) of tokens first..end-1 that a reading gives this version. Exact if no token has two.
+    """
+    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for first, last, version in labelled:
+        changes[first][version] += 1
+        changes[last][version] -= 1
+    runs: Runs = []
+    exact, present = True, Counter[int]()
+    edges = sorted({0, end, *changes})
+    for edge, following in pairwise(edges):
+        present.update(changes[edge])
+        versions = +present
+        if not versions:
+            return None
+        exact = exact and len(versions) == 1
+        _append(runs, min(versions), following - edge)
+    return Alignment(runs, exact)
+
+
+def _append(runs: Runs, version: int, count: int) -> None:
+    """Put so many tokens of a version behind those of ``runs``, in place."""
+    if runs and runs[-1][0] == version:
+        count += runs.pop()[1]
+    if count:
+        runs.append((version, count))
 
 
 def _agreement(tokens: Sequence[int], sampled: Sequence[int], start: int) -> int:
     """Length of the longest common beginning of `tokens` and `sampled[start:]`."""
     longest = min(len(tokens), len(sampled) - start)
+    if tokens[:1] == sampled[start : start + 1] and tokens[:longest] == sampled[start : start + longest]:
+        return longest
     return next((offset for offset in range(longest) if tokens[offset] != sampled[start + offset]), longest)
 
 
-def _with_unsampled(labels: Iterable[int], response_mask: Sequence[int]) -> list[int]:
-    versions = iter(labels)
-    return [next(versions) if mask else NOT_SAMPLED for mask in response_mask]
+def _with_unsampled(labels: Iterable[tuple[int, int]], response_mask: Sequence[int]) -> Runs:
+    """The runs of a response, given those of its sampled tokens."""
+    found: Runs = []
+    left = iter(labels)
+    version = count = 0
+    for is_sampled, wanted in run_lengths(map(bool, response_mask)):
+        if not is_sampled:
+            _append(found, NOT_SAMPLED, wanted)
+            continue
+        while wanted:
+            if not count:
+                version, count = next(left)
+            used = min(count, wanted)
+            _append(found, version, used)
+            count, wanted = count - used, wanted - used
+    return found

@@ -23,7 +23,12 @@ from recipe.async_engine.core.scoring import STATIC, ScoringSettings
 from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.server import ModelEngineServer
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
+from recipe.async_engine.recovery.control import with_control
 from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
+
+HELD = ("score",)
+"""What keeps calls of a server open: weights wait for none of them."""
+CONTROLS = ("pause_serving", "resume_serving", "staged", "load_failed", "refuse", "describe", "account")
 
 
 class ModelEngineReplica(RolloutReplica):
@@ -78,7 +83,7 @@ class ModelEngineReplica(RolloutReplica):
             self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id()), timeout_s
         )
         server = (
-            ray.remote(ModelEngineServer)
+            with_control(ModelEngineServer, HELD, CONTROLS)
             .options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 max_concurrency=self.max_concurrency,

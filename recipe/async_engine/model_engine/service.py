@@ -159,7 +159,7 @@ class ScoringService:
                     self._may_stage.clear()
                     await self._may_stage.wait()
         except BaseException:
-            self.load_failed(f"version {version} found no place")
+            self._drop_load(f"version {version} found no place")
             raise
 
     def staged(self) -> None:
@@ -172,6 +172,9 @@ class ScoringService:
 
     def load_failed(self, reason: str) -> None:
         """The announced weights will not come: a rank could not take them."""
+        self._drop_load(reason)
+
+    def _drop_load(self, reason: str) -> None:
         for request in self._queue.load_failed():
             self._end(request.id, VersionUnavailable(f"version {request.version} did not come: {reason}"))
         self._wake.set()

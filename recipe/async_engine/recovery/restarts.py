@@ -2,11 +2,14 @@
 """Actors that Ray starts again after they died (``max_restarts``), from the side of who calls them."""
 
 import asyncio
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
+
+from recipe.async_engine.recovery.control import sign_of_life, with_control
 
 ASK_AGAIN_S = 1.0
 
@@ -15,7 +18,7 @@ async def is_up_again(actor: Any) -> bool:
     """Wait until a dead actor answers; False once Ray says that it is not started any more."""
     while True:
         try:
-            await actor.__ray_ready__.remote()
+            await sign_of_life(actor).remote()
         except ActorUnavailableError:
             await asyncio.sleep(ASK_AGAIN_S)
         except RayActorError:
@@ -35,12 +38,14 @@ def was_restarted() -> bool:
 class Restartable:
     """Stands in for a remote class whose actors Ray starts again, ``restarts`` times each.
 
+    ``held``: their methods that keep calls open, see `recipe.async_engine.recovery.control`.
+
     What they were made with is held in the object store: Ray deletes large arguments once the actors are up, and cannot
     start them again then (ray-project/ray#53727). Each argument is stored once, however many actors have it.
     """
 
-    def __init__(self, actor_class: type, restarts: int, **options: Any) -> None:
-        self._remote_class = ray.remote(max_restarts=restarts, **options)(actor_class)
+    def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
+        self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
         # With the values themselves, whose ids they are.
         self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
 

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.recovery.control import sign_of_life
 from recipe.async_engine.recovery.restarts import is_up_again
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class WorkerSet:
         life, actor = self.lives[name], self.actors[name]
         try:
             while self.lives[name] == life and name in self.actors:
-                answer = asyncio.ensure_future(actor.__ray_ready__.remote())
+                answer = asyncio.ensure_future(sign_of_life(actor).remote())
                 await asyncio.wait({answer}, timeout=self._answer_s / 2)
                 if not answer.done():
                     self.silent.add(name)

@@ -10,12 +10,15 @@ import itertools
 from typing import Any
 
 from verl.workers.rollout.llm_server import LLMServerManager
-from verl.workers.rollout.router import get_router_handle
+from verl.workers.rollout.router import GlobalRequestLoadBalancer, get_router_handle
 
 from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
+from recipe.async_engine.recovery.control import with_control
 from recipe.async_engine.replicas.server import GatedVLLMReplica
 
 END_S = 30.0
+HELD = ("acquire_server", "release_server")
+"""What each request asks of the load balancer."""
 
 
 class ReplicaManager(LLMServerManager):
@@ -24,11 +27,16 @@ class ReplicaManager(LLMServerManager):
     def __init__(self, config: Any) -> None:
         self.rollout_replica_class = GatedVLLMReplica
         super().__init__(config)
-        self.global_load_balancer = get_router_handle(
-            servers={},
-            router_config_path=getattr(self.rollout_config, "router_config_path", None),
-            full_determinism=getattr(self.rollout_config, "full_determinism", False),
-            load_balancer_cls=self._load_balancer_cls,
+        self.global_load_balancer = self._new_load_balancer()
+
+    def _new_load_balancer(self) -> Any:
+        """verl's, or the user's; verl's own takes and gives back servers beside the requests that wait for one."""
+        file = getattr(self.rollout_config, "router_config_path", None)
+        hashes = getattr(self.rollout_config, "full_determinism", False)
+        if file is None and self._load_balancer_cls is None:
+            return with_control(GlobalRequestLoadBalancer, HELD).remote(servers={}, full_determinism=hashes)
+        return get_router_handle(
+            servers={}, router_config_path=file, full_determinism=hashes, load_balancer_cls=self._load_balancer_cls
         )
 
     def start_another(self) -> GatedVLLMReplica:

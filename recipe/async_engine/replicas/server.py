@@ -32,6 +32,7 @@ from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.recovery.control import with_control
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
@@ -41,6 +42,8 @@ from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
+HELD = ("generate",)
+"""What keeps calls of a server open: an abort waits for none of them."""
 
 WORKER_EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
 CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
@@ -440,7 +443,7 @@ class GatedVLLMReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(GatedVLLMHttpServer)
+        self.server_class = with_control(GatedVLLMHttpServer, HELD)
 
     async def hold_requests(self, keep_cache: bool) -> None:
         """See :meth:`GatedVLLMHttpServer.hold_requests`."""

@@ -22,6 +22,8 @@ from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.server import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, ScoringPool
 
+HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
+"""What keeps calls of a reward worker open."""
 # Where verl's own rules are; each call looks at its row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
@@ -95,7 +97,7 @@ class ScoringManager(RewardLoopManager):
     def _init_reward_loop_workers(self) -> None:
         # verl's constructor has just set its own class.
         restarts = int(self.config.async_training.max_replica_restarts)
-        self.reward_loop_workers_class = Restartable(ScoringWorker, restarts)
+        self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
         self._pools = PoolTotals()

@@ -66,7 +66,7 @@ class GroupRun:
     row: dict[str, Any]
     scored: list[TrajectoryScored | None]
     payloads: list[Any]
-    fetched: list[bytes] = field(default_factory=list)
+    fetched: list[Any] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
     calls: dict[int, Any] = field(default_factory=dict)

@@ -2,9 +2,10 @@
 """The rollout scheduler: issues prompt groups, spreads their trajectories, hands complete batches to the trainer.
 
 Contract: it decides nothing about staleness. It asks the ledger what may start and what may be trained, and obeys. It
-runs in one event loop on a thread of its own, beside the trainer's thread; both reach the ledger under one condition
-variable that is never held across a wait for anything else, the data loader included. Everything is driven by events: a
-prompt that came, a finished trajectory, a taken batch, a published version. A trajectory frees its slot with its last
+runs in one event loop on a thread of its own, beside the trainer's thread; both reach the ledger under one lock, which
+is never held across a wait for anything else, the data loader included. Everything is driven by events: a prompt that
+came, a finished trajectory, a taken batch, a published version. An event costs the same whatever is live, and wakes the
+trainer's thread only when there is what it waits for. A trajectory frees its slot with its last
 sampled token, so rewards never hold one. A failed trajectory is retried on another worker and its siblings are kept;
 past its retries the whole group counts as failed, and the run ends when no group has succeeded for
 ``max_consecutive_failures`` of them. Payloads stay object references until the trainer fetches its batch. A snapshot,
@@ -20,8 +21,8 @@ tests/e2e/test_fully_async.py and test_partial_rollout.py.
 """
 
 import asyncio
+import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
@@ -44,6 +45,7 @@ from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
+from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.loop_thread import LoopThread
@@ -85,7 +87,7 @@ class RolloutScheduler:
         self._timeline = timeline
         self._meter = RolloutMeter(timeline, settings.places or settings.slots, settings.turns)
         self._rescore = rescore
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._runs: dict[int, GroupRun] = {}
         self._ending = self._taking = False
         self._failures_in_a_row = 0
@@ -141,19 +143,21 @@ class RolloutScheduler:
         return batch
 
     def _wait_for_batch(self, timeout_s: float) -> list[GroupRun] | None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._raise_error()
-            if self._ending:
-                return None
-            if self.ledger.next_batch() is not None:
-                return [self._runs[group.id] for group in self.ledger.take()]
-            if self._over():
-                return None
-            if (remaining := deadline - time.monotonic()) <= 0:
-                raise BatchTimeout(self._diagnosis(timeout_s))
+        if not self._batch_is_decided():
             self._timeline.rollout.set(waiting=True)
-            self._changed.wait(remaining)
+        in_time = self._changed.wait_until(self._batch_is_decided, time.monotonic() + timeout_s)
+        self._raise_error()
+        if self._ending:
+            return None
+        if self.ledger.may_take():
+            return [self._runs[group.id] for group in self.ledger.take()]
+        if not in_time:
+            raise BatchTimeout(self._diagnosis(timeout_s))
+        return None
+
+    def _batch_is_decided(self) -> bool:
+        """Whether a batch may be taken, or none will come."""
+        return self._error is not None or self._ending or self.ledger.may_take() or self._over()
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
         """Have every worker hold its trajectories at their next requests; done when each one does.
@@ -166,7 +170,7 @@ class RolloutScheduler:
         """Whoever waits for a batch, or asks for one from now on, gets None; callable from any thread."""
         with self._changed:
             self._ending = True
-            self._changed.notify_all()
+            self._changed.made()
 
     def payloads_lost(self, group_ids: Iterable[int]) -> None:
         """The leased batch cannot be trained: answers of these groups of it are lost, and are generated again."""
@@ -213,20 +217,24 @@ class RolloutScheduler:
             RolloutFailed: generation failed meanwhile.
             BatchTimeout: trajectories still generate after ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
+
+        def drained() -> bool:
+            return not (self.manager.running or (fill and self._may_be_filled()))
+
         with self._changed:
             if not fill:
                 self.manager.drain()
-            while self.manager.running or (fill and self._may_be_filled()):
+            deadline = time.monotonic() + timeout_s
+            in_time = self._changed.wait_until(lambda: self._error is not None or drained(), deadline)
+            if not drained():
                 self._raise_error()
-                if (remaining := deadline - time.monotonic()) <= 0:
-                    raise BatchTimeout(
-                        f"{self.manager.running} trajectories still generate after {timeout_s:g} s of draining before "
-                        f"a weight sync, and {self.ledger.counts().running} groups are not complete; raise "
-                        "async_training.timeouts.drain, or set async_training.partial_rollout=True "
-                        "so that a sync interrupts and resumes them"
-                    )
-                self._changed.wait(remaining)
+            if not in_time:
+                raise BatchTimeout(
+                    f"{self.manager.running} trajectories still generate after {timeout_s:g} s of draining before "
+                    f"a weight sync, and {self.ledger.counts().running} groups are not complete; raise "
+                    "async_training.timeouts.drain, or set async_training.partial_rollout=True "
+                    "so that a sync interrupts and resumes them"
+                )
             self.manager.drain()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
@@ -276,7 +284,7 @@ class RolloutScheduler:
         """Whoever waits for a batch gets this error; callable from any thread."""
         with self._changed:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._changed.made()
 
     def _poke(self) -> None:
         """Something changed that may let a trajectory begin or go on; callable from any thread."""
@@ -294,11 +302,11 @@ class RolloutScheduler:
             ) from None
 
     def _change(self, update: Callable[[], Any]) -> Any:
-        """Apply ``update`` to the ledger, then tell both threads."""
+        """Apply ``update`` to the ledger, then tell this thread, and others for which it makes a difference."""
         with self._changed:
             result = update()
             self._account()
-            self._changed.notify_all()
+            self._changed.made()
         self._wake.set()
         return result
 
@@ -308,6 +316,7 @@ class RolloutScheduler:
             with self._changed:
                 turn, picked = self.manager.turns, list(self._picked())
                 self._account()
+                self._changed.made()
             self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
             for run, n in picked:
                 if n not in run.calls and not run.given_up:
@@ -501,7 +510,8 @@ class RolloutScheduler:
                 cached = complete + sum(record.cut_tokens for record in records)
                 return {
                     "ledger": self.ledger.snapshot(),
-                    "source": position,
+                    # The loader may go on with what it has told.
+                    "source": copy.deepcopy(position),
                     "groups": groups,
                     "interrupted_tokens": {
                         "cut": tokens.cut,
@@ -547,7 +557,7 @@ class RolloutScheduler:
         """Whether the batch under way is missing groups, or may turn out to."""
         if self.manager.anything_waits() or (self.ledger.can_issue() and self._prompts.left):
             return True
-        return self._settings.filter_groups and bool(self.ledger.in_state(GroupState.RUNNING))
+        return self._settings.filter_groups and self.ledger.count(GroupState.RUNNING) > 0
 
     def _over(self) -> bool:
         """Whether no further batch can form."""

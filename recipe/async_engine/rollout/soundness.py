@@ -13,8 +13,10 @@ Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_non_fini
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from recipe.async_engine.core.errors import RecipeError
 
@@ -69,9 +71,17 @@ def check_answer(output: Any, prompt_length: int, response_length: int, log_prob
     ):
         if length > room:
             raise UnusableAnswer(f"a {what} of {length} tokens, where data.max_{what}_length={room}")
-    if log_probs and not all(map(is_number, output.response_logprobs)):
+    if log_probs and not _are_numbers(output.response_logprobs):
         first = next(place for place, value in enumerate(output.response_logprobs) if not is_number(value))
         raise NonFiniteLogProb(f"the log-prob of token {first} of {tokens} is {output.response_logprobs[first]}")
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Whether each is one, see `is_number`; an answer may have tens of thousands."""
+    try:
+        return bool((np.abs(np.asarray(values, dtype=np.float64)) <= FLOAT32_MAX).all())
+    except (TypeError, ValueError, OverflowError):
+        return all(map(is_number, values))
 
 
 def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str]) -> None:

@@ -1,28 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished trajectory as it travels from its worker to the trainer.
 
-Contract: :func:`unpack` gives back what :func:`pack` took. In between it is one `bytes`, which Ray hands over as it is:
-the trainer fetches hundreds of trajectories a step, and Ray's own way of an object with several arrays costs it several
-times as much for each (benchmarks/bookkeeping.py). Tensors are pickled as NumPy arrays, since each pickled tensor costs
-a serialisation of its own on both sides. Shown by tests/integration/test_trajectory_worker.py.
+Contract: :func:`unpack` gives back what :func:`pack` took, without what nobody reads of it, or has already. In between
+it is one NumPy array of bytes. Ray hands one over as a view of the object store, and the trajectory's tensors are views
+of that: the trainer's process has no copy of an answer but the one in its batch. One array, since the trainer fetches
+hundreds of trajectories a step, and Ray's own way of an object with several costs several times as much for each
+(benchmarks/bookkeeping.py). Shown by tests/integration/test_trajectory_worker.py.
 """
 
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from ray import cloudpickle
 
+ALIGNED = 64
+"""Arrays begin at multiples of so many bytes, as the object store's do."""
+UNREAD = ("multi_modal_data", "mm_processor_output")
+"""What inputs were computed from already."""
+RAW_PROMPT = "raw_prompt"
+"""Of the extra fields: the trainer has it with the prompt's row, once for all its answers."""
 
-def pack(output: Any) -> bytes:
-    """verl's padded trajectory (a pydantic model), in bytes; extra fields may hold whatever cloudpickle takes."""
-    arrays = {name: value.numpy() for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
-    return cloudpickle.dumps(output.model_copy(update=arrays), protocol=5)
+# Of tensors that are only read, which `unpack` makes on purpose.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def unpack(packed: bytes) -> Any:
-    """The trajectory again. ``packed`` comes from a worker of the same Ray cluster; its tensors own their memory."""
-    output = pickle.loads(packed)
-    tensors = {name: torch.from_numpy(value) for name, value in vars(output).items() if isinstance(value, np.ndarray)}
+def pack(output: Any) -> np.ndarray:
+    """verl's padded trajectory (a pydantic model), as uint8 (bytes,); extra fields hold whatever cloudpickle takes."""
+    arrays = {name: _as_array(value) for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
+    inputs = output.multi_modal_inputs
+    kept = output.model_copy(
+        update={
+            **arrays,
+            **{name: None for name in UNREAD if name in vars(output)},
+            "multi_modal_inputs": inputs and {name: _as_array(value) for name, value in inputs.items()},
+            "extra_fields": {name: value for name, value in output.extra_fields.items() if name != RAW_PROMPT},
+        }
+    )
+    buffers: list[pickle.PickleBuffer] = []
+    stream = cloudpickle.dumps(kept, protocol=5, buffer_callback=buffers.append)
+    parts = [np.frombuffer(part, np.uint8) for part in (stream, *(buffer.raw() for buffer in buffers))]
+    sizes = np.array([len(parts), *(len(part) for part in parts)], np.int64).view(np.uint8)
+    packed = np.zeros(_end(sizes) + sum(_end(part) for part in parts), np.uint8)
+    begin = 0
+    for part in (sizes, *parts):
+        packed[begin : begin + len(part)] = part
+        begin += _end(part)
+    return packed
+
+
+def unpack(packed: np.ndarray | bytes) -> Any:
+    """The trajectory again; its tensors are views of ``packed``, which comes from a worker of the same Ray cluster.
+
+    Bytes are what an earlier version of this package packed, and a checkpoint may have.
+    """
+    output = pickle.loads(packed) if isinstance(packed, bytes) else _loaded(packed)
+    tensors = {name: _as_tensor(value) for name, value in vars(output).items()}
+    inputs = output.multi_modal_inputs
+    tensors["multi_modal_inputs"] = inputs and {name: _as_tensor(value) for name, value in inputs.items()}
     return output.model_copy(update=tensors)
+
+
+def _loaded(packed: np.ndarray) -> Any:
+    count = int(packed[:8].view(np.int64)[0])
+    sizes = packed[8 : 8 + 8 * count].view(np.int64).tolist()
+    begin, parts = _up(8 + 8 * count), []
+    for size in sizes:
+        parts.append(packed[begin : begin + size])
+        begin += _up(size)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _end(part: np.ndarray) -> int:
+    return _up(len(part))
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _as_array(value: Any) -> Any:
+    """A tensor as the array that it is, unless NumPy has no such type."""
+    if not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
+        return value
+    return np.ascontiguousarray(value.numpy(force=True))
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

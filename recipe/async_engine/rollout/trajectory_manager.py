@@ -34,8 +34,10 @@ from recipe.async_engine.rollout.worker_pool import NONE_LEFT, NoWorkers
 
 logger = logging.getLogger(__name__)
 
-# Of one worker: with Ray's default of 1,000 a cancellation would wait behind as many trajectories.
+HELD = ("run_trajectory", "generate_sequences", "rescore")
+"""What keeps calls of a worker open."""
 CALLS_AT_ONCE = 15_000
+"""Such calls of one worker at once; Ray's 1,000 would keep trajectories from their slots."""
 
 
 class ValidationTimeout(RecipeError):
@@ -65,7 +67,7 @@ class TrajectoryManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         restarts = int(self.config.async_training.max_replica_restarts)
-        self.agent_loop_workers_class = Restartable(TrajectoryWorker, restarts, max_concurrency=CALLS_AT_ONCE)
+        self.agent_loop_workers_class = Restartable(TrajectoryWorker, restarts, HELD, max_concurrency=CALLS_AT_ONCE)
         self._told: dict[str, tuple[Any, ...]] = {}
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
         self._telling = threading.Lock()

@@ -43,7 +43,7 @@ from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import align, run_lengths
+from recipe.async_engine.core.versions import align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
@@ -132,6 +132,8 @@ class _Running:
         await asyncio.wait({self.task}, timeout=LAST_MOMENT_S)
         if not self.task.done():
             logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
+            # Whatever it ends with some day, nobody asks.
+            self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class TrajectoryWorker(AgentLoopWorker):
@@ -173,7 +175,7 @@ class TrajectoryWorker(AgentLoopWorker):
         """Have servers of the reference policy, actor handles by name, score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)
 
-    async def rescore(self, payload: bytes, version: int, start: int) -> ResponseScores | None:
+    async def rescore(self, payload: np.ndarray, version: int, start: int) -> ResponseScores | None:
         """Scores of a finished trajectory's whole padded response by ``version``, the newest published one, or later.
 
         None if no server answered in time. ``payload``: as :meth:`run_trajectory` yields it. ``start``: of its group;
@@ -347,7 +349,7 @@ class TrajectoryWorker(AgentLoopWorker):
         rollout = self.rollout_config
         check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
-        output.extra_fields[VERSION_RUNS] = run_lengths(alignment.versions)
+        output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact
         output.extra_fields["min_global_steps"] = alignment.oldest
         output.extra_fields["max_global_steps"] = alignment.newest

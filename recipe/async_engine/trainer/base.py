@@ -11,12 +11,13 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
@@ -25,7 +26,7 @@ from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, n
 from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
-from recipe.async_engine.core.columns import SCORES
+from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
@@ -46,11 +47,12 @@ from recipe.async_engine.settings.plan import derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
-from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.publication import Publication
+from recipe.async_engine.trainer.save_stage import SaveStage, new_saving
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
@@ -59,7 +61,7 @@ from recipe.async_engine.weights.publisher import ATTEMPTS
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -100,6 +102,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self.scheduler: RolloutScheduler | None = None
         self._interrupted_tokens = TokenAccount()
         self.publication = self._new_publication()
+        self.saving = new_saving(self.timeouts.checkpoint)
         self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
@@ -194,14 +197,19 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         yield first
         if self.config.trainer.get("val_only", False):
             return
-        while self.global_steps < self.plan.total_steps and self.stopped_by is None:
-            metrics = self._step()
-            if metrics is None:
-                break
-            yield metrics
-        if self.stopped_by is not None and self.config.trainer.save_freq > 0:
-            self._save_once()
-        self._finish_publication()
+        try:
+            while self.global_steps < self.plan.total_steps and self.stopped_by is None:
+                metrics = self._step()
+                if metrics is None:
+                    break
+                yield metrics
+            if self.stopped_by is not None and self.config.trainer.save_freq > 0:
+                self._save_once()
+            self._finish_publication()
+            self._finish_saving()
+        except Exception:
+            self._complete_saving()
+            raise
         self.timeline.stop()
 
     @property
@@ -235,6 +243,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         """Train the next batch; None when no further one can form."""
         self.metrics, self.timing_raw = {}, {}
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
+        if self.saving.is_over:
+            self._finish_saving()
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self._fetched_groups()
@@ -287,6 +297,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         """verl's stages, in verl's order, on one leased batch."""
         batch = self._assemble(groups)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
+        # From here on they are a column.
+        del batch.non_tensor_batch[VERSION_RUNS]
         batch = self._fit_compute_reward(batch)
         batch = self._fit_compute_log_prob(batch)
         batch = self._fit_compute_ref_log_prob(batch)
@@ -307,19 +319,34 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         return output
 
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
-        outputs = [unpack(payload) for group in groups for payload in group.fetched]
-        size = self.plan.answers_per_group
-        by_group = [outputs[start : start + size] for start in range(0, len(outputs), size)]
-        batch = assemble(groups, by_group, self.async_rollout_manager.join)
+        by_group = [[unpack(payload) for payload in group.fetched] for group in groups]
+        for group in groups:
+            group.fetched = []
+        order = self._balanced(groups, by_group) if self.config.trainer.balance_batch else None
+        batch = assemble(groups, by_group, self.async_rollout_manager.join, order)
         if groups[0].scores:
-            batch.non_tensor_batch[SCORES] = scores_column([score for group in groups for score in group.scores])
+            scores = scores_column([score for group in groups for score in group.scores])
+            batch.non_tensor_batch[SCORES] = scores if order is None else scores[order]
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        if self.config.trainer.balance_batch:
-            self._balance_batch(batch, metrics=self.metrics)
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
         batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
         return batch
+
+    def _balanced(self, groups: Sequence[GroupRun], by_group: Sequence[Sequence[Any]]) -> list[int]:
+        """verl's order of the rows, in which its ranks get about as many tokens each.
+
+        verl puts a whole batch in that order, which copies it; this has it put the rows' lengths and numbers in order.
+        """
+        lengths = [int(row.attention_mask.sum()) for rows in by_group for row in rows]
+        uids = [group.group.prompt.uid for group, rows in zip(groups, by_group, strict=True) for _ in rows]
+        stand_in = DataProto.from_dict(
+            tensors={"attention_mask": torch.tensor(lengths)[:, None], "row": torch.arange(len(lengths))},
+            non_tensors={"uid": np.array(uids, dtype=object)},
+        )
+        self._balance_batch(stand_in, metrics=self.metrics)
+        order: list[int] = stand_in.batch["row"].tolist()
+        return order
 
     def _end_version(self) -> None:
         """Publish, save and validate if the step was the last one of its version, or of the run."""
@@ -332,8 +359,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _save_and_validate(self) -> None:
         """What is due at this version, or at the end of the run, and has not been done at this step yet."""
         version, trainer = self.ledger.version, self.config.trainer
-        if self._is_due(trainer.save_freq, version):
-            self._save_once()
+        self._save_if_due()
         if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
             self._finish_publication()
@@ -342,31 +368,37 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
                 self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
 
-    def _save_once(self) -> None:
-        if self._saved_at != self.global_steps:
-            self._saved_at = self.global_steps
-            # A run that resumes begins with a version that generates.
-            self._finish_publication()
-            with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
-                self._save_checkpoint()
-
-    def _is_due(self, every: int, version: int) -> bool:
-        return every > 0 and (self.is_last_step or version % every == 0)
-
     def _publish(self) -> None:
         """Seal the next version and have it brought to the replicas, beside the next batch or before it."""
+        self._seal()
+        self._send_sealed()
+
+    @contextmanager
+    def _trainer_paused(self) -> Iterator[None]:
+        """Time that a publication takes from training."""
         with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
             began = time.monotonic()
+            yield
+            name = "fully_async/weight_sync/trainer_paused_seconds"
+            self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
+
+    def _seal(self) -> None:
+        """From now on the trainer trains on from the next version."""
+        with self._trainer_paused():
             self._finish_publication()
             version = self.ledger.version + 1
             self.fleet.snapshot(version)
             self.unchanged.seal(version)
             self.published.keep()
             self.running.version_sealed()
+
+    def _send_sealed(self) -> None:
+        """Have the version that was sealed brought to the replicas."""
+        version = self.ledger.version
+        with self._trainer_paused():
             self.publication.begin(version, lambda: self._bring(version))
             if self.plan.settings.weights.publish == "inline":
                 self._finish_publication()
-            self.metrics["fully_async/weight_sync/trainer_paused_seconds"] = time.monotonic() - began
 
     def _bring(self, version: int) -> dict[str, float]:
         """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
@@ -404,11 +436,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
                 LIMIT,
                 self.plan.settings.async_training.weights.max_unchanged,
             )
-
-    @property
-    def _is_within_version(self) -> bool:
-        """Whether batches have been trained since the last publication."""
-        return self.ledger.batches_left < self.plan.batches_per_version
 
     def _publish_again(self) -> None:
         """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version."""
@@ -450,43 +477,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             **self.reward_loop_manager.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
         }
-
-    # Checkpoints
-
-    def _save_checkpoint(self) -> None:
-        """verl's checkpoint and the rollout side, committed together."""
-        snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": self.validation}
-        snapshot["unchanged_versions"] = self.unchanged.total
-        snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
-        assert self._watch is not None
-        with self._watch.within("checkpoint", self.timeouts.checkpoint, "writing a checkpoint"):
-            self.saved.save(self.global_steps, snapshot, self._save_training_side)
-
-    def _save_training_side(self) -> None:
-        super()._save_checkpoint()
-        if self._is_within_version:
-            self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
-
-    def _resume(self) -> dict[int, dict[str, Any]]:
-        """Load the newest complete checkpoint, if any; returns its live groups."""
-        self.global_steps = 0
-        folder = self.saved.find()
-        self._load_checkpoint()
-        snapshot = self.saved.load(self.prompts)
-        if snapshot is None or folder is None:
-            return {}
-        self._saved_at = self.global_steps
-        self.ledger = self._new_ledger(snapshot["ledger"])
-        self.saved.resumed["groups_kept"] = self.ledger.counts().ready
-        if self._is_within_version:
-            self.published.load(folder)
-        self.validation = snapshot.get("validation", self.validation)
-        counts = snapshot["interrupted_tokens"]
-        self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
-        for model, total in snapshot.get("skipped_updates", {}).items():
-            self.skipped_updates[model].total = total
-        self.unchanged.total = snapshot.get("unchanged_versions", 0)
-        return snapshot["groups"]
 
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""

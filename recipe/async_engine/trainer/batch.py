@@ -3,7 +3,8 @@
 
 Contract: the batch has the columns of verl's synchronous trainer (prompts, responses, masks, ``rollout_log_probs``,
 ``rm_scores``, the data set's own fields, ``uid`` of the group), rows in group order with a group's answers together,
-and one more: ``token_versions``. Every sampled token is checked against the bound before it is trained.
+and one more: ``token_versions``. Every sampled token is checked against the bound before it is trained. An answer is
+copied once, into its row; its versions are runs until they are a column.
 Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
@@ -16,29 +17,41 @@ from verl import DataProto
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
-from recipe.async_engine.core.versions import NOT_SAMPLED, expand
+from recipe.async_engine.core.versions import NOT_SAMPLED, Runs
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.prompts import sample_of
 
 
 def assemble(
-    groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], postprocess: Callable[[list[Any]], DataProto]
+    groups: Sequence[GroupRun],
+    outputs: Sequence[Sequence[Any]],
+    postprocess: Callable[[list[Any]], DataProto],
+    order: Sequence[int] | None = None,
 ) -> DataProto:
     """Put the trajectories of ``groups`` into one batch.
 
     Args:
         outputs: for each of the leased groups its fetched trajectories.
         postprocess: verl's own joining of padded trajectories (``AgentLoopWorker._postprocess``).
+        order: the rows, as numbers of the trajectories in their own order; None: that order.
     """
-    rows = [output for group_outputs in outputs for output in group_outputs]
+    in_groups = [output for group_outputs in outputs for output in group_outputs]
+    order = range(len(in_groups)) if order is None else order
+    rows = [in_groups[number] for number in order]
     batch = postprocess(rows)
     length = batch.batch["responses"].shape[1]
-    versions = [expand(row.extra_fields[VERSION_RUNS], length) for row in rows]
-    batch.batch[TOKEN_VERSIONS] = torch.tensor(versions, dtype=torch.int64)
-    batch.non_tensor_batch.pop(VERSION_RUNS, None)
+    batch.batch[TOKEN_VERSIONS] = _expanded([row.extra_fields[VERSION_RUNS] for row in rows], length)
     for key, values in _sample_fields(groups, outputs).items():
-        batch.non_tensor_batch.setdefault(key, values)
+        if key not in batch.non_tensor_batch:
+            batch.non_tensor_batch[key] = values[order]
     return batch
+
+
+def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
+    """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
+    padded = [(*runs, (NOT_SAMPLED, length - sum(count for _, count in runs))) for runs in rows]
+    versions, counts = np.array([run for runs in padded for run in runs], dtype=np.int64).T
+    return torch.from_numpy(np.repeat(versions, counts).reshape(len(rows), length))
 
 
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
@@ -56,14 +69,17 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     Raises:
         StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
     """
-    versions = batch.batch[TOKEN_VERSIONS]
-    sampled = versions != NOT_SAMPLED
-    ages = (version - versions).where(sampled, 0)
+    of_rows = enumerate(batch.non_tensor_batch[VERSION_RUNS])
+    runs = [(row, *run) for row, runs in of_rows for run in runs if run[0] != NOT_SAMPLED]
+    row, sampled_by, counts = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    ages = version - sampled_by
     if (ages < 0).any():
-        raise VersionRecordError(f"tokens of version {int(versions.max())} cannot be trained at version {version}")
+        raise VersionRecordError(f"tokens of version {sampled_by.max()} cannot be trained at version {version}")
     # Of each trajectory: the age of its oldest token, and of its newest; 0 where nothing was sampled.
-    oldest = ages.amax(1)
-    newest = ages.where(sampled, oldest[:, None]).amin(1)
+    oldest = np.zeros(len(batch), np.int64)
+    np.maximum.at(oldest, row, ages)
+    newest = oldest.copy()
+    np.minimum.at(newest, row, ages)
     if oldest.max() > bound:
         late = (version - oldest[oldest > bound]).tolist()
         raise StalenessViolation(
@@ -73,13 +89,13 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     spans = oldest - newest
     return {
         "fully_async/staleness/oldest_token_max": int(oldest.max()),
-        "fully_async/staleness/oldest_token_mean": oldest.double().mean().item(),
-        "fully_async/staleness/token_mean": int(ages.sum()) / max(1, int(sampled.sum())),
-        "fully_async/staleness/newest_token_mean": newest.double().mean().item(),
+        "fully_async/staleness/oldest_token_mean": float(oldest.mean()),
+        "fully_async/staleness/token_mean": int(ages @ counts) / max(1, int(counts.sum())),
+        "fully_async/staleness/newest_token_mean": float(newest.mean()),
         "fully_async/staleness/bound": bound,
         "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
         "fully_async/partial/total_partial_num": int((spans > 0).sum()),
-        "fully_async/partial/partial_ratio": (spans > 0).double().mean().item(),
+        "fully_async/partial/partial_ratio": float((spans > 0).mean()),
         "fully_async/partial/max_partial_span": int(spans.max()),
         "fully_async/partial/inexact_version_ratio": 1.0 - float(np.mean(batch.non_tensor_batch["exact_versions"])),
     }

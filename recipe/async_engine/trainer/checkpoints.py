@@ -4,9 +4,11 @@
 Contract. A checkpoint is model, optimizer, data loader and rollout side together or not at all. Its folder gets the
 marker ``committed.json`` when every file below it is on the disk: the marker names them all with their sizes, and the
 small ones and the rollout side with their digests. From then on it is never written to again, only removed as a whole
-or given another name. `RunState.save` returns when that is done. `RunState.find` chooses the newest complete one whose
-rollout side can be read, and refuses settings that cannot go on from it. verl's ``latest_checkpointed_iteration.txt``
-names the one to resume from; after a kill it may be empty, or name one that is not complete.
+or given another name. `RunState.save` writes verl's part and returns the rest, the marker last, as a function for
+another thread: training goes on meanwhile. Until then verl's ``latest_checkpointed_iteration.txt`` names the one
+before. `RunState.find` chooses the newest complete one whose rollout side can be read, and refuses settings that
+cannot go on from it. verl's file says which to resume from; after a kill it may be empty, or name one that is not
+complete.
 
 Folders without a marker were cut off while they were written; they are removed. Folders of another trainer are left as
 they are. Shown by tests/integration/test_checkpoints.py, test_saving.py, test_checkpoint_faults.py (every write fails
@@ -22,8 +24,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,10 @@ MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = re.compile(r"global_step_(0|[1-9]\d*)")
 ASIDE = ".aside"
+BEGUN = "begun"
+"""The first file of a folder that this trainer writes, gone once its rollout side is there."""
+BEGUN_BY = (BEGUN, BEGUN + durable.PARTIAL, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL)
+"""One of these is in each folder that this trainer has begun."""
 SMALL = 1 << 20
 """Files of at most so many bytes are named in the marker with their digests."""
 FULL = 1 << 20
@@ -54,6 +60,10 @@ ENDING_S = 60.0
 
 class CheckpointError(RecipeError):
     """A checkpoint cannot be used by this run."""
+
+
+class CheckpointTimeout(RecipeError):
+    """A checkpoint was not written within ``async_training.timeouts.checkpoint``."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -190,9 +200,9 @@ def _folders(root: str | Path) -> dict[int, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this trainer wrote it, or began to: the rollout side is the first file, the marker the last one."""
+    """Whether this trainer wrote it, or began to: `BEGUN` is there until the rollout side is, the marker comes last."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    return not names or not names.isdisjoint({MARKER, ROLLOUT_STATE, ROLLOUT_STATE + durable.PARTIAL})
+    return not names or not names.isdisjoint({MARKER, *BEGUN_BY})
 
 
 def _digest(file: Path) -> str | None:
@@ -200,6 +210,24 @@ def _digest(file: Path) -> str | None:
         return None
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+@contextmanager
+def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterator[None]:
+    """Where it fails, what was written of this checkpoint goes, if it can; the one before is the newest one again."""
+    folder = folder_of(root, step)
+    try:
+        yield
+    except Exception as error:
+        full = shutil.disk_usage(root).free < FULL
+        if not (folder / MARKER).exists():
+            with suppress(OSError):
+                durable.remove_tree(folder)
+            with suppress(OSError):
+                track(root, before)
+        if full:  # torch says no more than that a file has a wrong size
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise
 
 
 class RunState:
@@ -229,10 +257,12 @@ class RunState:
         """Of a resumed run: the checkpoint's step, how many of its groups were complete and not yet trained, and which
         settings have changed."""
 
-    def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> None:
-        """Commit ``snapshot`` and what ``save_verl`` writes together; then what they make superfluous goes.
+    def save(self, step: int, snapshot: dict[str, Any], save_verl: Callable[[], None]) -> Callable[[], None]:
+        """Have ``save_verl`` write its part; returns what writes ``snapshot`` and commits both together.
 
-        A step that has a checkpoint keeps the one that it has.
+        That is to be called once, on any thread, before the next one begins; what it makes superfluous goes then. What
+        it writes is what ``snapshot`` holds, which nobody may change. A step that has a checkpoint keeps the one that
+        it has.
         """
         root = self._root
         if self._history_from is not None:
@@ -240,24 +270,22 @@ class RunState:
             self._history_from = None
         folder = folder_of(root, step)
         if (folder / MARKER).exists():
-            return
+            return lambda: None
         before = tracked(root)
-        try:
-            rollout_state.save(str(folder), {**snapshot, "made_with": self._made_with}, self._timeout_s)
+        with _undone_on_error(root, step, before):
+            folder.mkdir(parents=True, exist_ok=True)
+            durable.write(folder / BEGUN, f"{step}\n")
             save_verl()
-            commit(root, step)
-        except Exception as error:
-            full = shutil.disk_usage(root).free < FULL
-            if not (folder / MARKER).exists():
-                # What was written goes, if it can; the one before is the newest one again.
-                with suppress(OSError):
-                    durable.remove_tree(folder)
-                with suppress(OSError):
-                    track(root, before)
-            if full:  # torch says no more than that a file has a wrong size
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            raise
-        retain(root, step, self._kept)
+            track(root, before)
+
+        def write_rest() -> None:
+            with _undone_on_error(root, step, before):
+                rollout_state.save(str(folder), {**snapshot, "made_with": self._made_with}, self._timeout_s)
+                (folder / BEGUN).unlink()
+                commit(root, step)
+            retain(root, step, self._kept)
+
+        return write_rest
 
     def find(self) -> str | None:
         """The complete checkpoint that verl will load when it is asked to; None where it starts from the beginning.

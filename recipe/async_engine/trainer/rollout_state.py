@@ -2,17 +2,22 @@
 """The rollout side of a checkpoint: ledger, prompt position and live groups.
 
 Contract: one file holds all three as of one moment, is written beside the model before the checkpoint is committed
-(``checkpoints``), and appears whole or not at all. After loading it, ready groups are trained as they are, running ones
-go on from the answers that are kept, and no other prompt is affected. It is read back with ``torch.load`` in its
-pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is the same).
+(``checkpoints``), and appears whole or not at all. A scheduler's snapshot holds references to the payloads, which are
+fetched as they are written, on whatever thread, from the object store's memory to the file. After loading it, ready
+groups are trained as they are, running ones go on from the answers that are kept, and no other prompt is affected. It
+is read back with ``torch.load`` in its pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is
+the same).
 Shown by tests/integration/test_rollout_state.py and tests/e2e/test_faults.py.
 """
 
 import logging
+import pickle
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import ObjectLostError
@@ -28,12 +33,13 @@ ROLLOUT_STATE = "rollout_state.pt"
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
-    """Write a scheduler's snapshot into the checkpoint ``folder``, payloads included.
+    """Write a scheduler's snapshot into the checkpoint ``folder``, payloads included; they have ``timeout_s`` to come.
 
     A group of which the object store has lost a payload, with the node or the worker that had it, is saved as one that
     still runs: the lost answer is generated again.
     """
-    groups = {group_id: _fetched(group, timeout_s) for group_id, group in snapshot["groups"].items()}
+    deadline = time.monotonic() + timeout_s
+    groups = {group_id: _fetched(group, deadline) for group_id, group in snapshot["groups"].items()}
     live = []
     for group in map(Group.from_row, snapshot["ledger"]["live"]):
         is_lost = group.state is GroupState.READY and None in groups[group.id]["payloads"]
@@ -43,21 +49,24 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(path, lambda file: torch.save(saved, file))
+    # The protocol is that of what is no tensor; torch's own writes bytes as text.
+    durable.write(path, lambda file: torch.save(saved, file, pickle_protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def _fetched(group: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _fetched(group: dict[str, Any], deadline: float) -> dict[str, Any]:
     """A live group as it is kept, with the payloads that are there; None for what an answer that is lost has."""
-    payloads = [None if payload is None else _unless_lost(payload, timeout_s) for payload in group["payloads"]]
+    payloads = [None if payload is None else _unless_lost(payload, deadline) for payload in group["payloads"]]
     scored = [None if payload is None else score for payload, score in zip(payloads, group["scored"], strict=True)]
     return {**group, "scored": scored, "payloads": payloads}
 
 
-def _unless_lost(payload: ray.ObjectRef, timeout_s: float) -> Any:
+def _unless_lost(payload: ray.ObjectRef, deadline: float) -> Any:
     try:
-        return ray.get(payload, timeout=timeout_s)
+        fetched = ray.get(payload, timeout=max(0.0, deadline - time.monotonic()))
     except ObjectLostError:
         return None
+    # A tensor's memory goes to the file as it is, an array's is copied first.
+    return torch.from_numpy(fetched) if isinstance(fetched, np.ndarray) else fetched
 
 
 def load(folder: str) -> dict[str, Any]:
@@ -75,4 +84,9 @@ def load(folder: str) -> dict[str, Any]:
 def put_payloads(snapshot: dict[str, Any]) -> None:
     """Make object references of the payloads of a snapshot that was read back."""
     for group in snapshot["groups"].values():
-        group["payloads"] = [None if payload is None else ray.put(payload) for payload in group["payloads"]]
+        group["payloads"] = [None if payload is None else ray.put(_array(payload)) for payload in group["payloads"]]
+
+
+def _array(payload: Any) -> Any:
+    """A payload as `recipe.async_engine.rollout.trajectory_codec` takes it; other versions have saved bytes."""
+    return payload.numpy() if isinstance(payload, torch.Tensor) else payload

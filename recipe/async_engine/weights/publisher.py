@@ -39,6 +39,7 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.recovery.control import sign_of_life
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
@@ -303,7 +304,7 @@ class WeightPublisher(CheckpointEngineManager):
     @staticmethod
     async def _ping(record: ReplicaRecord) -> None:
         workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
-        servers = [server.__ray_call__.remote(lambda server: None) for server in record.replica.servers]
+        servers = [sign_of_life(server).remote() for server in record.replica.servers]
         await asyncio.gather(*workers, *servers)
 
     async def _load(

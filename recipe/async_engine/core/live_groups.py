@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live groups of a sample ledger, found by state, by age and by batch without a look at the others.
+
+Contract: what is asked after every change of a group (how many are ready, of which starts the oldest are, who has a
+place in a batch) costs the same however many groups are live; only whoever asks for all of a state pays for all.
+Answers are those of a scan over all live groups. Plain state: the ledger changes it, its caller holds the lock. Test:
+tests/core/test_live_groups.py.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+
+from recipe.async_engine.core.groups import Group, GroupState
+
+
+class LiveGroups:
+    """Groups by id, in issue order."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        # Ids by state and start; what is empty is left out.
+        self._by_start: dict[GroupState, dict[int, set[int]]] = {state: {} for state in GroupState}
+        self._counts: Counter[GroupState] = Counter()
+        self._by_batch: defaultdict[int, set[int]] = defaultdict(set)
+        self._ready_of_batch: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, group_id: int) -> Group:
+        return self._groups[group_id]
+
+    def find(self, group_id: int) -> Group | None:
+        """The group of this id, None if it is not live."""
+        return self._groups.get(group_id)
+
+    def put(self, group: Group) -> None:
+        """Add a group, or replace it by how it is now."""
+        before = self._groups.get(group.id)
+        if before is not None:
+            self._leave(before)
+        self._groups[group.id] = group
+        self._by_start[group.state].setdefault(group.start, set()).add(group.id)
+        self._counts[group.state] += 1
+        if group.batch is not None:
+            self._by_batch[group.batch].add(group.id)
+            self._ready_of_batch[group.batch] += group.state is GroupState.READY
+
+    def remove(self, group_id: int) -> None:
+        """The group is not live any more."""
+        self._leave(self._groups.pop(group_id))
+
+    def all(self) -> list[Group]:
+        """Every group, in issue order."""
+        return list(self._groups.values())
+
+    def count(self, state: GroupState) -> int:
+        """Number of groups in this state."""
+        return self._counts[state]
+
+    def in_state(self, state: GroupState) -> list[Group]:
+        """The groups in this state, in issue order."""
+        return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
+
+    def oldest(self, state: GroupState, count: int) -> list[Group]:
+        """The ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
+        found: list[Group] = []
+        for _, ids in sorted(self._by_start[state].items()):
+            if len(found) == count:
+                break
+            found += [self._groups[group_id] for group_id in heapq.nsmallest(count - len(found), ids)]
+        return found
+
+    def oldest_starts(self, state: GroupState, count: int) -> dict[int, int]:
+        """Of `oldest`: number of groups by start, ascending."""
+        found: dict[int, int] = {}
+        for start, ids in sorted(self._by_start[state].items()):
+            if count <= 0:
+                break
+            found[start] = min(count, len(ids))
+            count -= found[start]
+        return found
+
+    def of_batch(self, batch: int) -> list[Group]:
+        """The groups that have a place in this batch, in issue order."""
+        return [self._groups[group_id] for group_id in sorted(self._by_batch.get(batch, ()))]
+
+    def places_taken(self, batch: int) -> int:
+        """How many groups that are."""
+        return len(self._by_batch.get(batch, ()))
+
+    def ready_of_batch(self, batch: int) -> int:
+        """How many of them are ready."""
+        return self._ready_of_batch[batch]
+
+    def _leave(self, group: Group) -> None:
+        """Forget where the group, as it was, is found."""
+        by_start = self._by_start[group.state]
+        by_start[group.start].discard(group.id)
+        if not by_start[group.start]:
+            del by_start[group.start]
+        self._counts[group.state] -= 1
+        if group.batch is not None:
+            self._by_batch[group.batch].discard(group.id)
+            self._ready_of_batch[group.batch] -= group.state is GroupState.READY
+            if not self._by_batch[group.batch]:
+                del self._by_batch[group.batch], self._ready_of_batch[group.batch]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that a trainer has done beside its own, on a thread: at most one piece at a time.
+
+Contract: the work is over when it returned or failed, or at its deadline, which counts from its beginning. Whoever
+waits for it gets what it returned, or its error; until someone does, ``alarm`` has been given the error at once. Shown
+by tests/integration/test_publication.py and test_saving.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Beside(Generic[Result]):
+    """See the module's contract; one thread calls it.
+
+    Args:
+        name: of the thread.
+        timeout_s: how long the work may take in all.
+        late: the error of work that is late; gets its number.
+        alarm: called with the error of work that failed, on the work's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        late: Callable[[int], Exception],
+        alarm: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._name, self._timeout_s, self._late, self._alarm = name, timeout_s, late, alarm
+        self._number = -1
+        self._deadline = 0.0
+        self._outcome: Future[Result] | None = None
+
+    def begin(self, number: int, work: Callable[[], Result]) -> None:
+        """Have ``work`` done, which is known by ``number``; the one before must have been waited for."""
+        assert self._outcome is None, f"{self._name} {self._number} is under way"
+        outcome: Future[Result] = Future()
+        self._number, self._outcome, self._deadline = number, outcome, time.monotonic() + self._timeout_s
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                outcome.set_exception(error)
+                self._alarm(error)
+            else:
+                outcome.set_result(result)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is work that can be waited for without waiting: it is done, or late."""
+        return self._outcome is not None and (self._outcome.done() or time.monotonic() >= self._deadline)
+
+    def wait(self) -> Result | None:
+        """Wait for the work under way, and return what it did; None where there is none.
+
+        Raises:
+            Exception: whatever it raised, or what ``late`` gives.
+        """
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return None
+        try:
+            return outcome.result(max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError as error:
+            if outcome.done():
+                raise
+            raise self._late(self._number) from error
