@@ -7,12 +7,14 @@ routed to only when the weight publisher says that it holds a complete version.
 
 import asyncio
 import itertools
+from functools import partial
 from typing import Any
 
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import get_router_handle
 
 from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.replicas.server import GatedVLLMReplica
 
 END_S = 30.0
@@ -21,8 +23,8 @@ END_S = 30.0
 class ReplicaManager(LLMServerManager):
     """verl's server manager over :class:`GatedVLLMReplica` s, in two steps: construct, then :meth:`launch`."""
 
-    def __init__(self, config: Any) -> None:
-        self.rollout_replica_class = GatedVLLMReplica
+    def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
+        self.rollout_replica_class = partial(GatedVLLMReplica, reservations=reservations)
         super().__init__(config)
         self.global_load_balancer = get_router_handle(
             servers={},
@@ -32,7 +34,10 @@ class ReplicaManager(LLMServerManager):
         )
 
     def start_another(self) -> GatedVLLMReplica:
-        """One more replica, on resources of its own; returns when its server is up, holding no weights."""
+        """One more replica, on resources of its own; returns when its server is up, holding no weights.
+
+        NothingFree: there are no such resources now.
+        """
         replica = self._new_replica(next(self._numbers))
         with cleared_on_failure([replica]):
             asyncio.run(replica.init_standalone())

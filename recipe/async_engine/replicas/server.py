@@ -35,6 +35,7 @@ from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
 from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
@@ -435,11 +436,12 @@ def peft_config(model_config: Any) -> dict[str, Any]:
     }
 
 
-class GatedVLLMReplica(vLLMReplica):
+class GatedVLLMReplica(ReservedReplica, vLLMReplica):
     """A vLLM replica of :class:`GatedVLLMHttpServer` s whose weight workers have deadlines."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reservations: Reservations | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.reservations = reservations
         self.server_class = ray.remote(GatedVLLMHttpServer)
 
     async def hold_requests(self, keep_cache: bool) -> None:
