@@ -120,11 +120,13 @@ class Nodes:
         """Start another node with so many logical accelerators; returns when it has joined."""
         number = len(self.nodes) + 1
         size = [f"--num-cpus={cpus}", f"--num-gpus={accelerators}", "--object-store-memory=200000000"]
+        size += ["--min-worker-port=0", "--max-worker-port=0"]  # whatever is free
         if self.nodes:
             where = [f"--address={self.ray_address}"]
         else:
             self.port = self._free_port()
-            where = ["--head", f"--port={self.port}", f"--temp-dir={self.folder}", *self._dashboard_settings()]
+            clients = f"--ray-client-server-port={self._free_port()}"
+            where = ["--head", f"--port={self.port}", clients, f"--temp-dir={self.folder}", *self._dashboard_settings()]
         before = self._before(number)
         forked = self.forked and not before
         node = RayNode(self._address(number), before, [*where, *size], self.environment, forked)
@@ -178,6 +180,7 @@ class Containers(Nodes):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._name = f"drl{os.getpid() % 100_000}"
+        self._last_port = 6378
         self.bridge = f"{self._name}br"
         _ip("netns", "add", self.bridge)
         _ip("-n", self.bridge, "link", "add", self.bridge, "type", "bridge")
@@ -218,7 +221,8 @@ class Containers(Nodes):
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
     def _free_port(self) -> int:
-        return 6379  # nobody else is there
+        self._last_port += 1  # nobody else is there
+        return self._last_port
 
 
 def _ip(*arguments: str) -> None:

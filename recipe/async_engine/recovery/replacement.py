@@ -94,7 +94,7 @@ class Replacements:
                     continue
                 self.begun -= 1
                 if not attempt.place.waited:
-                    logger.warning("%s waits, and is tried again at each weight sync: %s", what, error)
+                    logger.error("%s waits, and is tried again at each weight sync: %s", what, error)
         for place in again:
             self._fill(place)
         return ready

@@ -2,7 +2,8 @@
 """The rollout replicas of a run and the load balancer in front of them.
 
 Contract: the load balancer is up before the replicas are, and empty: clients can be made at once, and a replica is
-routed to only when the weight publisher says that it holds a complete version.
+routed to only when the weight publisher says that it holds a complete version. Nothing takes its place when it dies, so
+verl's is on the node of the process that makes it, the trainer's: no other node's loss ends the run with it.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ import itertools
 from functools import partial
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.llm_server import LLMServerManager
-from verl.workers.rollout.router import get_router_handle
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer, get_router_handle
 
 from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
 from recipe.async_engine.replicas.reservation import Reservations
@@ -26,12 +29,16 @@ class ReplicaManager(LLMServerManager):
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         self.rollout_replica_class = partial(GatedVLLMReplica, reservations=reservations)
         super().__init__(config)
-        self.global_load_balancer = get_router_handle(
-            servers={},
-            router_config_path=getattr(self.rollout_config, "router_config_path", None),
-            full_determinism=getattr(self.rollout_config, "full_determinism", False),
-            load_balancer_cls=self._load_balancer_cls,
-        )
+        self.global_load_balancer = self._new_load_balancer()
+
+    def _new_load_balancer(self) -> Any:
+        own = getattr(self.rollout_config, "router_config_path", None)
+        if own is not None:
+            return get_router_handle(servers={}, router_config_path=own)
+        # As verl's own, which Ray puts on any node.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        balancer = ray.remote(GlobalRequestLoadBalancer).options(scheduling_strategy=here)
+        return balancer.remote(servers={}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)
 
     def start_another(self) -> GatedVLLMReplica:
         """One more replica, on resources of its own; returns when its server is up, holding no weights.

@@ -13,14 +13,13 @@ Shown by tests/integration/test_reservation.py.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.utils.device import get_device_name
@@ -29,8 +28,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from recipe.async_engine.core.errors import NothingFree, RecipeError
 from recipe.async_engine.settings.placement import REPLICA_CPUS, Wanted
 
-FREE_S = 10.0
-"""How long a replica that is started in a run looks for free accelerators; Ray takes a moment to count them."""
+FREE_S, POLL_S = 10.0, 0.05
+"""How long, and how often, a replica that is started in a run looks for accelerators: Ray counts them a bit late."""
 
 
 class NoRoom(RecipeError):
@@ -109,8 +108,7 @@ def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
         for number, count in enumerate(pool.store):
             name = f"{part.pool}:{number}"
             groups.append(placement_group([bundle] * count, strategy="STRICT_PACK", name=name))
-            # Ray counts whole seconds.
-            if not groups[-1].wait(max(0, math.ceil(deadline - time.monotonic()))):
+            if not _is_there(groups[-1], deadline):
                 return False
         pool.pgs = groups
         return True
@@ -118,6 +116,15 @@ def _reserve(pool: RayResourcePool, part: Wanted, deadline: float) -> bool:
         if pool.pgs is None:
             for group in groups:
                 remove_placement_group(group)
+
+
+def _is_there(group: PlacementGroup, deadline: float) -> bool:
+    # Ray's own wait rounds its deadline down to whole seconds.
+    while placement_group_table(group)["state"] != "CREATED":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _described(part: Wanted) -> str:

@@ -23,6 +23,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain
@@ -214,7 +215,10 @@ class _Run:
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and take in what it yields until it ends."""
-        runner = ray.remote(concurrency_groups={"beside": 2})(TaskRunner).options(num_cpus=1).remote()
+        # Beside the main where that node has a CPU: the loss of either ends the run.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        actor = ray.remote(concurrency_groups={"beside": 2})(TaskRunner)
+        runner = actor.options(num_cpus=1, scheduling_strategy=here).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
