@@ -31,10 +31,11 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
 
     def init_workers(self) -> None:
         """Start every process of the run; engines follow the models, whose memory they share."""
+        self._reserve()
         started = side_by_side(
             {
                 "the training workers": self._start_training,
-                "the agent loops": lambda: start_agents(self.config),
+                "the agent loops": lambda: start_agents(self.config, self.reservations),
             },
             self.timeouts.startup,
         )

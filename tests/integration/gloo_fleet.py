@@ -8,10 +8,12 @@ forked, since each would import verl for 10 s otherwise.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
 
 BUCKET_BYTES = 4096
 ANSWER_S = 60.0
+CLONE_NEWPID, PR_SET_PDEATHSIG = 0x20000000, 1
 
 
 def make_weights(seed: int) -> dict[str, torch.Tensor]:
@@ -100,6 +103,8 @@ def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
                 answer = asyncio.run(receive(**arguments))
             elif command == "names_gone_through":
                 answer = seen
+            elif command == "shares_memory":
+                answer = "memfd:recipe-weights" in Path("/proc/thread-self/maps").read_text()
             else:
                 answer = getattr(engine, command)(**arguments)
             pipe.send((True, answer))
@@ -107,14 +112,33 @@ def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
-class Member:
-    """A process with one engine."""
+def can_contain() -> bool:
+    """Whether this user may make process namespaces."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(ctypes.CDLL(None).unshare(CLONE_NEWPID) != 0)
+    return os.waitpid(pid, 0)[1] == 0
 
-    def __init__(self, is_master: bool = False, **settings: Any) -> None:
+
+def run_contained(*arguments: Any) -> None:
+    """`run_member` as in a container: where no process of the others can be seen."""
+    libc = ctypes.CDLL(None)
+    libc.unshare(CLONE_NEWPID)  # of the children from now on
+    if os.fork() == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        run_member(*arguments)
+    os.wait()
+
+
+class Member:
+    """A process with one engine; ``contained``: with a process namespace of its own."""
+
+    def __init__(self, is_master: bool = False, contained: bool = False, **settings: Any) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, far_end = context.Pipe()
         defaults = {"timeout_s": 20.0, "connect_timeout_s": 10.0}
-        self.process = context.Process(target=run_member, args=(far_end, is_master, defaults | settings), daemon=True)
+        run = run_contained if contained else run_member
+        self.process = context.Process(target=run, args=(far_end, is_master, defaults | settings), daemon=True)
         self.process.start()
         far_end.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from gloo_fleet import BUCKET_BYTES, Fleet, Member, check_received, make_weights
+from gloo_fleet import BUCKET_BYTES, Fleet, Member, can_contain, check_received, make_weights
 
 from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
@@ -66,6 +66,26 @@ def test_members_that_see_different_hosts_do_not_share_memory() -> None:
     together, _ = GlooCheckpointEngine.build_topology(1, 1, metadata)
     assert apart["segments"] == [None]
     assert together["segments"] == ["/proc/1/fd/1"]
+
+
+@pytest.mark.skipif(not can_contain(), reason="this user may make no process namespaces")
+def test_what_is_in_another_container_of_the_same_host_gets_its_weights_through_gloo() -> None:
+    """Its boot and its user are those of the others, but it could not open their memory."""
+    fleet = Fleet(receivers=1)
+    try:
+        fleet.connect()
+        fleet.sync(seed=1)
+        assert [member.call("shares_memory") for member in (fleet.sender, *fleet.receivers)] == [True, True]
+        fleet.receivers.append(Member(contained=True))
+        fleet.connect()
+        fleet.sync(seed=2)
+        assert not any(receiver.call("shares_memory") for receiver in fleet.receivers)
+        fleet.receivers.pop().stop()
+        fleet.connect()
+        fleet.sync(seed=3)
+        assert fleet.receivers[0].call("shares_memory")
+    finally:
+        fleet.stop()
 
 
 def test_change_of_members_makes_a_fresh_group(fleet: Any) -> None:

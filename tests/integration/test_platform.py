@@ -71,6 +71,13 @@ def test_the_user_decides_over_what_the_machine_shows() -> None:
     assert choose_platform({"VERL_PLATFORM": "npu"}, NOWHERE).name == "npu"
 
 
+def test_the_device_of_a_preset_for_the_cpu_decides_like_the_variable_which_comes_first() -> None:
+    everything = Machine(accelerator="/dev/nvidia0", cluster_address="10.0.0.1:6379")
+    assert choose_platform({"RAY_ADDRESS": "10.0.0.1:6379"}, everything, "auto", device="cpu").is_cpu
+    assert choose_platform({}, NOWHERE, "auto", device="cuda").name is None
+    assert choose_platform({"VERL_PLATFORM": "npu"}, NOWHERE, device="cpu").name == "npu"
+
+
 def test_values_that_the_user_set_are_kept() -> None:
     choice = choose_platform({"OMP_NUM_THREADS": "4"}, NOWHERE)
     assert choice.environment["OMP_NUM_THREADS"] == "4"

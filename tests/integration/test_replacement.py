@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.core.errors import NothingFree
 from recipe.async_engine.recovery import clean_up
 from recipe.async_engine.recovery.clean_up import clear_replica, cleared_on_failure
 from recipe.async_engine.recovery.replacement import Replacements
@@ -89,6 +90,50 @@ def test_failed_start_is_repeated_until_the_budget_is_used_up(caplog: pytest.Log
     assert replacements.begun == 3
     assert caplog.text.count("no accelerator is free") == 3
     assert "async_training.max_replica_restarts=3" in caplog.text
+
+
+class Cluster:
+    """Where ``free`` replicas can be started."""
+
+    def __init__(self) -> None:
+        self.free, self.asked, self.started = 0, 0, 0
+
+    def start(self) -> int:
+        self.asked += 1
+        if self.started >= self.free:
+            raise NothingFree("the 1 accelerators are not free")
+        self.started += 1
+        return self.started
+
+
+def test_attempts_that_find_nothing_free_are_made_again_and_use_up_no_budget(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    replacements = Replacements(2, SOON_S, lambda lost: None)
+    for name in "abc":
+        replacements.begin(f"replica {name}", name, cluster.start)
+    wait_for(lambda: not replacements.take() and cluster.asked > 20)
+    assert replacements.begun <= 2
+    cluster.free = 5
+    came: list[int] = []
+    wait_for(lambda: came.extend(replacements.take()) or len(came) == 2)
+    assert sorted(came) == [1, 2]
+    assert (replacements.take(), replacements.under_way, replacements.begun, cluster.started) == ([], 0, 2, 2)
+    # Said once of each, not at each attempt; the third has no budget left.
+    assert 2 <= caplog.text.count("tried again at each weight sync") <= 3
+    assert caplog.text.count("is not started: 2 have been (async_training.max_replica_restarts=2)") == 1
+
+
+def test_another_error_after_a_wait_is_said_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    errors: list[Exception] = [NothingFree("nothing is free"), OSError("no port is free")]
+
+    def start() -> None:
+        raise errors.pop(0)
+
+    replacements = Replacements(1, SOON_S, lambda lost: None)
+    replacements.begin("a replica", "old", start)
+    wait_for(lambda: not replacements.take() and replacements.under_way == 0)
+    assert not errors and replacements.begun == 1
+    assert "a replica could not be started: no port is free" in caplog.text
 
 
 def test_past_the_budget_a_lost_part_is_cleared_away_and_not_replaced() -> None:

@@ -166,6 +166,9 @@ def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched
     assert isinstance(lost, PartLost) and lost.__cause__ is error
     assert str(lost).startswith("training worker 1 (actor) is out of reach")
     assert "connection reset by peer" in str(lost)
+    wrapped = RuntimeError("the rollout ended")
+    wrapped.__cause__ = error
+    assert str(watched.watch.blamed(wrapped)) == str(lost)
     for another in (ActorUnavailableError("connection reset by peer", other.binary()), ValueError()):
         assert watched.watch.blamed(another) is another
 

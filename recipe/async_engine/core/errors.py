@@ -51,3 +51,7 @@ class GenerationError(RecipeError):
 
 class EngineDied(GenerationError):
     """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
+
+
+class NothingFree(RecipeError):
+    """No node has the accelerators and CPUs that are to be taken now; later one may."""

@@ -16,11 +16,13 @@ import sys
 import time
 from typing import Any, ClassVar
 
+import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.inspection.check import check
+from recipe.async_engine.inspection.check import check, plain
+from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.record import RunRecord
@@ -65,7 +67,10 @@ class FlaggedTrainer(PPOTrainer):
             config.data.gen_batch_size = None
             if MODES[self.mode].counts_mini_batches:
                 self._count_in_mini_batches(config)
-        self._plan = check(config)
+        # verl's main has started Ray, or joined a cluster.
+        self._plan = check(config, available=cluster_resources())
+        if len(ray.nodes()) > 1:
+            check_nodes(plain(config), self._plan.settings.async_training.timeouts.startup)
 
     @staticmethod
     def _count_in_mini_batches(config: DictConfig) -> None:

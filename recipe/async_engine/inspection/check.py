@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
-from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.plan import RunPlan, has_critic
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import validated_plan
@@ -69,7 +69,8 @@ def check_plain(settings: Mapping[str, Any], *, available: Resources | None = No
     facts = file_facts(usable)
     logical = lookup(usable, "ray_kwargs.ray_init.num_gpus")
     if available is None and logical is not None and not lookup(usable, "ray_kwargs.ray_init.address"):
-        available = Resources(accelerators=logical)
+        cpus = lookup(usable, "ray_kwargs.ray_init.num_cpus")
+        available = Resources(logical) if cpus is None else Resources.of([NodeRoom(logical, cpus)])
     plan = validated_plan(settings, available, facts)
     if plan.settings.async_training.use_trainer_do_validate:
         setting = "async_training.use_trainer_do_validate"

@@ -15,6 +15,7 @@ from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.recovery.clean_up import cleared_on_failure
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 
 
@@ -24,6 +25,7 @@ def launch(
     timeout_s: float,
     numbers: Sequence[int] | None = None,
     static: bool = False,
+    reservations: Reservations | None = None,
 ) -> list[ModelEngineReplica]:
     """Start servers; returns when all of them are up, holding the weights of the model's files.
 
@@ -33,6 +35,10 @@ def launch(
         timeout_s: longest wait of a server for weights and for its ranks.
         numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
         static: they keep these weights.
+        reservations: their accelerators are among them; None: they reserve them by themselves.
+
+    Raises:
+        NothingFree: of a server that has none among them, no accelerators are free.
     """
     actor = config.actor_rollout_ref
     worker = WorkerSettings(
@@ -52,6 +58,7 @@ def launch(
             # Of weights that stay, the newest are the only ones.
             scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
             static=static,
+            reservations=reservations,
         )
         for rank in (range(servers.replicas) if numbers is None else numbers)
     ]

@@ -17,13 +17,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.single_controller.ray import RayClassWithInitArgs
-from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.scoring import STATIC, ScoringSettings
 from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.server import ModelEngineServer
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
 from recipe.async_engine.recovery.control import with_control
+from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
 from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 
 HELD = ("score",)
@@ -31,7 +31,7 @@ HELD = ("score",)
 CONTROLS = ("pause_serving", "resume_serving", "staged", "load_failed", "refuse", "describe", "account")
 
 
-class ModelEngineReplica(RolloutReplica):
+class ModelEngineReplica(ReservedReplica):
     """See the module's contract.
 
     Args:
@@ -43,6 +43,7 @@ class ModelEngineReplica(RolloutReplica):
         worker: what each rank is told.
         scoring: how the server forms batches and when it moves on.
         static: it keeps the weights of the model's files, as version `STATIC`, and gets no others.
+        reservations: its accelerators are among them.
     """
 
     generates = False
@@ -57,8 +58,10 @@ class ModelEngineReplica(RolloutReplica):
         worker: WorkerSettings,
         scoring: ScoringSettings,
         static: bool = False,
+        reservations: Reservations | None = None,
     ) -> None:
         super().__init__(replica_rank, config, model_config, gpus_per_node, name_suffix="model_engine")
+        self.reservations = reservations
         self.world_size = ranks
         self.gpus_per_replica_node = min(gpus_per_node, ranks)
         self.nnodes = ranks // self.gpus_per_replica_node

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which platform a run of this package's own mains takes, and the environment that its processes need for it.
 
-Only a main asks; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu), or when
-there is neither an accelerator on this machine nor a Ray cluster that the run would join: the driver of a GPU cluster
-often stands on a node without a GPU. Any other value of VERL_PLATFORM, and everything else, is left to verl.
+Only a main asks; the plugin never guesses. The CPU is chosen when the user asks for it (VERL_PLATFORM=cpu, or
+trainer.device=cpu, as the presets for a CPU do), or when there is neither an accelerator on this machine nor a Ray
+cluster that the run would join: the driver of a GPU cluster often stands on a node without a GPU. Any other value of
+VERL_PLATFORM, and everything else, is left to verl.
 
 `choose_platform` is a pure function of what it is given; `inspect_machine` looks at the machine without importing torch
 or starting a process. What is chosen must be in the environment before torch, vLLM or verl is imported.
@@ -65,9 +66,16 @@ class Machine:
     cluster_address: str | None = None
 
 
-def choose_platform(environ: Mapping[str, str], machine: Machine, ray_address: str | None = None) -> PlatformChoice:
-    """The platform of a run by the driver's environment, what `inspect_machine` found and ``ray_init.address``."""
-    asked = environ.get("VERL_PLATFORM", "").strip().lower()
+def choose_platform(
+    environ: Mapping[str, str], machine: Machine, ray_address: str | None = None, device: str | None = None
+) -> PlatformChoice:
+    """The platform of a run by the driver's environment, what `inspect_machine` found, and two settings.
+
+    Args:
+        ray_address: `ray_kwargs.ray_init.address`.
+        device: `trainer.device`.
+    """
+    asked = environ.get("VERL_PLATFORM", "").strip().lower() or ("cpu" if device == "cpu" else "")
     on_cpu = not (machine.accelerator or cluster_to_join(environ, machine, ray_address))
     if asked != "cpu" and (asked or not on_cpu):
         return PlatformChoice(asked or None)

@@ -118,9 +118,12 @@ class RunWatch:
 
         Ray does not say which actor it was where a connection broke and it does not know yet that the node is gone.
         """
-        for name, actor in self._held.items():
-            if isinstance(error, RayActorError) and actor._actor_id.hex() == error.actor_id:
-                return _lost_part(name, error)
+        cause: BaseException | None = error
+        while cause is not None:
+            for name, actor in self._held.items():
+                if isinstance(cause, RayActorError) and actor._actor_id.hex() == cause.actor_id:
+                    return _lost_part(name, cause)
+            cause = cause.__cause__
         return error
 
     def last_words(self) -> dict[str, str] | None:

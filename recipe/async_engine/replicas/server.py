@@ -36,6 +36,7 @@ from recipe.async_engine.recovery.control import with_control
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
 from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
 
@@ -438,11 +439,12 @@ def peft_config(model_config: Any) -> dict[str, Any]:
     }
 
 
-class GatedVLLMReplica(vLLMReplica):
+class GatedVLLMReplica(ReservedReplica, vLLMReplica):
     """A vLLM replica of :class:`GatedVLLMHttpServer` s whose weight workers have deadlines."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reservations: Reservations | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.reservations = reservations
         self.server_class = with_control(GatedVLLMHttpServer, HELD)
 
     async def hold_requests(self, keep_cache: bool) -> None:

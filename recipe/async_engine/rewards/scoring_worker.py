@@ -9,6 +9,7 @@ tests/integration/test_reward_pool.py.
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.replicas.server import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, ScoringPool
 
@@ -89,10 +91,11 @@ class PoolTotals:
 class ScoringManager(RewardLoopManager):
     """verl's manager over :class:`ScoringWorker` s; the servers of a reward model are like those of the rollout."""
 
-    def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
+    def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
-            RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
-        super().__init__(config, rm_resource_pool)
+            replica = partial(GatedVLLMReplica, reservations=reservations)
+            RolloutReplicaRegistry.register("vllm", lambda: replica)
+        super().__init__(config)
 
     def _init_reward_loop_workers(self) -> None:
         # verl's constructor has just set its own class.

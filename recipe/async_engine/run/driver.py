@@ -23,9 +23,11 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.inspection.check import check
+from recipe.async_engine.inspection.check import check, plain
+from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.platform.detect import (
     PlatformChoice,
@@ -47,7 +49,6 @@ from recipe.async_engine.run.shutdown import (
     StartedProcesses,
     end_in_order,
 )
-from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
@@ -107,7 +108,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     check_not_shadowed()
     ray_init = config.ray_kwargs.ray_init
     where = os.environ, inspect_machine(ray_init.get("_temp_dir")), ray_init.get("address")
-    choice = choose_platform(*where)
+    choice = choose_platform(*where, device=config.trainer.device)
     os.environ.update(choice.environment)
     cluster = None if ray.is_initialized() else cluster_to_join(*where)
     with open_dict(config):
@@ -206,11 +207,18 @@ class _Run:
         _start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
         self._started.look_for_needed()
         if joins:
-            check(self.config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
+            check(self.config, available=cluster_resources())
+            self._last_resort.allow(
+                "asking the cluster's nodes (async_training.timeouts.startup)", 2 * self._timeouts.startup
+            )
+            check_nodes(plain(self.config), self._timeouts.startup)
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and take in what it yields until it ends."""
-        runner = ray.remote(concurrency_groups={"beside": 2})(TaskRunner).options(num_cpus=1).remote()
+        # Beside the main where that node has a CPU: the loss of either ends the run.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        actor = ray.remote(concurrency_groups={"beside": 2})(TaskRunner)
+        runner = actor.options(num_cpus=1, scheduling_strategy=here).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the world outside a configuration, gathered by a shell and judged by `validate`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """What Ray counts on one node."""
+
+    accelerators: int
+    cpus: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +19,26 @@ class Resources:
     """What a cluster, or this machine, has to place workers on."""
 
     accelerators: int  # places for a trainer rank or a part of a rollout replica; on a CPU, Ray's logical count
+    nodes: tuple[NodeRoom, ...] = ()  # where known
+
+    @classmethod
+    def of(cls, nodes: Iterable[NodeRoom]) -> "Resources":
+        """Of all nodes together."""
+        nodes = tuple(nodes)
+        return cls(sum(node.accelerators for node in nodes), nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFact:
+    """What one node of a cluster has answered about itself."""
+
+    address: str
+    error: str | None = None  # why it did not answer
+    recipe: str | None = None  # this package's version, None where it cannot be imported
+    verl: str | None = None
+    routes: tuple[str, ...] = ()  # by which `import verl` loads this package there
+    faults: tuple[tuple[str, str, str], ...] = ()  # setting, path, why it cannot be read there
+    sees_folder: bool = True  # a file that the main has just written to trainer.default_local_dir
 
 
 @dataclass(frozen=True, slots=True)

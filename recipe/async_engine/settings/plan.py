@@ -51,11 +51,10 @@ def soft_depth(training: AsyncTraining) -> float:
     return training.staleness_threshold if training.pipeline_depth is None else training.pipeline_depth
 
 
-def replica_size(config: Mapping[str, Any]) -> int:
-    """Accelerators of one rollout replica: tensor x data x pipeline parallel size."""
-    rollout = "actor_rollout_ref.rollout."
+def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.rollout") -> int:
+    """Accelerators of one replica of a rollout section: tensor x data x pipeline parallel size."""
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(int(lookup(config, rollout + name) or 1) for name in sizes)
+    return math.prod(int(lookup(config, f"{rollout}.{name}") or 1) for name in sizes)
 
 
 def synchronous_batch(training: AsyncTraining) -> bool:

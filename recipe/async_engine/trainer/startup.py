@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a trainer starts the processes of its run side by side and gives each of them its work.
 
-Contract: everything that takes long (imports, engines) starts at once, and the whole has one deadline
-(``async_training.timeouts.startup``). What fails first ends the start with its own error. Nothing is routed to or asked
-before it has weights. A critic is verl's, one more role of the training workers; it trains on every batch, the actor
-from ``trainer.critic_warmup`` on.
+Contract: accelerators are reserved first (`replicas.reservation`); then everything that takes long (imports, engines)
+starts at once, and the whole has one deadline (``async_training.timeouts.startup``). What fails first ends the start
+with its own error. Nothing is routed to or asked before it has weights. A critic is verl's, one more role of the
+training workers; it trains on every batch, the actor from ``trainer.critic_warmup`` on.
 
 Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
@@ -31,10 +32,12 @@ from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.recovery.clean_up import clear_replica
 from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.replicas.manager import ReplicaManager
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
+from recipe.async_engine.settings.placement import wanted
 from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.staged import StagedTrainer
@@ -79,10 +82,10 @@ class RolloutSide:
     rewards: ScoringManager
 
 
-def start_agents(config: Any) -> RolloutSide:
+def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
     """Create the rollout side up to the replicas' servers, which are to be launched."""
-    rewards = ScoringManager(config=config)
-    replicas = ReplicaManager(config)
+    rewards = ScoringManager(config, reservations)
+    replicas = ReplicaManager(config, reservations)
     agents = TrajectoryManager.create(
         config=config,
         llm_client=replicas.get_client(ResumingClient),
@@ -121,11 +124,15 @@ class Startup(StagedTrainer):
     actor_role = "actor"
     """What a training worker does, in verl's words."""
     publisher_class: type[WeightPublisher] = WeightPublisher
+    reservations: Reservations
 
     def init_workers(self) -> None:
         """Start every process of the run."""
+        self._reserve()
         servers = self.plan.settings.servers
-        launch_servers = partial(launch, self.config, servers, self.timeouts.weight_sync)
+        launch_servers = partial(
+            launch, self.config, servers, self.timeouts.weight_sync, reservations=self.reservations
+        )
         parts: dict[str, Callable[[], Any]] = {
             "the training workers": self._start_training,
             "the rollout side": self._start_rollout,
@@ -146,9 +153,22 @@ class Startup(StagedTrainer):
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
+    def _reserve(self) -> None:
+        """Reserve the accelerators of every part; NoRoom if they are not there in time."""
+        self.reservations = Reservations()
+        parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
+        # The watch, whose deadline for the start is this setting, knows less of what is missing.
+        self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
+
+    def _init_resource_pools(self) -> None:
+        """Those of verl's trainer, with what is reserved: verl asks for less than all of it to be free."""
+        manager = self.resource_pool_manager
+        manager.resource_pool_dict = {name: self.reservations.pool(name) for name in manager.resource_pool_spec}
+        self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
+
     def _start_rollout(self) -> RolloutSide:
         """Up to the replicas' servers, which hold no weights yet."""
-        side = start_agents(self.config)
+        side = start_agents(self.config, self.reservations)
         side.replicas.launch()
         return side
 
@@ -196,7 +216,8 @@ class Startup(StagedTrainer):
             agents.tell("use_servers", handles, servers.timeout, score_parts, timeout_s=timeout_s)
 
         def start_another() -> ModelEngineReplica:
-            return launch(self.config, servers, self.timeouts.weight_sync, numbers=[next(numbers)])[0]
+            timeout_s, reservations = self.timeouts.weight_sync, self.reservations
+            return launch(self.config, servers, timeout_s, numbers=[next(numbers)], reservations=reservations)[0]
 
         self.fleet.use_servers(replicas, tell, start_another)
 

@@ -108,10 +108,14 @@ class SharedSegments:
 
 
 def shared_memory_domain() -> str | None:
-    """Equal on two processes exactly if one may open the other's /proc entries; None where there are none."""
+    """Equal on two processes exactly if one may open the other's /proc entries; None where there are none.
+
+    Ray's nodes say nothing of it: two may be on one host, or in containers of one host that see no common processes.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
+        spaces = [str(os.stat(f"/proc/self/ns/{space}").st_ino) for space in ("pid", "user")]
+        return ":".join([boot, *spaces, str(os.getuid())])
     except OSError:
         return None

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over the engines of training and generation, and over the accelerators that they need."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+from recipe.async_engine.settings.facts import NodeRoom
+from recipe.async_engine.settings.placement import unplaceable, wanted
 from recipe.async_engine.settings.plan import replica_size, rollout_accelerators
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import rewards
@@ -242,6 +245,13 @@ def resources(context: RuleContext) -> Iterator[Problem]:
     if generation % size:
         advice = "A replica takes tensor x data x pipeline parallel size; change those or the number of accelerators."
         yield context.problem(setting, f"such that {generation} divides by {size}", advice)
+    on_a_node = min(size, per_node if shared and per_node else context.settings.rollout.n_gpus_per_node)
+    if size % on_a_node:
+        advice = (
+            "A replica larger than a node fills whole ones; change the parallel sizes or the number of accelerators."
+        )
+        yield context.problem(setting, f"a divisor of a replica's {size} accelerators, or a number above it", advice)
+        return
     if context.available is None or nodes is None or per_node is None:
         return
     training, there = nodes * per_node, context.available.accelerators
@@ -256,6 +266,24 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         local = " On a CPU they are logical: raise ray_kwargs.ray_init.num_gpus." if context.on_cpu else ""
         advice = f"The run needs {parts}. Ask for fewer, or for a larger cluster.{local}"
         yield context.problem(setting, f"at most what is there, {there} accelerators in all", advice)
+    elif context.available.nodes and not generation % size:
+        yield from _rooms(context, context.available.nodes)
+
+
+def _rooms(context: RuleContext, nodes: Sequence[NodeRoom]) -> Iterator[Problem]:
+    """Groups that lie on one node each, and the CPUs that verl reserves with them."""
+    part = unplaceable(wanted(context.config, context.settings), nodes)
+    if part is None:
+        return
+    there = Counter(f"{node.accelerators} accelerators and {node.cpus:g} CPUs" for node in nodes)
+    have = "; ".join(f"{count} with {what}" for what, count in there.items())
+    advice = (
+        f"{part.part.capitalize()} needs {part.on_a_node} accelerators and {part.on_a_node * part.cpus} CPUs on one"
+        f" node, {part.groups} times, beside what needs as many or more; the nodes are: {have}."
+    )
+    if context.get("ray_kwargs.ray_init.num_cpus"):
+        advice += " They are logical: ray_kwargs.ray_init.num_cpus, num_gpus."
+    yield context.problem(part.setting, "what fits on the nodes, with the trainer's process on one CPU more", advice)
 
 
 def builtin_task(context: RuleContext) -> Iterator[Problem]:

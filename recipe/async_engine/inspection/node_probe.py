@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node of a cluster is asked about itself.
+
+Contract: it travels to the node by value, and imports the standard library alone, so that it answers where this package
+is missing. It changes nothing there.
+"""
+
+import os
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+SEEN_S, POLL_S = 10.0, 0.2
+"""How long to look for the main's file, which a network file system may show late."""
+
+
+def probe(paths: list[tuple[str, str]], marker: str) -> dict[str, Any]:
+    """The facts of `settings.facts.NodeFact`, but for the node's name; ``paths``: settings and their paths."""
+    facts: dict[str, Any] = {"sees_folder": appears(marker)}
+    with suppress(ImportError):
+        from recipe.async_engine import __version__
+        from recipe.async_engine.features import loading_routes
+
+        facts |= {"recipe": __version__, "routes": tuple(loading_routes())}
+    with suppress(PackageNotFoundError):
+        facts["verl"] = version("verl")
+    facts["faults"] = tuple((setting, path, fault) for setting, path in paths if (fault := unreadable(path)))
+    return facts
+
+
+def unreadable(path: str) -> str | None:
+    """Why a file or folder cannot be read here."""
+    path = os.path.expanduser(path)
+    if not os.path.exists(path):
+        where = "" if os.path.isabs(path) else f" from {os.getcwd()}, where its workers begin"
+        return f"does not exist{where}"
+    return None if os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)) else "may not be read"
+
+
+def appears(marker: str) -> bool:
+    """Whether the file is there, or comes soon."""
+    deadline = time.monotonic() + SEEN_S
+    while not os.path.exists(marker):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

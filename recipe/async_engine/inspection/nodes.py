@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks each node of a cluster whether a run's processes can work there, and refuses the run where they cannot.
+
+Contract: one small task on each node that has CPUs or accelerators, before anything expensive starts; what is wrong
+with any of them is said at once, by node (`settings.nodes`). The run's folder counts as shared where a node sees a file
+that this process has just written there, and removes again.
+
+Shown by tests/settings/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from recipe.async_engine import __version__
+from recipe.async_engine.inspection import node_probe
+from recipe.async_engine.settings.facts import NodeFact, NodeRoom, Resources
+from recipe.async_engine.settings.nodes import NodesNotReady, node_problems
+from recipe.async_engine.settings.sections import lookup
+
+PATHS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+    "critic.model.path",
+    "reward.reward_model.model_path",
+    "reward.custom_reward_function.path",
+    "custom_reward_function.path",
+    "data.custom_cls.path",
+    "data.train_files",
+    "data.val_files",
+)
+"""What a process of the run opens that may be on any node."""
+
+
+def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
+    """Ask the nodes of the cluster that this process has joined; ``config``: plain and resolved.
+
+    Raises:
+        NodesNotReady: a process of the run could not work on one of them.
+    """
+    folder = Path(lookup(config, "trainer.default_local_dir"))
+    with _marker(folder) as marker:
+        facts = _ask(local_paths(config), str(marker), timeout_s)
+    if problems := node_problems(facts, __version__, str(folder)):
+        raise NodesNotReady(problems)
+
+
+def cluster_resources() -> Resources:
+    """What Ray counts on each node of the cluster that this process has joined, whatever is in use."""
+    counted = (node["Resources"] for node in _alive())
+    # As verl counts them (single_controller/ray/base.py:226).
+    return Resources.of(NodeRoom(int(room.get("GPU", room.get("NPU", 0))), room.get("CPU", 0)) for room in counted)
+
+
+def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Settings of `PATHS` and what they name on this machine; a model's name on a hub is not there."""
+    found = []
+    for setting in PATHS:
+        value = lookup(config, setting)
+        for path in [value] if isinstance(value, str) else list(value or []):
+            if os.path.exists(os.path.expanduser(path)):
+                found.append((setting, path))
+    return found
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _ask(paths: list[tuple[str, str]], marker: str, timeout_s: float) -> list[NodeFact]:
+    cloudpickle.register_pickle_by_value(node_probe)
+    try:
+        task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
+        asked = {
+            node["NodeManagerAddress"]: task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(paths, marker)
+            for node in _alive()
+            if any(node["Resources"].get(name) for name in ("CPU", "GPU", "NPU"))
+        }
+    finally:
+        cloudpickle.unregister_pickle_by_value(node_probe)
+    answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    return [_fact(address, answer if answer in answered else None, timeout_s) for address, answer in asked.items()]
+
+
+def _fact(address: str, answer: Any, timeout_s: float) -> NodeFact:
+    if answer is None:
+        return NodeFact(address, f"did not answer within {timeout_s:g} s (async_training.timeouts.startup)")
+    try:
+        return NodeFact(address, **ray.get(answer, timeout=timeout_s))
+    except Exception as error:  # whatever it is, the run cannot count on that node
+        return NodeFact(address, f"could not be asked: {error}")
+
+
+@contextmanager
+def _marker(folder: Path) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f".seen-by-all-nodes-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        yield marker
+    finally:
+        marker.unlink(missing_ok=True)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters of several Ray nodes on one machine, for tests: nodes are added, killed and cut off like hosts.
+
+Two kinds, and the tests say which they take:
+
+- `Loopback`: each node has an address of its own in 127.0.0.0/8. One host to whoever looks, so Ray's processes are
+  forks of the one that the tests share, and a run's may be.
+- `Containers`: each node has a network namespace with a cable to a bridge, and process, mount and IPC namespaces with
+  a /dev/shm of its own: what a container has. It needs root and `ip`; elsewhere a test of them is skipped with why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from drilled_run import TITLES, title, wait_for
+from surroundings import shared_forks, user_environment, usual_environment, with_helpers
+
+UP_S, END_S = 60.0, 30.0
+CPUS = 20
+# A dead node is noticed in seconds, and not in half a minute as by default.
+QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+CONTAINED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--mount"]
+OWN_SHM = 'mount -t tmpfs -o size=2g tmpfs /dev/shm && exec "$0" "$@"'
+
+
+class RayNode:
+    """A Ray node: `ray start --block` in a process group of its own.
+
+    Args:
+        before: of the command, where it is to run in namespaces.
+        forked: whether Ray's processes are forks, which serve a cluster's first job only.
+
+    Attributes:
+        known: its processes as far as they were seen; when a parent has died they can't be found any more.
+    """
+
+    def __init__(
+        self, address: str, before: list[str], arguments: list[str], environment: dict[str, str], forked: bool
+    ) -> None:
+        self.address = address
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+        self._root = Path(environment["RAY_TMPDIR"], f"{address}.pid")
+        if forked:
+            forks = str(shared_forks(usual_environment()))
+            ray = [forks, "-m", "forked_ray", forks, str(self._root)]
+        command = [*before, *ray, "start", "--block", f"--node-ip-address={address}", *arguments]
+        self._log = self._root.with_suffix(".log")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        if not forked:
+            self._root.write_text(str(self.process.pid))
+        self.known = {psutil.Process(self.process.pid)}
+
+    def look(self) -> None:
+        if self._root.exists() and (pid := self._root.read_text()):
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(int(pid))
+                self.known |= {root, *root.children(recursive=True)}
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has joined its cluster."""
+        assert self.process.poll() is None, self._log.read_text()
+        return "Ray runtime started" in self._log.read_text()
+
+    def has(self, part: str) -> bool:
+        """Whether a process of it is ``part``; forks of another process are not its own."""
+        self.look()
+        return any(TITLES[part] in title(process).partition(" ")[0] for process in self.known)
+
+    def kill(self) -> None:
+        """All its processes at once, as a host that loses its power."""
+        self.look()
+        for process in self.known:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(END_S)
+
+
+class Nodes:
+    """A cluster without an accelerator, whose first node has Ray's control process.
+
+    Args:
+        folder: of Ray's files; its path must be short.
+        forked: whether Ray's processes may be forks, which serve a cluster's first job only.
+        dashboard: with a dashboard, and its server of jobs, at `dashboard_address`.
+    """
+
+    def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False) -> None:
+        self.folder, self.forked, self._dashboard = folder, forked, dashboard
+        self.nodes: list[RayNode] = []
+        # Where Ray notes that this machine has a cluster, for everyone who starts a run meanwhile to join.
+        (folder / "ray").mkdir(exist_ok=True)
+        # The platform is not in it: it travels with the run.
+        self.environment = with_helpers(user_environment()) | {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": str(folder),
+            **QUICK,
+        }
+
+    @property
+    def head(self) -> RayNode:
+        return self.nodes[0]
+
+    @property
+    def ray_address(self) -> str:
+        return f"{self.head.address}:{self.port}"
+
+    def add(self, accelerators: int, cpus: int = CPUS) -> RayNode:
+        """Start another node with so many logical accelerators; returns when it has joined."""
+        number = len(self.nodes) + 1
+        size = [f"--num-cpus={cpus}", f"--num-gpus={accelerators}", "--object-store-memory=200000000"]
+        size += ["--min-worker-port=0", "--max-worker-port=0"]  # whatever is free
+        if self.nodes:
+            where = [f"--address={self.ray_address}"]
+        else:
+            self.port = self._free_port()
+            clients = f"--ray-client-server-port={self._free_port()}"
+            where = ["--head", f"--port={self.port}", clients, f"--temp-dir={self.folder}", *self._dashboard_settings()]
+        before = self._before(number)
+        forked = self.forked and not before
+        node = RayNode(self._address(number), before, [*where, *size], self.environment, forked)
+        self.nodes.append(node)
+        wait_for(lambda: node.is_up, UP_S, f"node {number}")
+        node.look()
+        return node
+
+    def kill(self, node: RayNode) -> None:
+        node.kill()
+
+    def close(self) -> None:
+        for node in reversed(self.nodes):
+            node.kill()
+
+    @property
+    def dashboard_address(self) -> str:
+        return f"http://{self.head.address}:{self._dashboard_port}"
+
+    def _dashboard_settings(self) -> list[str]:
+        if not self._dashboard:
+            return ["--include-dashboard=false"]
+        self._dashboard_port = self._free_port()
+        return [f"--dashboard-host={self._address(1)}", f"--dashboard-port={self._dashboard_port}"]
+
+    def _address(self, number: int) -> str:
+        raise NotImplementedError
+
+    def _before(self, number: int) -> list[str]:
+        raise NotImplementedError
+
+    def _free_port(self) -> int:
+        with socket.socket() as free:
+            free.bind((self._address(1), 0))
+            return int(free.getsockname()[1])
+
+
+class Loopback(Nodes):
+    """See the module's contract."""
+
+    def _address(self, number: int) -> str:
+        return f"127.0.0.{number + 1}"  # for the first one Ray takes the host's own address
+
+    def _before(self, number: int) -> list[str]:
+        return []
+
+
+class Containers(Nodes):
+    """See the module's contract."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._name = f"drl{os.getpid() % 100_000}"
+        self._last_port = 6378
+        self.bridge = f"{self._name}br"
+        _ip("netns", "add", self.bridge)
+        _ip("-n", self.bridge, "link", "add", self.bridge, "type", "bridge")
+        _ip("-n", self.bridge, "link", "set", self.bridge, "up")
+        if not shutil.which("unshare"):
+            pytest.skip("no process namespaces here: unshare is not installed")
+
+    def space(self, number: int) -> str:
+        """The network namespace of a node, and the name of its end of the cable."""
+        return f"{self._name}n{number}"
+
+    def _address(self, number: int) -> str:
+        return f"10.77.0.{number}"
+
+    def _before(self, number: int) -> list[str]:
+        space, far = self.space(number), f"{self._name}b{number}"
+        _ip("netns", "add", space)
+        _ip("link", "add", space, "netns", space, "type", "veth", "peer", "name", far, "netns", self.bridge)
+        _ip("-n", self.bridge, "link", "set", far, "master", self.bridge, "up")
+        _ip("-n", space, "address", "add", f"{self._address(number)}/24", "dev", space)
+        _ip("-n", space, "link", "set", space, "up")
+        _ip("-n", space, "link", "set", "lo", "up")
+        return ["ip", "netns", "exec", space, *CONTAINED, "sh", "-c", OWN_SHM]
+
+    def inside(self, node: RayNode) -> list[str]:
+        """What runs a command in the namespaces of a node, before the command."""
+        (raylet,) = (process for process in node.known if Path(title(process).split(" ")[0]).name == "raylet")
+        return ["nsenter", f"--target={raylet.pid}", "--all"]
+
+    def cut(self, node: RayNode) -> None:
+        """Nobody reaches it any more, nor it anybody."""
+        space = self.space(self.nodes.index(node) + 1)
+        _ip("-n", space, "link", "set", space, "down")
+
+    def close(self) -> None:
+        super().close()
+        for space in (self.bridge, *(self.space(number + 1) for number in range(len(self.nodes)))):
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+    def _free_port(self) -> int:
+        self._last_port += 1  # nobody else is there
+        return self._last_port
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no network namespaces here: ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def closing(nodes: Nodes) -> Iterator[Nodes]:
+    """They are over, with all their processes, at the end."""
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def shares_memory(process: psutil.Process) -> bool:
+    """Whether it has the memory mapped that members of a weight sync on one host share."""
+    return "memfd:recipe-weights" in Path(f"/proc/{process.pid}/maps").read_text()
