@@ -28,8 +28,9 @@ REPLICA = "recipe.async_engine.replicas.server:GatedVLLMReplica"
 TRAINER_RANK = "verl.workers.engine_workers:TrainingWorker"
 FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"
+PARALLEL_CONFIG = "vllm.config.parallel:ParallelConfig"
 
-# Objects by the expression that names them in a module of ours, below `recipe.async_engine` unless it begins with a mode.
+# Objects by the expression that names them in a module of ours, one of the engine's unless its name is whole.
 HELD = {
     ("replicas.server", "self.engine"): ENGINE,
     ("replicas.server", "self.engine.renderer"): "vllm.renderers.base:BaseRenderer",
@@ -38,7 +39,10 @@ HELD = {
     ("weights.engine_extension", "self.model_runner"): RUNNER,
     ("weights.engine_extension", "self.model_runner.vllm_config"): CONFIG,
     ("weights.engine_extension", "self.model_runner.vllm_config.model_config"): MODEL_CONFIG,
-    ("weights.engine_extension", "self.model_runner.vllm_config.parallel_config"): "vllm.config.parallel:ParallelConfig",
+    (
+        "weights.engine_extension",
+        "self.model_runner.vllm_config.parallel_config",
+    ): "vllm.config.parallel:ParallelConfig",
     ("weights.engine_extension", "self.model_runner.lora_manager"): "vllm.lora.worker_manager:WorkerLoRAManager",
     ("weights.engine_extension", "manager"): "vllm.lora.model_manager:LoRAModelManager",
     ("weights.engine_extension", "adapter"): "vllm.lora.lora_model:LoRAModel",
@@ -107,9 +111,9 @@ class _Module:
                 place = f"{owner}.{node.attr}" if ":" in owner else f"{owner}:{node.attr}"
                 holder = self.upstream.find(owner)
                 # What is no class and no module says nothing of its members.
-                if holder is not None and isinstance(holder.node, ast.ClassDef | ast.Module):
-                    if not node.attr.startswith("__"):
-                        yield place
+                holds = holder is not None and isinstance(holder.node, ast.ClassDef | ast.Module)
+                if holds and not node.attr.startswith("__"):
+                    yield place
 
     def _annotated(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, str]]:
         for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
