@@ -15,7 +15,8 @@ from surroundings import end_shared_forks, shared_forks, take_forks, usual_envir
 
 from recipe.async_engine.platform.detect import choose_platform, inspect_machine
 
-sys.path[:0] = [str(Path(__file__).parent / room) for room in ("core", "settings", "integration", "e2e")]
+ROOMS = ("core", "settings", "integration", "e2e", "contracts")
+sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 
 

@@ -44,6 +44,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
             {"the rollout engines": lambda: rollout.replicas.launch(self.actor_rollout_wg)}, self.timeouts.startup
         )
         self._use_rollout(rollout)
+        self.publisher.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
         self.publisher.pause()
         self.publisher.release()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLL
 from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.replicas.server import (
+    RUNNER_CHOICE,
     FirstWeightsTimeout,
     GatedVLLMHttpServer,
     NoTrainer,
     SubmissionTimeout,
+    UnsupportedRunner,
     WeightsGate,
 )
 
@@ -106,6 +109,8 @@ def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     # Without Ray there is no run to name.
     monkeypatch.setattr("recipe.async_engine.replicas.server.run_id", lambda: "run")
     monkeypatch.setenv("VERL_RAY_JOB_ID", "")
+    # vLLM's own choice, which a server makes for its engine.
+    monkeypatch.delenv(RUNNER_CHOICE, raising=False)
 
     def make(
         load_format: str = "dummy", first_weights_s: float = SOON, pause_s: float = SOON, has_trainer: bool = True
@@ -536,3 +541,14 @@ async def test_swap_that_fails_closes_the_server_and_sends_what_it_holds_away(ma
     await settle()
     assert not later.done()
     later.cancel()
+
+
+def test_server_has_vllm_run_the_model_by_the_runner_that_knows_its_requests_tokens(
+    make_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default vLLM takes the other one on an accelerator, with which the first swap would fail."""
+    make_server()
+    assert os.environ[RUNNER_CHOICE] == "0"
+    monkeypatch.setenv(RUNNER_CHOICE, "1")
+    with pytest.raises(UnsupportedRunner, match=f"{RUNNER_CHOICE}=1.*unset it"):
+        make_server()

@@ -142,6 +142,20 @@ def test_engines_with_different_weights_end_the_run_before_the_version_is_announ
     assert ("announce", 1) not in turn.journal
 
 
+def test_ranks_whose_copies_may_drift_go_on_with_the_first_ones_checksum_and_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turn = Turn()
+    turn.publisher.ranks_agree = False
+    for version, second in enumerate(("the same", "drifted", "drifted further"), start=1):
+        turn.ranks.checksums[1] = second
+        turn.publish(version)
+        assert turn.publisher.checksum == "the same"
+        assert ("announce", version) in turn.journal
+    (told,) = [record.getMessage() for record in caplog.records if "different sets of weights" in record.getMessage()]
+    assert told.startswith("version 2: the trainer's 2 ranks handed over 2 different sets")
+
+
 def test_an_engine_that_does_not_stop_in_time_is_given_up() -> None:
     turn = Turn()
     turn.publisher.begin_generation()

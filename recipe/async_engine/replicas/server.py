@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
 
 import ray
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 STRAGGLER_S = 0.002
 HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
+RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 WORKER_EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
 CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
@@ -56,6 +57,10 @@ class FirstWeightsTimeout(RecipeError):
 
 class NoTrainer(RecipeError):
     """A server was to start with dummy weights, and nobody would ever send it real ones."""
+
+
+class UnsupportedRunner(RecipeError):
+    """vLLM is to run the model by code that does not tell how many tokens its requests have."""
 
 
 class SubmissionTimeout(RecipeError):
@@ -127,6 +132,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     def _post_init(self, cuda_visible_devices: str) -> None:
         # Read by the engine's worker, for the name of the socket that weights come through.
         os.environ["VERL_RAY_JOB_ID"] = run_id()
+        choose_runner(os.environ)
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
@@ -421,6 +427,23 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if get_platform().device_name == "cpu":
             return CPU_WORKER_EXTENSION
         return WORKER_EXTENSION
+
+
+def choose_runner(environ: MutableMapping[str, str]) -> None:
+    """Have vLLM run the model by its first model runner, in this process and those that it starts.
+
+    On an accelerator vLLM takes its second one for many architectures (in 0.24 Qwen3, Llama and Mistral among them). It
+    forgets requests that it has put off, and `StagingExtension.swap_staged` needs to know how many tokens each has.
+
+    Raises:
+        UnsupportedRunner: the environment asks for the second one.
+    """
+    if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
+        raise UnsupportedRunner(
+            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: versions of tokens are known with vLLM's first model runner "
+            "only, which has 0; unset it"
+        )
+    environ[RUNNER_CHOICE] = "0"
 
 
 async def no_adapters() -> set[int]:

@@ -78,11 +78,11 @@ class Group:
 
     def end_rendezvous(self) -> None:
         """End the actor by which the members have found each other: it is detached, and would outlive the run."""
-        group = collective.get_group_handle(self.name)
+        rays = collective.get_group_handle(self.name)
         # A communicator that could not be made has one too.
-        for key in {*group._dev_comm_map, ",".join(map(str, group._used_gpu_indices))}:
+        for key in {*rays._dev_comm_map, ",".join(map(str, rays._used_gpu_indices))}:
             with suppress(ValueError):
-                group._destroy_store(group._generate_group_key(key))
+                rays._destroy_store(rays._generate_group_key(key))
 
     def check(self, what: str) -> None:
         if self.left is not None:
