@@ -25,6 +25,7 @@ from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.weights import worker as module
 from recipe.async_engine.weights.checksum import StreamChecksum
 from recipe.async_engine.weights.engine_extension import DeadlineReceiver, Staging
+from recipe.async_engine.weights.staged import StagedWeights
 from recipe.async_engine.weights.worker import (
     DeadlineServerAdapter,
     DeadlineSocket,
@@ -129,25 +130,31 @@ class Server:
         self.journal.append((what, version))
 
 
-class Place:
-    """Of the engine's staged weights."""
+class Place(StagedWeights):
+    """The engine's staged weights, as far as they are not the same for every kind of model."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         self.server.weights.clear()
 
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         if self.server.engine_error is not None:
             # One of its own, since an error holds on to what it was raised with.
             raise type(self.server.engine_error)(*self.server.engine_error.args)
         self.server._take(weights, False)
 
-    def complete(self, version: int) -> None:
-        if missing := make_weights().keys() - self.server.weights.keys():
-            raise ValueError(f"{sorted(missing)} never came")
+    def _lack(self) -> str | None:
+        missing = make_weights().keys() - self.server.weights.keys()
+        return f"{sorted(missing)} never came" if missing else None
+
+    def complete(self, version: int, problem: str | None = None) -> None:
+        super().complete(version, problem)
         self.server.journal.append(("staged", version))
+
+    def _swap(self) -> None:
+        raise AssertionError("nothing here swaps")
 
 
 def make_adapter(server: Server, timeout_s: float = SOON) -> DeadlineServerAdapter:
@@ -304,7 +311,7 @@ async def test_engine_that_cannot_load_a_tensor_is_named_and_takes_the_next_weig
     server = Server(address)
     server.engine_error = ValueError("no parameter named layer.0")
     adapter = make_adapter(server)
-    with pytest.raises(WeightLoadError, match=r"did not take version 4: ValueError: no parameter named layer\.0"):
+    with pytest.raises(WeightLoadError, match=r"did not take version 4: .*ValueError: no parameter named layer\.0"):
         await adapter.stage_weights(stream(), 4)
     server.engine_error = None
     await adapter.stage_weights(stream(), 5)

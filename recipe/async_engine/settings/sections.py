@@ -76,10 +76,10 @@ class Weights:
         "device",
         "Where a version waits until every replica has it: `device`, beside the live weights in the engine's memory,"
         " which takes room for the weights a second time (leave it with `rollout.gpu_memory_utilization`); generation"
-        " pauses for the swap alone. `host`: in host memory, as much as the weights take in the engine, and generation"
-        " pauses for a copy to the device as well. `none`: nowhere; generation pauses while the weights are loaded in"
-        " place. Where both sides share accelerators nothing generates during a sync, and they are loaded in place"
-        " either way.",
+        " pauses for the swap alone. `host`: in host memory, as much for each replica as its weights take on its"
+        " devices, and generation pauses for a copy to the device as well. `none`: nowhere; generation pauses while"
+        " they are loaded in place. Where both sides share accelerators nothing generates during a sync, and they are"
+        " loaded in place either way.",
         choices=("device", "host", "none"),
     )
     publish: str | None = field(
@@ -94,7 +94,7 @@ class Weights:
         "full",
         "What of a version is sent: `full`, all of it; `delta`, the values that changed since the version before, bit"
         " for bit in the dtype that they are sent in, and all of it where a receiver does not have that one. Each"
-        " receiver keeps a copy of the weights in host memory for it, and the trainer's first rank one more.",
+        " rank that receives keeps the whole model in host memory for it, and the trainer's first rank once more.",
         choices=("full", "delta"),
     )
     at_swap: str | None = field(
