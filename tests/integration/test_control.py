@@ -56,6 +56,12 @@ def agent_class() -> type:
             self._answers, self._turns, self._running = AnswerBook(), TurnGate(HELD_S), {}
             self._trajectory_timeout_s = HELD_S
 
+            class NoClient:
+                async def fetch(self, flights: Any, timeout_s: float) -> None:
+                    pass
+
+            self.llm_client = NoClient()
+
             class NoRollout:
                 class agent:
                     default_agent_loop = "none"

@@ -93,6 +93,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
         "fully_async/staleness/token_mean": int(ages @ counts) / max(1, int(counts.sum())),
         "fully_async/staleness/newest_token_mean": float(newest.mean()),
         "fully_async/staleness/bound": bound,
+        "fully_async/sampled_tokens": int(counts.sum()),
         "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
         "fully_async/partial/total_partial_num": int((spans > 0).sum()),
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
@@ -115,8 +116,3 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
         "fully_async/off_policy/masked_tokens": masked,
         "fully_async/off_policy/masked_ratio": masked / total if total else 0.0,
     }
-
-
-def sampled_tokens(batch: DataProto) -> int:
-    """Number of tokens in the batch that a policy sampled."""
-    return int((batch.batch[TOKEN_VERSIONS] != NOT_SAMPLED).sum())
