@@ -39,10 +39,10 @@ def with_control(
     is_async = any(_is_coroutine(method) for method in methods.values())
     control = {n: m for n, m in methods.items() if n not in held and (not is_async or _is_coroutine(m) or n in plain)}
     base = _OnItsLoop if is_async else _UnderItsLock
-    control["is_there"] = base.is_there
     members: dict[str, Any] = {name: base.beside(method) for name, method in control.items()}
+    members["is_there"] = base.beside(base.is_there)
     if not is_async:
-        members |= {name: base.held(methods[name]) for name in held}
+        members |= {name: _UnderItsLock.held(methods[name]) for name in held}
     names = {name: getattr(actor_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     controlled = type(actor_class.__name__, (base, actor_class), {**names, **members})
     return ray.remote(concurrency_groups={CONTROL: CALLS if is_async else 1}, **options)(controlled)
