@@ -13,6 +13,7 @@ import asyncio
 import functools
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -51,6 +52,27 @@ def with_control(
 def sign_of_life(actor: Any) -> Any:
     """The method of an actor that answers when its event loop does, or its process if it is none of `with_control`."""
     return getattr(actor, "is_there", None) or actor.__ray_ready__
+
+
+class Early:
+    """What was said of calls that have not begun: a control call may overtake the call that it is about.
+
+    The oldest is forgotten after ``limit`` others: it was about a call that had ended.
+    """
+
+    def __init__(self, limit: int = 20_000) -> None:
+        self._said: OrderedDict[str, Any] = OrderedDict()
+        self._limit = limit
+
+    def say(self, key: str, what: Any = True) -> None:
+        """To be known when the call of this key begins."""
+        self._said[key] = what
+        if len(self._said) > self._limit:
+            self._said.popitem(last=False)
+
+    def take(self, key: str) -> Any:
+        """The call of this key begins: what was said of it last, None if nothing was."""
+        return self._said.pop(key, None)
 
 
 def _is_coroutine(method: Callable[..., Any]) -> bool:
