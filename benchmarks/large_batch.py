@@ -118,7 +118,7 @@ def assemble_once(references: list[Any]) -> dict[str, Any]:
 
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
-    before, began = resident("VmRSS"), time.perf_counter()
+    before, began, used = resident("VmRSS"), time.perf_counter(), time.process_time()
     rows = [unpack(payload) for payload in ray.get(references, timeout=600)]
     lengths = [int(row.attention_mask.sum()) for row in rows]
     outputs = [rows[first : first + GROUP] for first in range(0, len(rows), GROUP)]
@@ -127,24 +127,26 @@ def assemble_once(references: list[Any]) -> dict[str, Any]:
     batch = batches.assemble(
         new_groups(len(outputs)), outputs, lambda inputs: TrajectoryManager.join(joiner, inputs), order
     )
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - used
     assert sum(lengths) == len(rows) * (PROMPT + RESPONSE)
     growth = resident("VmHWM") - before
     size = sum(column.nbytes for column in batch.batch.values())
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     runs = [row.extra_fields["version_runs"] for row in rows]
     column = batches._expanded([runs[number] for number in order], RESPONSE)
     metrics = batches.staleness_metrics(batch, version=4, bound=4)
-    versions = time.perf_counter() - began
+    versions, versions_cpu = time.perf_counter() - began, time.process_time() - used
     assert metrics["fully_async/sampled_tokens"] == len(rows) * RESPONSE
     assert column.shape == (len(rows), RESPONSE)
     workers = sum(row.extra_fields["align_s"] for row in rows)
     return {
         "answers": len(rows),
         "assemble_s": seconds,
+        "assemble_cpu_s": cpu,
         "batch_gb": size / 1e9,
         "growth": growth / size,
         "versions_s": versions,
+        "versions_cpu_s": versions_cpu,
         "versions_in_all_workers_s": workers,
     }
 

@@ -74,6 +74,11 @@ def test_every_token_has_its_version_and_padding_none() -> None:
     assert staleness_metrics(batch, version=3, bound=2)["fully_async/sampled_tokens"] == 4 + LENGTH
 
 
+def test_versions_of_more_tokens_than_the_response_has_are_refused() -> None:
+    with pytest.raises(VersionRecordError, match=f"versions of {LENGTH + 1} tokens for a response of {LENGTH}"):
+        batch_of(output((0, LENGTH), (1, 1)))
+
+
 def test_versions_that_passed_through_json_or_pickle_as_lists_are_taken_too() -> None:
     batch = batch_of(SimpleNamespace(extra_fields={VERSION_RUNS: [[1, 2]], "exact_versions": True}))
     assert batch.batch[TOKEN_VERSIONS][0].tolist() == [1, 1, -1, -1, -1, -1]

@@ -49,9 +49,16 @@ def assemble(
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
-    padded = [(*runs, (NOT_SAMPLED, length - sum(count for _, count in runs))) for runs in rows]
-    versions, counts = np.array([run for runs in padded for run in runs], dtype=np.int64).T
-    return torch.from_numpy(np.repeat(versions, counts).reshape(len(rows), length))
+    column = np.empty((len(rows), length), dtype=np.int64)
+    for row, runs in zip(column, rows, strict=True):
+        begin = 0
+        for version, count in runs:
+            row[begin : begin + count] = version
+            begin += count
+        if begin > length:
+            raise VersionRecordError(f"the versions of {begin} tokens for a response of {length}")
+        row[begin:] = NOT_SAMPLED
+    return torch.from_numpy(column)
 
 
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
