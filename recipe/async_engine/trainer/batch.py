@@ -49,8 +49,9 @@ def assemble(
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
-    column = np.empty((len(rows), length), dtype=np.int64)
-    for row, runs in zip(column, rows, strict=True):
+    # Of torch: NumPy asks the system for huge pages, and takes several times as long where memory is in pieces.
+    column = torch.empty((len(rows), length), dtype=torch.int64)
+    for row, runs in zip(column.numpy(), rows, strict=True):
         begin = 0
         for version, count in runs:
             row[begin : begin + count] = version
@@ -58,7 +59,7 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
         if begin > length:
             raise VersionRecordError(f"the versions of {begin} tokens for a response of {length}")
         row[begin:] = NOT_SAMPLED
-    return torch.from_numpy(column)
+    return column
 
 
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
