@@ -181,8 +181,8 @@ WRITTEN_LIVE_MUTANTS = {
             "        for start, ids in sorted(self._by_start[state].items(), reverse=True):\n            if count",
         ),
     ),
-    "a group that is ready is found among the running ones too": edited(
-        LIVE_SOURCE, ("        by_start[group.start].discard(group.id)\n", "")
+    "a group that has left a state is counted in it all the same": edited(
+        LIVE_SOURCE, ("        self._counts[group.state] -= 1\n", "")
     ),
 }
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from counted_steps import steps_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,24 +59,6 @@ def test_every_answer_is_that_of_a_scan(changes: list[tuple[Any, ...]], count: i
             assert live.of_batch(number) == of_batch
             assert live.places_taken(number) == len(of_batch)
             assert live.ready_of_batch(number) == sum(group.state is GroupState.READY for group in of_batch)
-
-
-def steps_of(call: Any) -> int:
-    """Lines of Python that the call executes: what it costs, on whatever machine."""
-    lines = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines
 
 
 @pytest.mark.parametrize("whole_batches", [False, True])

@@ -16,7 +16,7 @@ from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.rollout.group_run import GroupRun
-from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.batch import assemble, mask_off_policy, staleness_metrics
 
 LENGTH = 6
 
@@ -71,7 +71,12 @@ def test_every_token_has_its_version_and_padding_none() -> None:
     versions = batch.batch[TOKEN_VERSIONS]
     assert versions.dtype == torch.int64
     assert versions.tolist() == [[1, 1, -1, 3, 3, -1], [2] * LENGTH]
-    assert sampled_tokens(batch) == 4 + LENGTH
+    assert staleness_metrics(batch, version=3, bound=2)["fully_async/sampled_tokens"] == 4 + LENGTH
+
+
+def test_versions_of_more_tokens_than_the_response_has_are_refused() -> None:
+    with pytest.raises(VersionRecordError, match=f"versions of {LENGTH + 1} tokens for a response of {LENGTH}"):
+        batch_of(output((0, LENGTH), (1, 1)))
 
 
 def test_versions_that_passed_through_json_or_pickle_as_lists_are_taken_too() -> None:
@@ -88,6 +93,7 @@ def test_staleness_is_told_by_oldest_token_by_all_tokens_and_by_newest_token() -
         "fully_async/staleness/token_mean": (2 * 2 + 2 * 1 + 1 * 1) / 9,
         "fully_async/staleness/newest_token_mean": (0 + 0 + 1 + 1) / 4,
         "fully_async/staleness/bound": 2,
+        "fully_async/sampled_tokens": 9,
         "fully_async/count/stale_trajectory_processed": 3,
         "fully_async/partial/total_partial_num": 1,
         "fully_async/partial/partial_ratio": 0.25,

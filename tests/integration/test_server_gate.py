@@ -453,7 +453,9 @@ async def test_request_that_is_dropped_before_it_reaches_the_engine_never_does(m
     assert not server.engine.submitted.is_set()
 
 
-async def test_request_that_is_over_or_unknown_is_dropped_without_effect(make_server: Any) -> None:
+async def test_drop_of_a_request_that_is_over_or_unknown_costs_no_other_and_the_next_of_its_name_one_refusal(
+    make_server: Any,
+) -> None:
     server = make_server()
     await load(server, 0)
     answering = request(server)
@@ -462,6 +464,8 @@ async def test_request_that_is_over_or_unknown_is_dropped_without_effect(make_se
     await asyncio.wait_for(answering, SOON)
     await server.drop_request("r")
     await server.drop_request("nobody")
+    # It may have been about one that is on its way: that is sent back without a token, and its client asks again.
+    assert (await asyncio.wait_for(request(server), SOON)).stop_reason == "aborted"
     again = request(server)
     await submitted(server)
     server.engine.finish_all()

@@ -182,3 +182,12 @@ async def test_a_record_answers_a_trajectory_whose_turn_has_not_come() -> None:
     assert (answers.restored_tokens, server.calls) == (1, [])
     gate.admit(["0-0-0"], turn=2)
     assert (await held)[0].token_ids == [10, 11]
+
+
+async def test_trajectory_that_begins_after_it_was_told_to_go_on_goes_on() -> None:
+    gate = TurnGate(SOON)
+    gate.close(1)
+    gate.admit(["late"], 2)  # control calls overtake the call of a trajectory
+    ticket = gate.begin("late", 1)
+    await asyncio.wait_for(ticket.enter(), SOON)
+    assert gate.begin("other", 1).turn == 1

@@ -111,6 +111,25 @@ async def test_events_come_in_order_and_the_payload_stays_a_reference(pool: Work
     assert ray.get(payload[1], timeout=SOON) == {"sample": {"behaviour": "", "uid": "1-4"}, "n": 2}
 
 
+async def test_large_prompt_goes_into_the_object_store_once_for_all_answers_to_it(pool: WorkerPool) -> None:
+    image = np.random.default_rng(0).integers(0, 256, 1 << 20).astype(np.uint8)
+    row = {"behaviour": np.array([""], dtype=object), "image": np.empty(1, dtype=object)}
+    row["image"][0] = image
+    group = Group(7, PromptRef(4, 1, "1-4"), start=3)
+    calls = [pool.call(row, group, n, 0, None) for n in range(4)]
+    sent: list[Any] = []
+
+    async def events(call: TrajectoryCall) -> list[tuple[Any, Any]]:
+        sent.append(call.arguments()[1])
+        return await events_of(call)
+
+    of_calls = await asyncio.gather(*[events(call) for call in calls])
+    assert isinstance(sent[0], ray.ObjectRef) and set(sent) == {sent[0]}
+    for _, _, (_, payload) in of_calls:
+        assert np.array_equal(ray.get(payload, timeout=SOON)["sample"]["image"], image)
+    assert not pool.users and not pool._samples, "it is kept as long as a trajectory of the group is under way"
+
+
 @pytest.mark.parametrize(
     ("behaviour", "error", "text"),
     [

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -39,10 +40,10 @@ def with_control(
     is_async = any(_is_coroutine(method) for method in methods.values())
     control = {n: m for n, m in methods.items() if n not in held and (not is_async or _is_coroutine(m) or n in plain)}
     base = _OnItsLoop if is_async else _UnderItsLock
-    control["is_there"] = base.is_there
     members: dict[str, Any] = {name: base.beside(method) for name, method in control.items()}
+    members["is_there"] = base.beside(base.is_there)
     if not is_async:
-        members |= {name: base.held(methods[name]) for name in held}
+        members |= {name: _UnderItsLock.held(methods[name]) for name in held}
     names = {name: getattr(actor_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     controlled = type(actor_class.__name__, (base, actor_class), {**names, **members})
     return ray.remote(concurrency_groups={CONTROL: CALLS if is_async else 1}, **options)(controlled)
@@ -51,6 +52,27 @@ def with_control(
 def sign_of_life(actor: Any) -> Any:
     """The method of an actor that answers when its event loop does, or its process if it is none of `with_control`."""
     return getattr(actor, "is_there", None) or actor.__ray_ready__
+
+
+class Early:
+    """What was said of calls that have not begun: a control call may overtake the call that it is about.
+
+    The oldest is forgotten after ``limit`` others: it was about a call that had ended.
+    """
+
+    def __init__(self, limit: int = 20_000) -> None:
+        self._said: OrderedDict[str, Any] = OrderedDict()
+        self._limit = limit
+
+    def say(self, key: str, what: Any = True) -> None:
+        """To be known when the call of this key begins."""
+        self._said[key] = what
+        if len(self._said) > self._limit:
+            self._said.popitem(last=False)
+
+    def take(self, key: str) -> Any:
+        """The call of this key begins: what was said of it last, None if nothing was."""
+        return self._said.pop(key, None)
 
 
 def _is_coroutine(method: Callable[..., Any]) -> bool:

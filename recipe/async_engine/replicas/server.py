@@ -32,7 +32,7 @@ from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.versions import RequestVersions
-from recipe.async_engine.recovery.control import with_control
+from recipe.async_engine.recovery.control import Early, with_control
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
@@ -151,6 +151,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._recomputed: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._dropped: set[str] = set()
+        self._unwanted = Early()
         self._outputs = OutputWatch()
         self._checksum: str | None = None
         self._keeps_cache = False
@@ -168,6 +169,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
         """
+        if self._unwanted.take(request_id):
+            return TokenOutput(token_ids=[], stop_reason="aborted")
         task = asyncio.current_task()
         assert task is not None
         self._tasks[request_id] = task
@@ -201,7 +204,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     async def drop_request(self, request_id: str) -> None:
         """End a request that nobody waits for any more, wherever it is: its place at the engine is free at once."""
         task = self._tasks.get(request_id)
-        if task is not None:
+        if task is None:
+            self._unwanted.say(request_id)
+        else:
             self._dropped.add(request_id)
             # vLLM aborts what it works on when its caller is cancelled.
             task.cancel()

@@ -45,6 +45,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
+from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
@@ -154,6 +155,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
         self._running: dict[str, _Running] = {}
+        self._unwanted = Early()
         self._answers = AnswerBook()
         self._turns = TurnGate(float(limits.batch_wait + limits.weight_sync + limits.checkpoint + limits.validation))
         self._scoring: ScoringClient | None = None
@@ -220,6 +222,8 @@ class TrajectoryWorker(AgentLoopWorker):
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
+        if self._unwanted.take(key):
+            raise TrajectoryCancelled(f"trajectory {key} was ended on request")
         scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
         answers = self._answers.begin(key, record)
         context = copy_context()
@@ -290,7 +294,9 @@ class TrajectoryWorker(AgentLoopWorker):
     async def cancel(self, keys: list[str]) -> None:
         """End the named trajectories; each one's caller sees the cancellation as its error."""
         for key in keys:
-            if key in self._running and not self._running[key].told.done():
+            if key not in self._running:
+                self._unwanted.say(key)
+            elif not self._running[key].told.done():
                 self._running[key].told.set_result(None)
 
     async def export(self, timeout_s: float) -> tuple[dict[str, TrajectoryRecord | None], TokenAccount]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 
 
@@ -92,10 +93,11 @@ class TurnGate:
         self.timeout_s = timeout_s
         self.closed = 0
         self._tickets: dict[str, Ticket] = {}
+        self._early = Early()
 
     def begin(self, key: str, turn: int) -> Ticket:
         """A trajectory begins, admitted to ``turn``."""
-        ticket = self._tickets[key] = Ticket(self, turn)
+        ticket = self._tickets[key] = Ticket(self, max(turn, self._early.take(key) or 0))
         return ticket
 
     def held_s(self, key: str) -> float:
@@ -118,9 +120,11 @@ class TurnGate:
         )
 
     def admit(self, keys: Sequence[str], turn: int) -> None:
-        """Let these trajectories go on in ``turn``, in this order; one that is over by now is left out."""
+        """Let these trajectories go on in ``turn``, in this order, also one that has not begun yet."""
         for key in keys:
             ticket = self._tickets.get(key)
-            if ticket is not None:
+            if ticket is None:
+                self._early.say(key, turn)
+            else:
                 ticket.turn = turn
                 ticket.admitted.set()

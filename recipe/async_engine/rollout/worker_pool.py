@@ -4,17 +4,21 @@
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
 follows where one does not, or has died, is in `recovery/worker_set.py`. Events are awaited, payloads are not: the pool
-hands on their object references. One event loop calls it. Of a worker that died, the account of tokens is that of the
-last time it was asked, and what it held is lost. Shown by tests/integration/test_worker_pool.py and test_turn_pool.py.
+hands on their object references. A prompt of more than `LARGE` bytes, one with images say, goes into the object store
+once for all the trajectories of its group. One event loop calls it. Of a worker that died, the account of tokens is
+that of the last time it was asked, and what it held is lost. Shown by tests/integration/test_worker_pool.py and
+test_turn_pool.py.
 """
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
@@ -33,6 +37,8 @@ from recipe.async_engine.rollout.trajectory_worker import (
 logger = logging.getLogger(__name__)
 
 STARTUP_S = 600.0
+LARGE = 64 << 10
+"""Ray copies larger arguments into the object store too, once for each call."""
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
@@ -61,8 +67,16 @@ class TrajectoryCall:
 
     def arguments(self) -> tuple[Any, ...]:
         """What the worker's ``run_trajectory`` is called with."""
-        group, sample = self.group, sample_of(self.row, self.group)
-        return self.key, sample, group.prompt.index, self.rollout_n, group.start, self.record, self.turn
+        group = self.group
+        return (
+            self.key,
+            self.pool.sample_for(self),
+            group.prompt.index,
+            self.rollout_n,
+            group.start,
+            self.record,
+            self.turn,
+        )
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
         """(event, None) for each event, then (None, payload's object reference).
@@ -73,6 +87,7 @@ class TrajectoryCall:
             TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
         """
         self.pool.under_way[self.key] = self
+        self.pool.users[self.group.id] += 1
         try:
             async with self.pool.one(self.worker_id) as actor:
                 if self.cancelled:
@@ -110,6 +125,7 @@ class TrajectoryCall:
             raise TrajectoryFailed(f"trajectory {self.key} failed with {type(error).__name__}: {error}") from error
         finally:
             self.pool.under_way.pop(self.key, None)
+            self.pool.let_go(self.group.id)
 
 
 class WorkerPool(WorkerSet):
@@ -122,6 +138,7 @@ class WorkerPool(WorkerSet):
 
     Attributes:
         under_way: calls by their key.
+        users: how many of them each group has, by its id.
     """
 
     def __init__(
@@ -133,6 +150,8 @@ class WorkerPool(WorkerSet):
     ) -> None:
         super().__init__("agent-loop", actors, answer_s, startup_s)
         self.under_way: dict[str, TrajectoryCall] = {}
+        self.users: Counter[int] = Counter()
+        self._samples: dict[int, Any] = {}
         self._accounts: dict[str, TokenAccount] = {}
         self._lost_with_workers = TokenAccount()
         self._ended_turn = 0
@@ -164,6 +183,22 @@ class WorkerPool(WorkerSet):
         if worker_id is None:
             raise NoWorkers(NONE_LEFT)
         return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
+
+    def sample_for(self, call: TrajectoryCall) -> Any:
+        """The prompt of a call as its worker gets it: itself, or where the object store has it."""
+        group = call.group
+        if group.id not in self._samples:
+            sample = sample_of(call.row, group)
+            is_large = len(cloudpickle.dumps(sample)) > LARGE
+            self._samples[group.id] = ray.put(sample) if is_large else sample
+        return self._samples[group.id]
+
+    def let_go(self, group_id: int) -> None:
+        """A call of this group has ended."""
+        self.users[group_id] -= 1
+        if not self.users[group_id]:
+            del self.users[group_id]
+            self._samples.pop(group_id, None)
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""

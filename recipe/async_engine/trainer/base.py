@@ -46,7 +46,7 @@ from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
-from recipe.async_engine.trainer.batch import assemble, mask_off_policy, sampled_tokens, staleness_metrics
+from recipe.async_engine.trainer.batch import assemble, mask_off_policy, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
@@ -263,7 +263,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
         self._fit_stop_profile()
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
-        self.metrics["fully_async/sampled_tokens"] = sampled_tokens(batch)
         self.metrics["fully_async/trained_samples"] = len(batch)
         if self.publication.is_over:
             self._finish_publication()

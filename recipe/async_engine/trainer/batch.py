@@ -49,9 +49,17 @@ def assemble(
 
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
-    padded = [(*runs, (NOT_SAMPLED, length - sum(count for _, count in runs))) for runs in rows]
-    versions, counts = np.array([run for runs in padded for run in runs], dtype=np.int64).T
-    return torch.from_numpy(np.repeat(versions, counts).reshape(len(rows), length))
+    # Of torch: NumPy asks the system for huge pages, and takes several times as long where memory is in pieces.
+    column = torch.empty((len(rows), length), dtype=torch.int64)
+    for row, runs in zip(column.numpy(), rows, strict=True):
+        begin = 0
+        for version, count in runs:
+            row[begin : begin + count] = version
+            begin += count
+        if begin > length:
+            raise VersionRecordError(f"the versions of {begin} tokens for a response of {length}")
+        row[begin:] = NOT_SAMPLED
+    return column
 
 
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
@@ -93,6 +101,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
         "fully_async/staleness/token_mean": int(ages @ counts) / max(1, int(counts.sum())),
         "fully_async/staleness/newest_token_mean": float(newest.mean()),
         "fully_async/staleness/bound": bound,
+        "fully_async/sampled_tokens": int(counts.sum()),
         "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
         "fully_async/partial/total_partial_num": int((spans > 0).sum()),
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
@@ -115,8 +124,3 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
         "fully_async/off_policy/masked_tokens": masked,
         "fully_async/off_policy/masked_ratio": masked / total if total else 0.0,
     }
-
-
-def sampled_tokens(batch: DataProto) -> int:
-    """Number of tokens in the batch that a policy sampled."""
-    return int((batch.batch[TOKEN_VERSIONS] != NOT_SAMPLED).sum())

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs, on whatever machine: the lines of Python that it executes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def steps_of(call: Callable[[], Any]) -> int:
+    """Lines that ``call`` and what it calls execute."""
+    lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
