@@ -27,7 +27,6 @@ from surroundings import shared_forks, user_environment, usual_environment, with
 
 UP_S, END_S = 60.0, 30.0
 CPUS = 20
-# A dead node is noticed in seconds, and not in half a minute as by default.
 QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 CONTAINED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--mount"]
 OWN_SHM = 'mount -t tmpfs -o size=2g tmpfs /dev/shm && exec "$0" "$@"'
@@ -73,10 +72,10 @@ class RayNode:
         assert self.process.poll() is None, self._log.read_text()
         return "Ray runtime started" in self._log.read_text()
 
-    def has(self, part: str) -> bool:
-        """Whether a process of it is ``part``; forks of another process are not its own."""
+    def processes(self, part: str) -> list[psutil.Process]:
+        """Those that are ``part``; what is a fork of another process is not among them."""
         self.look()
-        return any(TITLES[part] in title(process).partition(" ")[0] for process in self.known)
+        return [process for process in self.known if TITLES[part] in title(process).partition(" ")[0]]
 
     def kill(self) -> None:
         """All its processes at once, as a host that loses its power."""
@@ -105,7 +104,6 @@ class Nodes:
         self.environment = with_helpers(user_environment()) | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(folder),
-            **QUICK,
         }
 
     @property
@@ -165,7 +163,11 @@ class Nodes:
 
 
 class Loopback(Nodes):
-    """See the module's contract."""
+    """See the module's contract. A dead node is noticed in seconds, and not in half a minute as by default."""
+
+    def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False) -> None:
+        super().__init__(folder, forked, dashboard)
+        self.environment |= QUICK
 
     def _address(self, number: int) -> str:
         return f"127.0.0.{number + 1}"  # for the first one Ray takes the host's own address
@@ -241,5 +243,5 @@ def closing(nodes: Nodes) -> Iterator[Nodes]:
 
 
 def shares_memory(process: psutil.Process) -> bool:
-    """Whether it has the memory mapped that members of a weight sync on one host share."""
+    """Whether a receiver of weights has mapped the memory that members of a weight sync on one host share."""
     return "memfd:recipe-weights" in Path(f"/proc/{process.pid}/maps").read_text()
