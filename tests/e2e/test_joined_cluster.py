@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,56 +30,68 @@ def overrides(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     return [*given, *workers, f"trainer.total_training_steps={STEPS}"]
 
 
-def run(nodes: Nodes, command: list[str], folder: Path, **environment: str) -> str:
+def run(command: list[str], nodes: Nodes, folder: Path, **environment: str) -> str:
     """What a command says that ends well."""
-    given = {name: value for name, value in nodes.environment.items() if name != "RAY_ADDRESS"} | environment
     done = subprocess.run(
-        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=RUN_S,
+        command,
+        cwd=folder,
+        env=nodes.environment | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
 
-def check(folder: Path, mode: str) -> None:
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["mode"], summary["error"], summary["steps"]) == (mode, None, STEPS)
+def as_a_job(nodes: Nodes, task: TaskPaths, folder: Path, ray_dir: Path) -> None:
+    """`ray job submit`, which sets RAY_ADDRESS for its command, with variables of the job's own."""
+    main = [sys.executable, "-m", "recipe.one_step_off.main", *overrides(task, folder, ray_dir)]
+    ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": nodes.environment["PYTHONPATH"]}
+    settings = f"--runtime-env-json={json.dumps({'env_vars': variables})}"
+    said = run([*ray, "job", "submit", f"--address={nodes.dashboard_address}", settings, "--", *main], nodes, folder)
+    assert "leaves out num_cpus, num_gpus, object_store_memory" in said
+
+
+def by_the_setting(nodes: Nodes, task: TaskPaths, folder: Path, ray_dir: Path) -> None:
+    command = [*overrides(task, folder, ray_dir), "ray_kwargs.ray_init.address=auto", "trainer.nnodes=2"]
+    run([sys.executable, "-m", "recipe.partial_rollout.main", *command], nodes, folder)
+
+
+def by_a_stock_main(nodes: Nodes, task: TaskPaths, folder: Path, ray_dir: Path) -> None:
+    """It hands everything to ray.init, so what a preset says of a Ray of its own is taken back.
+
+    Nor does it take the platform to the workers of a cluster.
+    """
+    given = {**CPU_ENVIRONMENT, VARIABLE: "1"}
+    command = [
+        *GRPO_GSM8K,
+        "+recipe=fully_async",
+        *SCALED_DOWN,
+        *(item for item in short_run(task, folder, ray_dir) if "_temp_dir" not in item),
+        *(f"ray_kwargs.ray_init.{name}=null" for name in ("num_cpus", "num_gpus", "object_store_memory")),
+        *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()),
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    main = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    run([*main, *command], nodes, folder, RAY_ADDRESS=nodes.ray_address, **given)
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_each_mode_joins_a_cluster_in_another_way(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    places = {mode: tmp_path / mode for mode in ("one_step_off", "partial_rollout", "fully_async")}
-    for place in places.values():
-        place.mkdir()
-    with closing(Loopback(ray_dir, forked=False, dashboard=True)) as nodes:
-        nodes.add(accelerators=1)
-        nodes.add(accelerators=1)
-
-        folder = places["one_step_off"]
-        main = [sys.executable, "-m", "recipe.one_step_off.main", *overrides(task, folder, ray_dir)]
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": nodes.environment["PYTHONPATH"]}
-        settings = f"--runtime-env-json={json.dumps({'env_vars': variables})}"
-        said = run(
-            nodes, [*ray, "job", "submit", f"--address={nodes.dashboard_address}", settings, "--", *main], tmp_path
-        )
-        check(folder, "one_step_off")
-        assert "leaves out num_cpus, num_gpus, object_store_memory" in said
-
-        folder = places["partial_rollout"]
-        command = [*overrides(task, folder, ray_dir), "ray_kwargs.ray_init.address=auto", "trainer.nnodes=2"]
-        run(nodes, [sys.executable, "-m", "recipe.partial_rollout.main", *command], tmp_path)
-        check(folder, "partial_rollout")
-
-        # verl's own main hands everything to ray.init, so what a preset says of a Ray of its own is taken back.
-        folder = places["fully_async"]
-        joined = [item for item in short_run(task, folder, ray_dir) if "_temp_dir" not in item]
-        joined += [f"ray_kwargs.ray_init.{name}=null" for name in ("num_cpus", "num_gpus", "object_store_memory")]
-        command = [*GRPO_GSM8K, "+recipe=fully_async", *SCALED_DOWN, *joined, f"trainer.total_training_steps={STEPS}"]
-        # Nor does it take the platform to the workers of a cluster.
-        given = {**CPU_ENVIRONMENT, VARIABLE: "1"}
-        command += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
-        main = [sys.executable, "-m", "verl.trainer.main_ppo"]
-        run(nodes, [*main, *command], tmp_path, RAY_ADDRESS=nodes.ray_address, **given)
-        check(folder, "fully_async")
+@pytest.mark.parametrize(
+    ("mode", "join"),
+    [("one_step_off", as_a_job), ("partial_rollout", by_the_setting), ("fully_async", by_a_stock_main)],
+)
+def test_a_mode_trains_on_a_cluster_of_two_nodes_that_it_joins(
+    mode: str, join: Callable[..., None], task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    with closing(Loopback(ray_dir, forked=False, dashboard=join is as_a_job)) as nodes:
+        for _ in range(2):
+            nodes.add(accelerators=1)
+        join(nodes, task, tmp_path, ray_dir)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["mode"], summary["error"], summary["steps"]) == (mode, None, STEPS)
