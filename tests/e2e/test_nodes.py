@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on clusters of two and four Ray nodes, of which some are lost and others join.
+"""Runs on clusters of two and three Ray nodes, of which some are lost and others join.
 
 The nodes are raylets with addresses of their own on loopback; test_partition.py has nodes in namespaces.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from drilled_run import DrilledRun, drilled
-from main_runs import FULLY_ASYNC, RAY_FOLDER, small, trainer_log
+from main_runs import FULLY_ASYNC, RAY_FOLDER, FinishedRun, small, trainer_log
 from ray_nodes import Loopback, Nodes, closing
 from surroundings import shared_forks, usual_environment
 
@@ -19,6 +19,8 @@ from recipe.async_engine.task import TaskPaths
 
 END_S = 60.0
 ENDLESS = 100_000
+LONG_S = 900.0
+RESTARTED, SERVERS = "fully_async/count/agent_loop_worker_restarts", "model_engine_server/servers"
 LIVE, AGENTS = "fully_async/count/live_replicas", "fully_async/count/live_agent_loop_workers"
 
 
@@ -72,10 +74,58 @@ def test_run_goes_on_without_a_node_that_is_lost_and_uses_one_that_joins(
             assert newest(run, AGENTS) == 2
             run.signal("main", signal.SIGTERM)
             ended = run.end_within(END_S)
+    check_stopped(ended)
+    assert ended.summary["ledger"]["trained"] == 4 * ended.summary["steps"]
+    assert ended.metrics[-1]["fully_async/count/restarts"] == 1
+    assert "num_cpus, num_gpus, object_store_memory" in ended.output
+
+
+def check_stopped(ended: FinishedRun) -> None:
+    """By a signal, with nothing lost."""
     assert ended.returncode == 128 + signal.SIGTERM, ended.output[-3000:]
     assert ended.summary["error"] is None
     ledger = ended.summary["ledger"]
     assert ledger["issued"] == sum(ledger[key] for key in ("trained", "filtered", "failed", "live"))
-    assert ledger["trained"] == 4 * ended.summary["steps"] and ledger["failed"] == 0
-    assert ended.metrics[-1]["fully_async/count/restarts"] == 1
-    assert "num_cpus, num_gpus, object_store_memory" in ended.output
+    assert ledger["failed"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_node_with_a_log_prob_server_and_workers_is_replaced_and_the_last_replicas_ends_the_run_by_name(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    """The server has two ranks and only one node has room for it; replica and trainer have a node each."""
+    folder = tmp_path / "run"
+    with closing(Loopback(ray_dir)) as nodes:
+        # Ray takes the node that has most left: the trainer's process and rank are here.
+        nodes.add(accelerators=1, cpus=40)
+        with_replica = nodes.add(accelerators=1, cpus=6)
+        with_server = nodes.add(accelerators=2)
+        overrides = on(
+            nodes,
+            [
+                *small(task, folder, ray_dir),
+                "model_engine_server=fsdp2",
+                "model_engine_server.n_gpus_per_node=2",
+                "actor_rollout_ref.rollout.agent.num_workers=3",
+                "reward.num_workers=3",
+                f"trainer.total_training_steps={ENDLESS}",
+            ],
+        )
+        with drilled(FULLY_ASYNC, overrides, folder, before=joining(nodes)) as run:
+            run.wait_for_steps(2)
+            assert (newest(run, SERVERS), newest(run, AGENTS)) == (1, 3)
+            nodes.kill(with_server)
+            run.wait_for(lambda: newest(run, SERVERS) == 0, "the loss of the log-prob server")
+            run.wait_for(lambda: newest(run, RESTARTED) == 1, "an agent-loop worker that is started again")
+            run.wait_for_steps(2)
+            # The trainer does the server's work.
+            assert newest(run, "model_engine_server/fallback_rows") > 0
+            nodes.add(accelerators=2)
+            run.wait_for(lambda: newest(run, SERVERS) == 1, "another log-prob server", LONG_S)
+            run.wait_for(lambda: newest(run, "model_engine_server/fallback_rows") == 0, "that it answers")
+            nodes.kill(with_replica)
+            ended = run.end_within(LONG_S)
+    assert ended.returncode == 1
+    assert ended.summary["error"]["name"] == "NoReplicaLeft", ended.summary["error"]

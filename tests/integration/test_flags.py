@@ -67,7 +67,7 @@ def test_a_script_for_images_composes_and_validates_in_each_mode(mode: str, monk
 
     problems = []
 
-    def judge(config: Any) -> None:
+    def judge(config: Any, available: Any) -> None:
         problems.extend(validate(plain(config), dataset_rows=2101))
 
     monkeypatch.setattr(flagged, "check", judge)

@@ -68,8 +68,9 @@ class FlaggedTrainer(PPOTrainer):
             if MODES[self.mode].counts_mini_batches:
                 self._count_in_mini_batches(config)
         # verl's main has started Ray, or joined a cluster.
-        self._plan = check(config, available=cluster_resources())
-        if len(ray.nodes()) > 1:
+        there = cluster_resources() if ray.is_initialized() else None
+        self._plan = check(config, available=there)
+        if there is not None and len(there.nodes) > 1:
             check_nodes(plain(config), self._plan.settings.async_training.timeouts.startup)
 
     @staticmethod
