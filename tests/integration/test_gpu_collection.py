@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -34,6 +36,10 @@ class AllBut:
             found = (finder.find_spec(name, path, target) for finder in self.finders)
             return next(filter(None, found), None)
 
+    def find_distributions(self, *arguments):
+        of_each = (getattr(finder, "find_distributions", None) for finder in self.finders)
+        return (one for find in of_each if find is not None for one in find(*arguments))
+
 sys.meta_path = [AllBut(set(sys.argv.pop(1).split(",")), sys.meta_path)]
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
@@ -53,6 +59,31 @@ def absent_modules() -> set[str]:
     }
 
 
+def imports_below(files: Iterable[Path]) -> set[str]:
+    """Top names of all modules that files import, and those that modules of the tests import which they import."""
+    rooms = ("gpu", "integration", "e2e", "")
+    known, waiting, found = set(), list(files), set()
+    while waiting:
+        file = waiting.pop()
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for name in {name.partition(".")[0] for name in names} - known:
+                known.add(name)
+                helpers = [path for room in rooms if (path := CHECKOUT / "tests" / room / f"{name}.py").is_file()]
+                waiting += helpers
+                found |= set() if helpers else {name}
+    return found
+
+
+def test_no_test_on_accelerators_imports_what_the_documented_extra_lacks() -> None:
+    tests = [*(CHECKOUT / "tests" / "gpu").glob("*.py"), CHECKOUT / "tests" / "conftest.py"]
+    needed = imports_below([*tests, *(CHECKOUT / "recipe").rglob("*.py")])
+    assert {"torch", "verl", "vllm", "ray", "pytest", "hydra"} <= needed
+    assert needed & absent_modules() == set()
+
+
+@pytest.mark.slow
 def test_collection_needs_the_documented_extra_only() -> None:
     absent = absent_modules()
     assert {"hypothesis", "xdist", "mypy"} <= absent
