@@ -10,6 +10,10 @@ STAMP := $(VENV)/.installed
 # Processes that share the tests of `make test`, a file at a time.
 WORKERS ?= 2
 LOCK_VENV := build/lock-venv
+# Its wheels are those of the lock for accelerators.
+GPU_PYTHON ?= python3.12
+# Pure Python, and published as sources only; nothing else is built.
+WITHOUT_WHEEL := antlr4-python3-runtime
 PIP := -m pip --disable-pip-version-check
 
 # The stack is import-bound and runs many processes on few cores: one thread each.
@@ -17,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-one test-all test-gpu mutants lint docs lock clean
+.PHONY: help setup demo test test-one test-all test-gpu mutants lint docs lock lock-gpu clean
 
 help:
 	@echo 'make demo      set up, then train on the built-in task (writes to runs/demo)'
@@ -29,6 +33,7 @@ help:
 	@echo 'make lint      ruff, the import contracts and type checking'
 	@echo 'make docs      write docs/configuration.md from the config types'
 	@echo 'make lock      make requirements/cpu.lock again from requirements/cpu.in'
+	@echo 'make lock-gpu  make requirements/gpu.lock again from requirements/gpu.in'
 
 setup: $(STAMP)
 
@@ -70,6 +75,7 @@ test-one: setup
 test-all: setup
 	$(BIN)/python -m pytest -m 'not gpu' --durations=60
 
+# Meant for ten minutes on one accelerator; with two, trainer and rollout run apart as well.
 test-gpu:
 	python -m pytest -m gpu
 
@@ -91,6 +97,17 @@ lock: $(BIN)/python
 	$(LOCK_VENV)/bin/python $(PIP) install --quiet -r requirements/cpu.in
 	$(LOCK_VENV)/bin/python tools/make_lock.py > requirements/cpu.lock.new
 	mv requirements/cpu.lock.new requirements/cpu.lock
+
+# Downloads little: pip reads the metadata of wheels, and installs nothing.
+lock-gpu:
+	@test "$$(uname -sm)" = 'Linux x86_64' || { echo 'The lock is for Linux on x86_64, and is made there.' >&2; exit 1; }
+	rm -rf $(LOCK_VENV)
+	$(GPU_PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python $(PIP) install --quiet --upgrade pip
+	$(LOCK_VENV)/bin/python $(PIP) install --quiet --dry-run --ignore-installed \
+	  --only-binary=:all: --no-binary=$(WITHOUT_WHEEL) --report $(LOCK_VENV)/report.json -r requirements/gpu.in
+	$(LOCK_VENV)/bin/python tools/make_lock.py $(LOCK_VENV)/report.json > requirements/gpu.lock.new
+	mv requirements/gpu.lock.new requirements/gpu.lock
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

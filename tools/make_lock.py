@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a lock file of the environment that runs this script to standard output.
+"""Writes a lock file to standard output: of the environment that runs this script, or of pip's report on another one.
 
-Contract: every installed distribution is pinned exactly, without a local build tag (`torch==2.13.0`, not
-`2.13.0+cpu`, so that an index without such builds serves too), except the ones in `LEFT_OUT`.
+    python tools/make_lock.py                                  # what is installed here: the CPU stack
+    pip install --dry-run --report report.json ... && python tools/make_lock.py report.json    # accelerators
+
+Contract: every distribution is pinned exactly, without a local build tag (`torch==2.13.0`, not `2.13.0+cpu`, so that an
+index without such builds serves too), except the ones that are left out. No address of an index gets into it.
 """
 
 import importlib.metadata
+import json
 import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 # Published as accelerator builds that fail at import beside a CPU build of torch; nothing here imports them.
 BROKEN_WITHOUT_ACCELERATOR = {"torchvision", "torchaudio", "torchcodec"}
 INSTALLERS = {"pip", "wheel", "verl-recipe-async"}
-LEFT_OUT = BROKEN_WITHOUT_ACCELERATOR | INSTALLERS
 
-HEADER = """\
+CPU_HEADER = """\
 # Exact versions of the CPU stack and the development tools. Made by `make lock` from requirements/cpu.in.
 # Install with `pip install --no-deps`: torchvision, torchaudio and torchcodec, which the stack depends on, are left
 # out on purpose (their published builds do not load beside a CPU build of torch, and nothing here needs them).
+"""
+GPU_HEADER = """\
+# Exact versions of the stack on NVIDIA accelerators: Python {python}, Linux, x86_64. Made by `make lock-gpu` from
+# requirements/gpu.in. Nothing in it is compiled when it is installed; flash-attn comes later: see docs/dependencies.md.
 """
 
 
@@ -26,13 +35,24 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins() -> list[str]:
-    """One `name==version` for each distribution of this environment, sorted by name."""
-    versions = {normalized(item.metadata["Name"]): item.version for item in importlib.metadata.distributions()}
-    return [
-        f"{name}=={version.partition('+')[0]}" for name, version in sorted(versions.items()) if name not in LEFT_OUT
-    ]
+def pins(found: Iterable[tuple[str, str]], left_out: set[str]) -> str:
+    """A line `name==version` for each distribution, sorted by name."""
+    versions = {normalized(name): version for name, version in found}
+    kept = [(name, version) for name, version in sorted(versions.items()) if name not in left_out]
+    return "".join(f"{name}=={version.partition('+')[0]}\n" for name, version in kept)
+
+
+def of_this_environment() -> str:
+    found = ((item.metadata["Name"], item.version) for item in importlib.metadata.distributions())
+    return CPU_HEADER + pins(found, BROKEN_WITHOUT_ACCELERATOR | INSTALLERS)
+
+
+def of_report(path: Path) -> str:
+    """What pip would install, by the report of a dry run."""
+    report = json.loads(path.read_text())
+    found = [(item["metadata"]["name"], item["metadata"]["version"]) for item in report["install"]]
+    return GPU_HEADER.format(python=report["environment"]["python_version"]) + pins(found, INSTALLERS)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(HEADER + "\n".join(pins()) + "\n")
+    sys.stdout.write(of_report(Path(sys.argv[1])) if sys.argv[1:] else of_this_environment())

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 
 from contract import Contract
-from upstream import Found, Upstream, targets
+from upstream import Found, Function, Upstream, targets
 
 
 def changed(kind: str, contract: Contract, upstream: Upstream) -> Upstream | None:
@@ -54,9 +54,16 @@ def _spans(node: ast.AST, other: ast.AST) -> bool:
     return first <= getattr(other, "lineno", 0) and getattr(other, "end_lineno", 0) <= last
 
 
+def _with_own_arguments(function: Function) -> Function:
+    """A copy whose arguments may be changed; the rest is shared."""
+    new = copy.copy(function)
+    new.args = copy.deepcopy(function.args)
+    return new
+
+
 def _renamed(contract: Contract, found: Found) -> ast.AST | None:
     """A function, a class or a value has another name."""
-    new = copy.deepcopy(found.node)
+    new = copy.copy(found.node)
     if isinstance(new, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         new.name = f"{new.name}_by_another_name"
         return new
@@ -70,7 +77,7 @@ def _with_required_argument(contract: Contract, found: Found) -> ast.AST | None:
         return None
     if contract.takes is None and contract.passes is None:
         return None
-    new = copy.deepcopy(found.node)
+    new = _with_own_arguments(found.node)
     new.args.kwonlyargs.append(ast.arg("required_from_now_on"))
     new.args.kw_defaults.append(None)
     return new
@@ -80,7 +87,7 @@ def _with_renamed_argument(contract: Contract, found: Found) -> ast.AST | None:
     """The last parameter that the contract names."""
     if not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef) or contract.takes in (None, "self", "cls"):
         return None
-    new = copy.deepcopy(found.node)
+    new = _with_own_arguments(found.node)
     named = [*new.args.args, *new.args.kwonlyargs]
     if not named:
         return None
@@ -91,7 +98,7 @@ def _with_renamed_argument(contract: Contract, found: Found) -> ast.AST | None:
 def _with_changed_default(contract: Contract, found: Found) -> ast.AST | None:
     if not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef) or contract.takes is None:
         return None
-    new = copy.deepcopy(found.node)
+    new = _with_own_arguments(found.node)
     if not new.args.defaults:
         return None
     new.args.defaults[-1] = ast.Constant("another default")
@@ -101,8 +108,8 @@ def _with_changed_default(contract: Contract, found: Found) -> ast.AST | None:
 def _with_changed_body(contract: Contract, found: Found) -> ast.AST | None:
     if contract.body is None or not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    new = copy.deepcopy(found.node)
-    new.body.insert(0, ast.parse("raise NotImplementedError").body[0])
+    new = copy.copy(found.node)
+    new.body = [*ast.parse("raise NotImplementedError").body, *new.body]
     return new
 
 
@@ -110,7 +117,7 @@ def _without_statement(contract: Contract, found: Found) -> ast.AST | None:
     """Nothing is left of what the source says."""
     if not contract.says or not isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    new = copy.deepcopy(found.node)
+    new = copy.copy(found.node)
     new.body = [ast.Pass()]
     return new
 

@@ -1,14 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything here needs an accelerator; its modules are skipped without one."""
+"""Everything here needs an accelerator, and is skipped by name without one. One command: ``make test-gpu``.
+
+What is run is in the modules beside this one that are no tests: the same functions run on a CPU, in
+tests/integration/test_gpu_scenarios.py. Figures go to one file: ``FIGURES``, or build/gpu-figures.json.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from surroundings import ray_folder
+
+HERE = Path(__file__).parent
+FIGURES = Path(os.environ.get("FIGURES", HERE.parents[1] / "build" / "gpu-figures.json"))
+
+Note = Callable[..., None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def accelerators() -> int:
+    """How many there are; the test is skipped if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator")
+    return torch.cuda.device_count()
+
+
+@pytest.fixture
+def two_accelerators(accelerators: int) -> int:
+    if accelerators < 2:
+        pytest.skip("trainer and rollout apart need two accelerators")
+    return accelerators
+
+
+@pytest.fixture(scope="session")
+def figures(accelerators: int) -> Iterator[dict[str, Any]]:
+    """Of the whole session, written when it ends, whatever failed; beside them what they were measured with."""
+    import torch
+    import vllm
+
+    measured: dict[str, Any] = {}
+    began = time.monotonic()
+    yield measured
+    machine = {
+        "accelerator": torch.cuda.get_device_name(0),
+        "accelerators": accelerators,
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "python": sys.version.split()[0],
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    FIGURES.parent.mkdir(parents=True, exist_ok=True)
+    FIGURES.write_text(json.dumps({"machine": machine, "figures": measured}, indent=2) + "\n")
+
+
+@pytest.fixture
+def note(figures: dict[str, Any], request: pytest.FixtureRequest) -> Note:
+    """Keeps figures of a test under its name."""
+
+    def keep(**found: Any) -> None:
+        figures.setdefault(request.node.name, {}).update(found)
+
+    return keep
+
+
+@pytest.fixture
+def ray_dir() -> Iterator[Path]:
+    with ray_folder() as folder:
+        yield folder

@@ -78,5 +78,5 @@ def main(family: str, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        found = main(sys.argv[1], Path(sys.argv[2]))
+        found = main(sys.argv[2], Path(sys.argv[3]))  # after the device, which is the CPU
     sys.stdout.write(json.dumps(found) + "\n")

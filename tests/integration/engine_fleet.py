@@ -29,6 +29,7 @@ from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 from recipe.async_engine.weights.worker import WeightLoadError
 
 BUCKET_BYTES = 4096
+MEBIBYTES_OF_BULK = 32
 ANSWER_S = 60.0
 
 
@@ -42,6 +43,11 @@ class Engine:
     is_nccl: bool = False
     encodes: bool = False
     """Weights of which few change are sent as what changed, from a copy."""
+    device: str = "cpu"
+    accelerators: float = 0
+    """What each member takes of them."""
+    bulk_mebibytes: int = 0
+    """Beside the weights that are compared bit for bit."""
 
     @property
     def how(self) -> Weights:
@@ -54,8 +60,21 @@ class Engine:
             nccl_on_cpu.install(ours=self.module is not None)
         import_external_libs(self.module)
 
-    def weights(self, version: int) -> dict[str, torch.Tensor]:
+    def small_weights(self, version: int) -> dict[str, torch.Tensor]:
         return few_changes(version) if self.encodes else make_weights(version)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """All of a version, on the device."""
+        small = {name: tensor.to(self.device) for name, tensor in self.small_weights(version).items()}
+        size, count = MEBIBYTES_OF_BULK << 18, self.bulk_mebibytes // MEBIBYTES_OF_BULK
+        bulk = {f"bulk.{number}": torch.full((size,), version + number / 7) for number in range(count)}
+        return small | {name: tensor.to(self.device) for name, tensor in bulk.items()}
+
+    def bytes_sent(self, version: int) -> int:
+        return sum(tensor.nbytes for tensor in self.weights(version).values())
+
+    def actor(self, kind: type) -> Any:
+        return ray.remote(kind).options(num_cpus=0, num_gpus=self.accelerators)
 
     def new(self, **settings: Any) -> Any:
         self.load()
@@ -86,7 +105,7 @@ def few_changes(version: int) -> dict[str, torch.Tensor]:
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {
-        name: (tensor.dtype, tuple(tensor.shape), bytes(tensor.reshape(-1).view(torch.uint8).numpy()))
+        name: (tensor.dtype, tuple(tensor.shape), bytes(tensor.reshape(-1).view(torch.uint8).cpu().numpy()))
         for name, tensor in tensors.items()
     }
 
@@ -132,7 +151,7 @@ class TrainerRank(Member):
             return await self.engine.send_weights(weights, global_steps=version, **how) or {}
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in make_weights(version).items():
+        for name, tensor in self.weights(version).items():
             if name == self.fails_at:
                 self.fails_at = None
                 raise ValueError("no such shard")
@@ -157,7 +176,7 @@ class Receiver(Member):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.weights = engine.weights
+        self.weights = engine.small_weights
         if engine.encodes:
             self.engine = EncodedReceiver(self.engine)
         self.fault: str | None = None
@@ -175,6 +194,8 @@ class Receiver(Member):
     async def _receive(self, version: int) -> str:
         checksum, received, expected = StreamChecksum(), {}, bits(self.weights(version))
         async for name, tensor in checksum.watching(self.engine.receive_weights(global_steps=version)):
+            if name not in expected:
+                continue
             received[name] = tensor.clone()
             if bits({name: tensor})[name] != expected[name]:
                 self.wrong.append(name)
@@ -204,7 +225,7 @@ class Replica:
     """A rollout replica of one receiver, and of nothing else."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
-        self.receiver = ray.remote(Receiver).options(num_cpus=0).remote(engine)
+        self.receiver = engine.actor(Receiver).remote(engine)
         self.replica_rank = rank
         self.server_address = f"server-{rank}"
         self.server_handle = Handle(
@@ -224,7 +245,7 @@ class Trainer:
     """The ranks of a training, which outlive their replicas."""
 
     def __init__(self, engine: Engine, ranks: int = 2) -> None:
-        self.ranks = [ray.remote(TrainerRank).options(num_cpus=0).remote(engine, rank) for rank in range(ranks)]
+        self.ranks = [engine.actor(TrainerRank).remote(engine, rank) for rank in range(ranks)]
         self.group = group_of(self.ranks)
 
     def stop(self) -> None:

@@ -71,22 +71,29 @@ def swap(worker: Any, version: int) -> None:
     worker.staged.swap(version)
 
 
+EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
+CPU_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
+
+
 class Engine:
-    def __init__(self, family: str, folder: Path, **settings: Any) -> None:
+    """``device``: the engine's; the reference is computed on the CPU, in fp32, of weights in the engine's ``dtype``."""
+
+    def __init__(self, family: str, folder: Path, device: str = "cpu", dtype: str = "float32", **settings: Any) -> None:
         from vllm import LLM
 
-        self.family = family
+        self.family, self.dtype = family, dtype
         weights_of(family, 0).save_pretrained(folder)
+        if device != "cpu":
+            settings = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.3} | settings
         self.engine = LLM(
             str(folder),
             skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
+            dtype=dtype,
             max_model_len=512,
             enable_prefix_caching=True,
             kv_cache_memory_bytes=64 << 20,
-            worker_extension_cls="recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension",
-            **settings,
+            worker_extension_cls=CPU_EXTENSION if device == "cpu" else EXTENSION,
+            **{"enforce_eager": True, **settings},
         )
 
     def ask(self, what: Any, *arguments: Any) -> Any:
@@ -110,6 +117,7 @@ class Engine:
         ids = torch.tensor([[*prompt, *answer.token_ids]])
         with torch.no_grad():
             model = weights_of(self.family, version) if isinstance(version, int) else version
+            model = model.to(getattr(torch, self.dtype)).float()
             expected = torch.log_softmax(model(ids).logits[0], -1)
         found = [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         places = range(len(prompt) - 1, ids.shape[1] - 1)
@@ -118,8 +126,9 @@ class Engine:
         )
 
 
-def main(family: str, folder: Path) -> dict[str, Any]:
-    engine = Engine(family, folder)
+def main(device: str, family: str, folder: str, dtype: str = "float32", graphs: str = "") -> dict[str, Any]:
+    """``graphs``: not empty to have them captured; weights are copied then, whatever else is asked for."""
+    engine = Engine(family, Path(folder), device, dtype, enforce_eager=not graphs)
     seen: dict[str, Any] = {"at_start": engine.differs_from(0), "staged": [], "swapped": [], "refused": []}
     version = 0
     for how in ("exchanged", "copied", "from the host"):
@@ -136,10 +145,14 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     engine.ask(swap, version + 1)
     for name, salt in (("of the version before", "before"), ("of its own", "after")):
         seen["cached"][name] = engine.differs_with_cached_prefixes(version + 1, salt)
+    # A CPU has no sleep mode: the calls do nothing there.
+    engine.engine.sleep(level=1)
+    engine.engine.wake_up()
+    seen["woken"] = engine.differs_from(version + 1)
     return seen
 
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        found = main(sys.argv[1], Path(sys.argv[2]))
+        found = main(*sys.argv[1:])
     sys.stdout.write(json.dumps(found) + "\n")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_program import seen_by
+from log_probs import check_close
 
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 
@@ -82,3 +84,10 @@ def test_what_the_model_cannot_take_is_refused_by_name_on_all_ranks(
     ):
         messages = {rank[refused] for rank in ranks}
         assert len(messages) == 1 and words in messages.pop(), refused
+
+
+@pytest.mark.slow
+def test_what_is_measured_on_accelerators_is_close_here(tmp_path: Path) -> None:
+    """As tests/gpu does, with a small model."""
+    program = Path(__file__).parents[1] / "gpu" / "log_probs.py"
+    check_close(seen_by(str(program), "cpu", "fsdp2", str(tmp_path)))

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import ray
+from broadcast import broadcast, engine_for
 from engine_fleet import Engine, Fleet, Replica, Trainer, bits, make_weights
 from nccl_on_cpu import for_a_while
 from ray.exceptions import RayActorError
@@ -215,3 +216,11 @@ def test_replica_that_dies_under_verls_own_class_ends_the_run_by_name(
     fleet.replicas[1].ask("meet", "die")
     with pytest.raises(PublishFailed, match="could not send version 2: no answer within 6 s"):
         fleet.publisher.publish(2)
+
+
+def test_what_is_measured_on_accelerators_arrives_bit_for_bit_here() -> None:
+    """As tests/gpu does, over gloo."""
+    engine = replace(
+        engine_for("cpu", accelerators=0), bulk_mebibytes=32, settings=DEADLINES | {"bucket_size": 8 << 20}
+    )
+    assert broadcast(engine, versions=2)["engine"] == "nccl"

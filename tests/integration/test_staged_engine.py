@@ -7,48 +7,19 @@ end-to-end runs have qwen3's, so here it is one of the long tests.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_program import BOUNDS, seen_by
+from staged_engine_checks import check_seen
 
-from recipe.async_engine import features
-
-HERE = Path(__file__).parent
-CLOSE, FAR = 1e-4, 0.1
-
-
-def seen_by(program: str, family: str, folder: Path) -> dict[str, Any]:
-    """What a program of this folder saw of its engine."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": features.MODULE_NAME,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, str(HERE / program), family, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-5000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+CLOSE, FAR = BOUNDS["float32"]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.slow), "qwen2"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return seen_by("staged_engine.py", request.param, tmp_path_factory.mktemp("model"))
+    return seen_by("staged_engine.py", "cpu", request.param, str(tmp_path_factory.mktemp("model")))
 
 
 def test_staging_changes_no_answer(seen: dict[str, Any]) -> None:
@@ -82,9 +53,16 @@ def test_a_prefix_that_older_weights_computed_is_the_trap_that_the_salt_keeps_re
 def test_an_adapter_is_the_engines_after_its_swap_and_one_with_parts_that_vllm_ignores_is_refused(
     tmp_path: Path,
 ) -> None:
-    found = seen_by("adapter_engine.py", "qwen2", tmp_path)
+    found = seen_by("adapter_engine.py", "cpu", "qwen2", str(tmp_path))
     assert "no place for 1 parts" in found["odd"] and "layers.0.nowhere" in found["odd"]
     problem, difference = found["first"]
     assert problem is None and difference < CLOSE and found["staged"] < CLOSE
     problem, new, old = found["swapped"]
     assert problem is None and new < CLOSE and old > FAR
+
+
+@pytest.mark.slow
+def test_what_is_measured_on_accelerators_holds_in_bf16_here(tmp_path: Path) -> None:
+    """As tests/gpu does; a CPU's sleep is none."""
+    figures = check_seen(seen_by("staged_engine.py", "cpu", "qwen3", str(tmp_path), "bfloat16"), *BOUNDS["bfloat16"])
+    assert figures["largest_difference"] > BOUNDS["float32"][0]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from handover import hand_over
 from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
@@ -418,3 +419,9 @@ def test_receiver_gives_up_on_a_sender_that_says_nothing_or_when_it_is_told_to(
         staging._thread.join(SOON)
     assert staging.stop(SOON / 2) and words in staging.outcome
     socket.close(linger=0)
+
+
+def test_what_is_measured_on_accelerators_hands_over_bit_for_bit_here(address: str) -> None:
+    """As tests/gpu does, with shared memory in place of CUDA IPC."""
+    folder = address.removeprefix("ipc://").rpartition("/")[0]
+    assert hand_over("cpu", mebibytes=40, folder=folder)["seconds"] > 0

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs that have a vLLM engine of their own, on a CPU or an accelerator: vLLM picks its platform at import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine import features
+
+HERE = Path(__file__).parent
+# Of log-probs, by the engine's dtype: above what its rounding makes of them, and below what other weights do.
+BOUNDS = {"float32": (1e-4, 0.1), "bfloat16": (0.25, 0.5)}
+ENGINE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+ON_DEVICE = {
+    "cpu": {
+        **ENGINE_IN_PROCESS,
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": features.MODULE_NAME,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    },
+    # As a rollout server has it.
+    "cuda": {**ENGINE_IN_PROCESS, "VLLM_USE_V2_MODEL_RUNNER": "0"},
+}
+
+
+def seen_by(program: str, device: str, *arguments: str) -> dict[str, Any]:
+    """What a program of this folder (or one with a whole path) saw, which is given the device and these arguments."""
+    path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path} | ON_DEVICE[device]
+    finished = subprocess.run(
+        [sys.executable, str(HERE / program), device, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    return json.loads(finished.stdout.splitlines()[-1])
