@@ -25,6 +25,7 @@ from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.inspection.accelerators import memory_by_type
 from recipe.async_engine.inspection.check import check
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.platform.detect import (
@@ -82,6 +83,10 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         mode: one of `MODES`.
         trainer_class: the fully qualified name of a trainer in place of the mode's.
     """
+    if config.get("plan_only"):
+        # Hydra shows the plan before it comes here; this is for a configuration that was composed otherwise.
+        sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
+        sys.exit(1)
     try:
         summary = run(config, mode, trainer_class or MODES[mode].trainer, began=psutil.Process().create_time())
     except RecipeError as error:
@@ -206,7 +211,9 @@ class _Run:
         _start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
         self._started.look_for_needed()
         if joins:
-            check(self.config, available=Resources(accelerators=int(ray.cluster_resources().get("GPU", 0))))
+            there = ray.cluster_resources()
+            accelerators = Resources(int(there.get("GPU", 0)), memory_by_type(there))
+            check(self.config, available=accelerators)
 
     def _follow(self, trainer_class: str, display: Display) -> None:
         """Start the trainer's actor and take in what it yields until it ends."""

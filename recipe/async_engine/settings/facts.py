@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the world outside a configuration, gathered by a shell and judged by `validate`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What a cluster, or this machine, has to place workers on."""
 
-    accelerators: int  # places for a trainer rank or a part of a rollout replica; on a CPU, Ray's logical count
+    # Places for a trainer rank or a part of a rollout replica, where known; on a CPU, Ray's logical count.
+    accelerators: int | None
+    device_bytes: int | None = None  # memory of the smallest accelerator, where known
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,4 @@ class FileFact:
     columns: tuple[str, ...] | None = None  # of a data file, where known
     largest_tensor: tuple[str, int] | None = None  # of a model: name and number of elements, where known and needed
     row_faults: tuple[RowFault, ...] = ()
+    model_config: Mapping[str, Any] | None = None  # of a model: its config.json, where it could be read
