@@ -27,7 +27,7 @@ python -m recipe.fully_async.main \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
     algorithm.rollout_correction.rollout_is=token \
     async_training.staleness_threshold=0.5 \
     async_training.trigger_parameter_sync_step=4 \

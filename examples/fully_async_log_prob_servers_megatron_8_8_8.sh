@@ -15,7 +15,7 @@ python -m recipe.fully_async.main --config-name fully_async_ppo_megatron_trainer
     model_engine_server.engine.tensor_model_parallel_size=2 \
     model_engine_server.engine.pipeline_model_parallel_size=2 \
     model_engine_server.anchor=generation \
-    model_engine_server.max_batch_tokens=65536 \
+    model_engine_server.max_batch_tokens=32768 \
     data.train_files="$TRAIN" \
     data.val_files="$VAL" \
     data.max_prompt_length=1024 \
@@ -24,6 +24,9 @@ python -m recipe.fully_async.main --config-name fully_async_ppo_megatron_trainer
     actor_rollout_ref.actor.strategy=megatron \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1 \
     actor_rollout_ref.actor.megatron.use_mbridge=true \
     actor_rollout_ref.actor.megatron.vanilla_mbridge=true \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
@@ -33,7 +36,7 @@ python -m recipe.fully_async.main --config-name fully_async_ppo_megatron_trainer
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
     algorithm.rollout_correction.rollout_is=token \
     async_training.staleness_threshold=0.5 \
     async_training.trigger_parameter_sync_step=4 \

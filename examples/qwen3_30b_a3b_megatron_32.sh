@@ -60,6 +60,9 @@ partial_rollout)
         data.train_batch_size=256
         async_training.staleness_threshold=1
         async_training.max_staleness=4
+        # The accelerators' memory is the engines' in their turn.
+        actor_rollout_ref.actor.megatron.param_offload=true
+        actor_rollout_ref.actor.megatron.optimizer_offload=true
     )
     ;;
 *) echo "MODE=$MODE: one of one_step_off, fully_async, fully_async_servers, partial_rollout" >&2 && exit 2 ;;
@@ -71,11 +74,14 @@ python -m "recipe.${MODE%_servers}.main" "${SPLIT[@]}" \
     data.max_prompt_length=1024 \
     data.max_response_length=8192 \
     actor_rollout_ref.model.path="$MODEL" \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.strategy=megatron \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1 \
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1 \
     actor_rollout_ref.actor.megatron.use_mbridge=true \
     actor_rollout_ref.actor.megatron.vanilla_mbridge=true \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
@@ -85,7 +91,7 @@ python -m "recipe.${MODE%_servers}.main" "${SPLIT[@]}" \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true \
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=18432 \
     trainer.total_epochs=10 \

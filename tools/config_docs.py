@@ -39,7 +39,10 @@ change it with `++`, which adds or overrides.
 
 A configuration that cannot run is refused before any process starts, with all its problems in one message, each with
 the setting, its value, what is allowed, and what to change. Unknown keys are refused: by Hydra on the command line, and
-in the sections below also where they were added with `+`.
+in the sections below also where they were added with `+`. So is what verl's own types would refuse in a worker, and what
+certainly does not fit into the accelerators' memory ([memory.md](memory.md)).
+
+`plan_only=true` prints what a run would be and starts nothing ([cluster.md](cluster.md#see-the-plan-first)).
 
 ## Terms
 

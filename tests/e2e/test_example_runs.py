@@ -26,7 +26,8 @@ CASES = [
     (SERVERS, "fully_async_servers"),
     (DAPO, "partial_rollout"),
 ]
-# The others, too, compose and validate in every run of the tests (test_examples); they train in `make test-all`.
+# The others, too, compose and validate in every run of the tests (test_documented_commands); they train in `make
+# test-all`.
 IN_CI = {(SERVERS, "fully_async_servers")}
 MORE = {
     SERVERS: ["model_engine_server.replicas=1"],

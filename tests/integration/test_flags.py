@@ -107,6 +107,8 @@ def test_log_prob_servers_beside_verls_trainer_are_refused_where_nothing_would_a
     servers = (
         "+recipe=separate_async",
         "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "algorithm.adv_estimator=grpo",
         "model_engine_server=fsdp2",
         "model_engine_server.n_gpus_per_node=2",
     )

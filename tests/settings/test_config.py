@@ -15,7 +15,7 @@ from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
-from recipe.async_engine.settings.validation import validate, validated_plan
+from recipe.async_engine.settings.validation import validate
 from tools.config_docs import main as write_documentation
 from tools.config_docs import render_document
 
@@ -47,6 +47,7 @@ BASE: Mapping[str, Any] = {
             "ppo_micro_batch_size_per_gpu": 4,
             "use_dynamic_bsz": False,
         },
+        "ref": {"log_prob_micro_batch_size_per_gpu": 4},
         "rollout": {
             "name": "vllm",
             "n": 8,
@@ -54,6 +55,7 @@ BASE: Mapping[str, Any] = {
             "data_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "calculate_log_probs": True,
+            "log_prob_micro_batch_size_per_gpu": 4,
             "max_model_len": 128,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 2048,
@@ -561,10 +563,6 @@ def test_a_run_without_any_limit_is_refused() -> None:
 
 
 def test_a_plan_is_not_derived_from_faulty_settings() -> None:
-    files = [FileFact("data.train_files", "a", "data", rows=500)]
-    assert validated_plan(configured({}), None, files) == derive(configured({}), dataset_rows=500)
-    with pytest.raises(ConfigError, match="an integer >= 1"):
-        validated_plan(configured({"trainer.nnodes": 0}), None, files)
     with pytest.raises(ConfigError, match="on_overdue"):
         derive(configured({"async_training.on_overdue": "skip"}))
 

@@ -111,7 +111,7 @@ def test_a_thousand_replicas_are_judged_at_once() -> None:
 def test_a_placement_that_can_never_be_met_is_refused_by_the_setting_of_its_part(
     nodes: list[NodeRoom], change: dict[str, int], setting: str | None
 ) -> None:
-    available = Resources(8 if setting is None or change == {} else 100, tuple(nodes))
+    available = Resources(8 if setting is None or change == {} else 100, nodes=tuple(nodes))
     problems = validate(configured(change), dataset_rows=500, available=available)
     assert [problem.setting for problem in problems] == ([setting] if setting else [])
     if setting:

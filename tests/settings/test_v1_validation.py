@@ -18,8 +18,15 @@ def config(device: str = "cuda", servers: dict[str, Any] | None = None, **rollou
     return {
         "trainer": {"device": device},
         "actor_rollout_ref": {
-            "actor": {"use_kl_loss": True},
-            "rollout": {"name": "vllm", "agent": agent, "checkpoint_engine": engine, **rollout},
+            "actor": {"use_kl_loss": True, "use_dynamic_bsz": True},
+            "ref": {"log_prob_use_dynamic_bsz": True},
+            "rollout": {
+                "name": "vllm",
+                "agent": agent,
+                "checkpoint_engine": engine,
+                "log_prob_use_dynamic_bsz": True,
+                **rollout,
+            },
         },
         SERVERS: servers or {"backend": "fsdp2", "n_gpus_per_node": 2},
     }
@@ -55,3 +62,18 @@ def test_backend_that_does_not_reach_the_servers_is_refused_with_one_that_does(d
     problems = refused(config(device=device, checkpoint_engine={"backend": "naive"}))
     assert list(problems) == [f"{ROLLOUT}.checkpoint_engine.backend"]
     assert f"set {ROLLOUT}.checkpoint_engine.backend={backend}." in problems[f"{ROLLOUT}.checkpoint_engine.backend"]
+
+
+def test_what_verls_separate_trainer_asserts_with_ray_up_is_refused_by_name() -> None:
+    settings = config(checkpoint_engine={"backend": "naive"}, agent={}, servers={"backend": "disabled"}, nnodes=0)
+    settings["data"] = {"train_batch_size": 100}
+    settings["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 32
+    settings["trainer"]["v1"] = {"separate_async": {"parameter_sync_step": 4}}
+    with pytest.raises(ConfigError) as error:
+        read_v1(settings, "separate_async")
+    assert {problem.setting: problem.allowed for problem in error.value.problems} == {
+        "data.train_batch_size": "parameter_sync_step x ppo_mini_batch_size, 128",
+        f"{ROLLOUT}.nnodes": "an integer >= 1",
+        f"{ROLLOUT}.n_gpus_per_node": "an integer >= 1",
+        f"{ROLLOUT}.checkpoint_engine.backend": "a backend that reaches other processes",
+    }

@@ -3,24 +3,23 @@
 
 Contract: verl's `TaskRunnerV1` drives a `FlaggedTrainer` as it drives its own trainers. The run is then this package's,
 in the task runner's process: its trainer, its record (``metrics.jsonl``, ``summary.json``), its errors. A configuration
-that cannot run is refused before the run starts any process; Ray and the task runner are up by then. Ctrl-C ends the
-run as it ends verl's own: at once.
+that cannot run has been refused in the main's process already (`before_run`), and is here, where Ray and the task
+runner are up, if the main was another. Ctrl-C ends the run as it ends verl's own: at once.
 
 Shown by tests/e2e/test_flags.py.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any, ClassVar
 
 import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.flags.arguments import PREFIX, take_arguments
 from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
@@ -28,12 +27,6 @@ from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
-
-MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
-
-
-class FlagError(RecipeError):
-    """A setting of stock verl that the mode which a flag chose cannot take."""
 
 
 class NoAgentLoops:
@@ -54,36 +47,12 @@ class FlaggedTrainer(PPOTrainer):
         # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
         self.config = config
         check_not_shadowed()
-        manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
-        if manager != MANAGER:
-            raise FlagError(
-                f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}: the modes have an agent-loop "
-                "manager of their own, which this cannot replace; leave the setting out"
-            )
-        with open_dict(config):
-            config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
-            config.transfer_queue.enable = False
-            # Of a synchronous DAPO script: prompts to generate at a time. Here they are issued one by one.
-            config.data.gen_batch_size = None
-            if MODES[self.mode].counts_mini_batches:
-                self._count_in_mini_batches(config)
+        take_arguments(config, self.mode)
         # verl's main has started Ray, or joined a cluster.
         there = cluster_resources() if ray.is_initialized() else None
         self._plan = check(config, available=there)
         if there is not None and len(there.nodes) > 1:
             check_nodes(plain(config), self._plan.settings.async_training.timeouts.startup)
-
-    @staticmethod
-    def _count_in_mini_batches(config: DictConfig) -> None:
-        size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-        if size % mini:
-            raise FlagError(
-                f"data.train_batch_size={size} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
-                "this mode collects a step's prompts in mini-batches, so make it one"
-            )
-        config.async_training.require_batches = size // mini
-        config.data.train_batch_size = 0
-        config.data.gen_batch_size = 1
 
     def init(self) -> None:
         """The run's processes start in `fit`."""
@@ -115,7 +84,7 @@ class FlaggedTrainer(PPOTrainer):
 
 def flagged(mode: str) -> type[FlaggedTrainer]:
     """The trainer that verl's registry takes for a mode."""
-    return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": f"recipe_{mode}", "mode": mode})
+    return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": PREFIX + mode, "mode": mode})
 
 
 TRAINERS = tuple(map(flagged, MODES))

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what a configuration refers to outside itself, and refuses it where it cannot run.
 
-Contract: `check` is the one call a main makes before it starts a process. It reads files' existence and schemas, asks
-the model hub at most once (with a deadline), changes nothing, and starts nothing but one empty program where answers
-are programs. The judgement is `settings.validation`'s.
+Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
+They read files' existence and schemas and the models' config.json, ask the model hub (with a deadline), change nothing,
+and start nothing but the driver's own program that tells the accelerators' memory, and one empty program where answers
+are programs. The judgement is `settings.validation`'s, and that of verl's own types where verl is imported anyway.
 """
 
 import contextlib
+import json
 import logging
 import math
 import os
 import re
 import symtable
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,17 @@ import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
+from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
-from recipe.async_engine.settings.plan import RunPlan, has_critic
+from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
+from recipe.async_engine.settings.problems import ConfigError, Problem
+from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
-from recipe.async_engine.settings.validation import validated_plan
+from recipe.async_engine.settings.validation import judge
 from recipe.async_engine.settings.verl_types import well_formed
 
 logger = logging.getLogger(__name__)
@@ -64,18 +72,102 @@ def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None
 
 def check_plain(settings: Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
     """`check` of a plain, resolved mapping."""
-    # What is of a wrong type is reported by `validated_plan`; the rest is looked at all the same.
+    found = look(settings, available=available)
+    if found.problems:
+        raise ConfigError(found.problems)
+    for warning in found.warnings:
+        logger.warning("%s", warning)
+    return found.plan
+
+
+def check_types(settings: Mapping[str, Any]) -> None:
+    """Refuse a configuration that verl's own types would refuse in a worker; verl is imported.
+
+    Raises:
+        ConfigError: they do.
+    """
+    from recipe.async_engine.inspection.verl_check import verl_problems
+
+    problems, context = judge(settings, None, ())
+    # What the rules refuse of it has been judged with the facts that they need.
+    if found := verl_problems(context, problems):
+        raise ConfigError(found)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found of a configuration."""
+
+    problems: list[Problem]
+    warnings: list[str]
+    context: RuleContext
+
+    @property
+    def plan(self) -> RunPlan:
+        """What the run does.
+
+        Raises:
+            ConfigError: nothing bounds the number of its steps.
+        """
+        return plan_of(self.context.config, self.context.settings, self.context.dataset_rows)
+
+
+def look(
+    settings: Mapping[str, Any],
+    *,
+    available: Resources | None = None,
+    with_verl: bool | None = None,
+    makes_task: bool = False,
+) -> Findings:
+    """Everything that can be said of a plain, resolved configuration before a process starts.
+
+    Args:
+        available: see `check`.
+        with_verl: whether verl's own types are built too, which imports verl; None: not on a CPU, where the trainer's
+            process does it (`check_types`).
+        makes_task: whether the run would make the built-in task, which fills paths that are null.
+    """
+    # What is of a wrong type is reported by `judge`; the rest is looked at all the same.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
-    logical = lookup(usable, "ray_kwargs.ray_init.num_gpus")
-    if available is None and logical is not None and not lookup(usable, "ray_kwargs.ray_init.address"):
-        cpus = lookup(usable, "ray_kwargs.ray_init.num_cpus")
-        available = Resources(logical) if cpus is None else Resources.of([NodeRoom(logical, cpus)])
-    plan = validated_plan(settings, available, facts)
-    if plan.settings.async_training.use_trainer_do_validate:
-        setting = "async_training.use_trainer_do_validate"
-        logger.warning("%s=true has no effect: rollout replicas validate, with the same scores", setting)
-    return plan
+    if makes_task:
+        facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
+    problems, context = judge(settings, _available(usable, available), facts)
+    if with_verl is None:
+        with_verl = not context.on_cpu
+    if with_verl:
+        from recipe.async_engine.inspection.verl_check import verl_problems
+
+        problems += verl_problems(context, problems)
+    return Findings(problems, [*models.warnings(context), *_without_effect(context)], context)
+
+
+def _builtin_task(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """The data of the built-in task, where the run would make it."""
+    rows = lookup(config, "builtin_task.train_size")
+    if not lookup(config, "data.train_files"):
+        yield FileFact("data.train_files", "of the built-in task", "data", rows=rows)
+
+
+def _available(config: Mapping[str, Any], given: Resources | None) -> Resources | None:
+    """What there is to place workers on: as given, else what a Ray that the run starts here would have."""
+    if given is not None or lookup(config, "ray_kwargs.ray_init.address"):
+        return given
+    # A cluster's accelerators may be others than this machine's.
+    elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
+    device_bytes = None if elsewhere else memory_here()
+    logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
+    if logical is not None and cpus is not None:
+        return Resources.of([NodeRoom(logical, cpus)], device_bytes)
+    found = Resources(logical, device_bytes)
+    return None if found == Resources(None) else found
+
+
+def _without_effect(context: RuleContext) -> list[str]:
+    if not context.settings.async_training.use_trainer_do_validate:
+        return []
+    setting = "async_training.use_trainer_do_validate"
+    return [f"{setting}=true has no effect: rollout replicas validate, with the same scores"]
 
 
 def _is_remote(path: str) -> bool:
@@ -98,7 +190,39 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
             # on a slow disk.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
-            yield FileFact(setting, str(path), "model", fault=_model_fault(str(path)), largest_tensor=largest)
+            fault = _model_fault(str(path))
+            sizes = _model_config(str(path), fault is None)
+            yield FileFact(setting, str(path), "model", fault, largest_tensor=largest, model_config=sizes)
+
+
+def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
+    """A model's config.json: of a folder, of the hub's cache, as this package knows it, or from the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file: Path | None = Path(path).expanduser() / "config.json"
+    if not Path(path).expanduser().is_dir():
+        cached = try_to_load_from_cache(path, "config.json") if HUB_NAME.fullmatch(path) else None
+        file = Path(cached) if isinstance(cached, str) else None
+    if file is None:
+        return known_model(path) or (_config_on_hub(path) if is_there else None)
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(file.read_text("utf-8"))
+        return read if isinstance(read, dict) else None
+    return None
+
+
+def _config_on_hub(name: str) -> Mapping[str, Any] | None:
+    """From the hub, without keeping it: the run's own processes download the model."""
+    import httpx
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
+        url = hf_hub_url(name, "config.json")
+        answer = get_session().get(url, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S, follow_redirects=True)
+        read = answer.json() if answer.status_code == 200 else None
+        return read if isinstance(read, dict) else None
+    return None
 
 
 def _model_fault(path: str) -> str | None:

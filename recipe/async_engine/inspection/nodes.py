@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine import __version__
 from recipe.async_engine.inspection import node_probe
+from recipe.async_engine.inspection.accelerators import memory_by_type
 from recipe.async_engine.settings.facts import NodeFact, NodeRoom, Resources
 from recipe.async_engine.settings.nodes import NodesNotReady, node_problems
 from recipe.async_engine.settings.sections import lookup
@@ -62,7 +63,8 @@ def cluster_resources() -> Resources:
     """What Ray counts on each node of the cluster that this process has joined, whatever is in use."""
     counted = (node["Resources"] for node in _alive())
     # As verl counts them (single_controller/ray/base.py:226).
-    return Resources.of(NodeRoom(int(room.get("GPU", room.get("NPU", 0))), room.get("CPU", 0)) for room in counted)
+    rooms = [NodeRoom(int(room.get("GPU", room.get("NPU", 0))), room.get("CPU", 0)) for room in counted]
+    return Resources.of(rooms, memory_by_type(ray.cluster_resources()))
 
 
 def local_paths(config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -75,6 +75,7 @@ class ModelEngineServerAdapter(BaseRollout):
             )
         )
         self.worker.reset()
+        keep_frequencies(self.worker.engine)
         # Of its own: the ranks agree while the engine computes.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
         self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
@@ -112,6 +113,21 @@ class ModelEngineServerAdapter(BaseRollout):
     def score(self, batch: TensorDict) -> TensorDict | None:
         """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""
         return self.worker.infer_batch(batch)
+
+
+def keep_frequencies(engine: Any) -> None:
+    """Give the rotary frequencies of an FSDP2 engine's model back their fp32.
+
+    verl casts all of a model to `model_dtype` (fsdp/transformer_impl.py:333), buffers included, while the trainer's
+    model, which is of fp32 weights, keeps them: positions would be rounded, and log-probs differ from the trainer's.
+    """
+    modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
+    for module in modules:
+        rounded = getattr(module, "inv_freq", None)
+        if isinstance(rounded, torch.Tensor) and rounded.dtype != torch.float32:
+            exact = type(module)(config=module.config)
+            for name, buffer in exact.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(rounded.device), persistent=False)
 
 
 def _optimizer_config(engine: EngineConfig) -> OptimizerConfig:

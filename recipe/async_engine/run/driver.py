@@ -83,6 +83,10 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         mode: one of `MODES`.
         trainer_class: the fully qualified name of a trainer in place of the mode's.
     """
+    if config.get("plan_only"):
+        # Hydra shows the plan before it comes here; this is for a configuration that was composed otherwise.
+        sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
+        sys.exit(1)
     try:
         summary = run(config, mode, trainer_class or MODES[mode].trainer, began=psutil.Process().create_time())
     except RecipeError as error:

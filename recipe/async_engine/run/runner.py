@@ -105,7 +105,11 @@ class TaskRunner:
         check_not_shadowed()
         from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
+        from recipe.async_engine.inspection.check import check_types
+
         conf = migrate_legacy_reward_impl(OmegaConf.create(config))
+        # A main on a CPU does without verl, so it could not ask verl's types.
+        check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
         model = conf.actor_rollout_ref.model
         local_path = copy_to_local(model.path, use_shm=model.get("use_shm", False))

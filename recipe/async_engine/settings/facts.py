@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the world outside a configuration, gathered by a shell and judged by `validate`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,16 @@ class NodeRoom:
 class Resources:
     """What a cluster, or this machine, has to place workers on."""
 
-    accelerators: int  # places for a trainer rank or a part of a rollout replica; on a CPU, Ray's logical count
+    # Places for a trainer rank or a part of a rollout replica, where known; on a CPU, Ray's logical count.
+    accelerators: int | None
+    device_bytes: int | None = None  # memory of the smallest accelerator, where known
     nodes: tuple[NodeRoom, ...] = ()  # where known
 
     @classmethod
-    def of(cls, nodes: Iterable[NodeRoom]) -> "Resources":
+    def of(cls, nodes: Iterable[NodeRoom], device_bytes: int | None = None) -> "Resources":
         """Of all nodes together."""
         nodes = tuple(nodes)
-        return cls(sum(node.accelerators for node in nodes), nodes)
+        return cls(sum(node.accelerators for node in nodes), device_bytes, nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,4 @@ class FileFact:
     columns: tuple[str, ...] | None = None  # of a data file, where known
     largest_tensor: tuple[str, int] | None = None  # of a model: name and number of elements, where known and needed
     row_faults: tuple[RowFault, ...] = ()
+    model_config: Mapping[str, Any] | None = None  # of a model: its config.json, where it could be read

@@ -44,7 +44,11 @@ class LogProbServers:
         choices=tuple(Anchor),
     )
     max_batch_tokens: int = field(
-        16384, "Tokens of a batch, prompts included; a longer sequence is a batch of its own.", unit="tokens", minimum=1
+        16384,
+        "Tokens of a batch of one server, prompts included, which its data-parallel ranks share: a rank has about this"
+        " divided by their number at once. A longer sequence is a batch of its own.",
+        unit="tokens",
+        minimum=1,
     )
     max_delay: float = field(0.05, "How long a request waits for others to fill its batch.", unit="s", minimum=0)
     drain: float = field(

@@ -240,6 +240,13 @@ class AsyncTraining:
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
         " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
     )
+    device_memory_gib: float | None = field(
+        None,
+        "Memory of an accelerator, for the check before anything starts ([memory.md](memory.md)). null: as this"
+        " machine's driver says, or Ray by the accelerators' type; where neither does, nothing is refused for it.",
+        unit="GiB",
+        above=0,
+    )
     weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = field(

@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from recipe.async_engine.settings.facts import FileFact, Resources
-from recipe.async_engine.settings.plan import RunPlan, plan_of
-from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import algorithm, batches, data, engines, rewards, servers
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules import (
+    algorithm,
+    batches,
+    data,
+    engines,
+    micro_batches,
+    models,
+    rewards,
+    servers,
+)
 from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.sections import Settings, lookup, read_settings
+from recipe.async_engine.settings.sections import lookup, read_settings
 from recipe.async_engine.settings.verl_types import well_formed
 
 RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
@@ -22,13 +30,14 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     batches.whole_batches,
     batches.shared_placement,
     batches.batch,
-    batches.division,
+    micro_batches.division,
     algorithm.advantages,
     algorithm.losses,
     algorithm.correction,
     engines.engine,
     engines.critic,
-    engines.micro_batches,
+    micro_batches.micro_batches,
+    models.parallel_sizes,
     engines.lora,
     engines.weights,
     engines.rollout,
@@ -41,6 +50,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.builtin_task,
     data.files,
     data.saving,
+    models.memory,
 )
 
 
@@ -59,24 +69,13 @@ def validate(
         available: What there is to place workers on, where known.
         files: What was found at the paths that the configuration names.
     """
-    return _judged(config, dataset_rows, available, files)[0]
+    return judge(config, available, files, dataset_rows)[0]
 
 
-def validated_plan(config: Mapping[str, Any], available: Resources | None, files: Sequence[FileFact]) -> RunPlan:
-    """The plan of a configuration that may run; for the arguments see `validate`.
-
-    Raises:
-        ConfigError: It may not; the error has every problem found.
-    """
-    problems, settings = _judged(config, None, available, files)
-    if problems:
-        raise ConfigError(problems)
-    return plan_of(config, settings, training_rows(config, files))
-
-
-def _judged(
-    config: Mapping[str, Any], dataset_rows: int | None, available: Resources | None, files: Sequence[FileFact]
-) -> tuple[list[Problem], Settings]:
+def judge(
+    config: Mapping[str, Any], available: Resources | None, files: Sequence[FileFact], dataset_rows: int | None = None
+) -> tuple[list[Problem], RuleContext]:
+    """All problems of a configuration, and what the rules looked at; for the arguments see `validate`."""
     config, problems = well_formed(config)
     settings, own = read_settings(config)
     problems += own
@@ -85,7 +84,7 @@ def _judged(
     context = RuleContext(config, settings, dataset_rows, available, files)
     for rule in RULES:
         problems += rule(context)
-    return problems, settings
+    return problems, context
 
 
 def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:

@@ -64,7 +64,7 @@ class BoundedTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         check_not_shadowed()
-        settings = read_v1(plain(config))
+        settings = read_v1(plain(config), self.of_verl)
         self._servers, self._timeouts = settings.servers, settings.async_training.timeouts
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.of_verl

@@ -98,36 +98,3 @@ def shared_placement(context: RuleContext) -> Iterator[Problem]:
     if training.whole_batches:
         advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."
         yield context.problem("async_training.whole_batches", "false with placement=shared", advice)
-
-
-def division(context: RuleContext) -> Iterator[Problem]:
-    mini, answers = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.count(f"{ROLLOUT}.n")
-    nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
-    if mini is None or answers is None or nodes is None or per_node is None:
-        return
-    ranks, copies = nodes * per_node, _model_parallel_size(context)
-    if ranks % copies:
-        advice = f"Change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes of {ACTOR}."
-        yield context.problem("trainer.n_gpus_per_node", f"a multiple of the model's {copies} parallel ranks", advice)
-        return
-    parts, trajectories = ranks // copies, mini * answers
-    setting = f"{ACTOR}.ppo_mini_batch_size"
-    if trajectories % parts:
-        advice = f"{mini} prompts with {answers} answers are {trajectories} trajectories: change either."
-        yield context.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
-        return
-    micro = context.count(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
-    if not context.get(f"{ACTOR}.use_dynamic_bsz") and micro is not None and (trajectories // parts) % micro:
-        allowed = f"a divisor of {trajectories // parts}, the trajectories of a rank's mini-batch"
-        advice = f"Lower it, or set {ACTOR}.use_dynamic_bsz=True."
-        yield context.problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", allowed, advice)
-
-
-def _model_parallel_size(context: RuleContext) -> int:
-    """Trainer ranks that hold one copy of the batch."""
-    if context.get(f"{ACTOR}.strategy") == "megatron":
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        names = [f"{ACTOR}.megatron.{size}" for size in sizes]
-    else:
-        names = [f"{ACTOR}.ulysses_sequence_parallel_size"]
-    return math.prod(context.count(name) or 1 for name in names)

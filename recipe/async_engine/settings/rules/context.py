@@ -7,7 +7,9 @@ from typing import Any
 
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import is_count, render
-from recipe.async_engine.settings.plan import batch_size, has_critic
+from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.settings.memory.model import ModelShape, shape_of
+from recipe.async_engine.settings.plan import batch_size, has_critic, proximal_source
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.sections import Settings, lookup
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
@@ -57,6 +59,31 @@ class RuleContext:
     def engines(self) -> tuple[str, ...]:
         """The sections of the rollout engines: the policy's, and the reward model's if there is one."""
         return (ROLLOUT, f"{REWARD_MODEL}.rollout") if self.get(f"{REWARD_MODEL}.enable") else (ROLLOUT,)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the data may give."""
+        return (self.count("data.max_prompt_length") or 0) + (self.count("data.max_response_length") or 0)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the trainer's workers keep a reference policy of their own; with LoRA it is the actor's base."""
+        model = "actor_rollout_ref.model"
+        adapters = self.count(f"{model}.lora_rank") or self.count(f"{model}.lora.rank")
+        asked = self.get(f"{ACTOR}.use_kl_loss") or self.get("algorithm.use_kl_in_reward")
+        return bool(asked and not adapters and not self.get(f"{model}.lora_adapter_path"))
+
+    @property
+    def trainer_scores(self) -> bool:
+        """Whether the trainer computes log-probs of its own, if only those that no log-prob server answers."""
+        return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
+
+    def model(self, setting: str) -> ModelShape | None:
+        """The shape of the model that a setting names, where its config.json is at hand and of a known family."""
+        for fact in self.files:
+            if fact.setting == setting and fact.model_config is not None:
+                return shape_of(fact.model_config)
+        return None
 
     @property
     def on_cpu(self) -> bool:

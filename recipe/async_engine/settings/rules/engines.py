@@ -36,11 +36,11 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
         backend = "recipe_gloo" if context.on_cpu else "nccl"
         advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
-    longest = (context.count("data.max_prompt_length") or 0) + (context.count("data.max_response_length") or 0)
     room = context.count(f"{ROLLOUT}.max_model_len")
-    if room is not None and room < longest:
+    if room is not None and room < context.longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
-        yield context.problem(f"{ROLLOUT}.max_model_len", f"at least prompt and response together, {longest}", advice)
+        allowed = f"at least prompt and response together, {context.longest}"
+        yield context.problem(f"{ROLLOUT}.max_model_len", allowed, advice)
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:
@@ -127,17 +127,6 @@ def critic(context: RuleContext) -> Iterator[Problem]:
     if batch is not None and (mini is None or batch % mini):
         advice = "A step trains the critic in mini-batches of so many prompts."
         yield context.problem("critic.ppo_mini_batch_size", f"a divisor of the batch of {batch} prompts", advice)
-
-
-def micro_batches(context: RuleContext) -> Iterator[Problem]:
-    """What verl asserts when the workers are up (verl/workers/config/actor.py:199-209, critic.py)."""
-    for section in context.trained:
-        micro = [context.get(f"{section}.ppo_micro_batch_size{suffix}") for suffix in ("", "_per_gpu")]
-        if context.get(f"{section}.use_dynamic_bsz") or micro.count(None) == 1:
-            continue
-        allowed = f"an integer >= 1 where {section}.use_dynamic_bsz=false, and {section}.ppo_micro_batch_size null"
-        advice = f"Set it, or {section}.use_dynamic_bsz=True, and remove ppo_micro_batch_size."
-        yield context.problem(f"{section}.ppo_micro_batch_size_per_gpu", allowed, advice)
 
 
 def lora(context: RuleContext) -> Iterator[Problem]:
@@ -252,9 +241,10 @@ def resources(context: RuleContext) -> Iterator[Problem]:
         )
         yield context.problem(setting, f"a divisor of a replica's {size} accelerators, or a number above it", advice)
         return
-    if context.available is None or nodes is None or per_node is None:
+    there = context.available.accelerators if context.available else None
+    if context.available is None or there is None or nodes is None or per_node is None:
         return
-    training, there = nodes * per_node, context.available.accelerators
+    training = nodes * per_node
     generation = 0 if shared else generation
     reward, scoring = rewards.accelerators(context), context.settings.servers.accelerators
     if training + generation + reward + scoring > there:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stock script's configuration as a mode takes it, when a flag has chosen the mode (docs/flags.md)."""
+
+from __future__ import annotations
+
+import os
+
+from omegaconf import DictConfig, open_dict
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.modes import MODES
+
+MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
+PREFIX = "recipe_"
+
+
+class FlagError(RecipeError):
+    """A setting of stock verl that the mode which a flag chose cannot take."""
+
+
+def take_arguments(config: DictConfig, mode: str) -> None:
+    """Change ``config`` to what its mode reads.
+
+    Raises:
+        FlagError: a setting that the mode cannot take.
+    """
+    manager = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    if manager != MANAGER:
+        raise FlagError(
+            f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}: the modes have an agent-loop "
+            "manager of their own, which this cannot replace; leave the setting out"
+        )
+    with open_dict(config):
+        config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
+        config.transfer_queue.enable = False
+        # Of a synchronous DAPO script: prompts to generate at a time. Here they are issued one by one.
+        config.data.gen_batch_size = None
+        if MODES[mode].counts_mini_batches:
+            _count_in_mini_batches(config)
+
+
+def _count_in_mini_batches(config: DictConfig) -> None:
+    size, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if size % mini:
+        raise FlagError(
+            f"data.train_batch_size={size} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
+            "this mode collects a step's prompts in mini-batches, so make it one"
+        )
+    config.async_training.require_batches = size // mini
+    config.data.train_batch_size = 0
+    config.data.gen_batch_size = 1

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds verl's own types from a configuration, as verl does in its workers, and names what they refuse.
+
+Contract: `verl_problems` builds each type that a run would build after its processes are placed (actor, rollout,
+checkpoint engine, reference policy, critic, log-prob servers' engine, algorithm) and calls verl's `validate_config`;
+what they raise becomes a `Problem` of the section. The model's type is not built, since it reads the model's files; its
+keys are compared. verl is imported, so a main on a CPU leaves it to the trainer's process. Shown by
+tests/integration/test_documented_commands.py.
+"""
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules.context import RuleContext
+
+ROLES = "actor_rollout_ref"
+ALLOWED = "what verl's own types accept"
+# verl renames these when it builds the reference policy (engine_workers.py:556-566).
+RENAMED = {
+    "log_prob_micro_batch_size": "ppo_micro_batch_size",
+    "log_prob_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
+    "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
+    "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
+}
+
+
+def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
+    """What verl refuses, but for sections in which ``known`` has named the cause already."""
+    config = OmegaConf.create(dict(context.config))
+    with open_dict(config):
+        # As verl reads it: prompts of a step.
+        config.data.train_batch_size = context.batch_groups or 1
+    found: list[Problem] = []
+    for section, build in _types(config, context).items():
+        if not any(problem.setting.startswith(section) for problem in known):
+            found += _attempt(section, build)
+    if not found and not known:
+        found += _attempt("trainer", lambda: _validate(config, context))
+    return found
+
+
+def _types(config: DictConfig, context: RuleContext) -> dict[str, Callable[[], Any]]:
+    """What builds each section's type."""
+    from verl.utils.config import omega_conf_to_dataclass as build
+    from verl.workers.config import HFModelConfig
+
+    def of(section: str) -> Callable[[], Any]:
+        return lambda: build(OmegaConf.select(config, section))
+
+    sections = {
+        f"{ROLES}.model": lambda: _known_keys(config.actor_rollout_ref.model, HFModelConfig),
+        f"{ROLES}.actor": of(f"{ROLES}.actor"),
+        f"{ROLES}.rollout.checkpoint_engine": of(f"{ROLES}.rollout.checkpoint_engine"),
+        f"{ROLES}.rollout": of(f"{ROLES}.rollout"),
+        "algorithm": of("algorithm"),
+    }
+    if context.uses_reference:
+        sections[f"{ROLES}.ref"] = lambda: build(_reference(config))
+    if context.has_critic:
+        sections["critic"] = lambda: build(_without_model(config.critic))
+    if context.settings.servers.enabled:
+        sections["model_engine_server.engine"] = of("model_engine_server.engine")
+    return sections
+
+
+def _reference(config: DictConfig) -> DictConfig:
+    """The reference policy's section as verl's worker makes it an actor's."""
+    section = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref.ref))
+    with open_dict(section):
+        section.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        for name, new in RENAMED.items():
+            section[new] = section.pop(name, None)
+    return section
+
+
+def _without_model(critic: DictConfig) -> DictConfig:
+    section = OmegaConf.create(OmegaConf.to_container(critic))
+    with open_dict(section):
+        section.model = None
+    return section
+
+
+def _known_keys(section: DictConfig, cls: type[Any]) -> None:
+    unknown = set(section) - {field.name for field in dataclasses.fields(cls)} - {"_target_"}
+    if unknown:
+        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(map(str, unknown)))}")
+
+
+def _validate(config: DictConfig, context: RuleContext) -> None:
+    from verl.utils.config import validate_config
+
+    with open_dict(config):
+        if context.has_critic:
+            config.critic = _without_model(config.critic)
+    validate_config(config, use_reference_policy=context.uses_reference, use_critic=context.has_critic)
+
+
+def _attempt(section: str, build: Callable[[], Any]) -> Iterator[Problem]:
+    try:
+        # verl's types print and warn of what is theirs.
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            build()
+    except Exception as error:  # whatever verl raises, it would raise in a worker
+        cause = error.__cause__ or error
+        message = " ".join(str(cause).split()) or "an assertion without a message"
+        yield Problem(section, "as configured", ALLOWED, f"verl refuses it: {type(cause).__name__}: {message}")
