@@ -46,6 +46,11 @@ class Fleet:
         self._told: Handles = {}
         self._meter = ServerMeter()
 
+    @property
+    def servers(self) -> list[RolloutReplica]:
+        """The log-prob servers that the publisher has."""
+        return [replica for replica in self.publisher.replicas if not generates(replica)]
+
     def use_servers(
         self,
         servers: list[RolloutReplica],
@@ -101,8 +106,7 @@ class Fleet:
 
     def _tell_agents(self) -> None:
         """Say which log-prob servers the publisher has now, if they are others than before."""
-        servers = [replica for replica in self.publisher.replicas if not generates(replica)]
-        handles = {server.server_address: server.server_handle for server in servers}
+        handles = {server.server_address: server.server_handle for server in self.servers}
         if self._tell is not None and handles != self._told:
             self._told = handles
             self._tell(handles)
