@@ -261,7 +261,7 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     assert not score.done()
     score.set_result(0.25)
     scored = await asyncio.wait_for(anext(events), SOON)
-    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2)
+    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
     payload = unpack(await asyncio.wait_for(anext(events), SOON))
     assert payload.reward_score == 0.25
     assert payload.response_ids[0, :2].tolist() == [10, 11]
@@ -289,7 +289,7 @@ async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
     scored, payload = await run(make_worker(server, Reward(1.0)))
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
-    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2)
+    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2, sampled_tokens=3, received_tokens=3)
     assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
 
 

@@ -240,6 +240,11 @@ class AsyncTraining:
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
         " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
     )
+    events: bool = field(
+        True,
+        "Keep a record of events in `trainer.default_local_dir`: what every part did, from when to when. From it come"
+        " the account of every accelerator's seconds in `summary.json` and the report (docs/run-record.md).",
+    )
     weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = field(

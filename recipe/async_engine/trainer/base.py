@@ -51,6 +51,7 @@ from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.publication import Publication
+from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
@@ -59,7 +60,7 @@ from recipe.async_engine.weights.publisher import ATTEMPTS
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, RecordStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -95,6 +96,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
+        self._begin_recording()
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
@@ -164,7 +166,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
-        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore)
+        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self._tell)
 
     # The loop
 
@@ -183,6 +185,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
         with watch.within("checkpoint", self.timeouts.checkpoint, "reading the checkpoint"):
             groups = self._resume()
         self.scheduler = self._new_scheduler()
+        self._record_scheduler(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self._publish_again()
@@ -286,6 +289,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _train(self, groups: list[GroupRun]) -> DataProto:
         """verl's stages, in verl's order, on one leased batch."""
         batch = self._assemble(groups)
+        self._record_ages(batch)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         batch = self._fit_compute_reward(batch)
         batch = self._fit_compute_log_prob(batch)
@@ -371,14 +375,18 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
     def _bring(self, version: int) -> dict[str, float]:
         """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
         self.timeline.note(f"version {version} is sealed")
-        staged = self.fleet.stage(version)
+        with self._during("stage", version):
+            staged = self.fleet.stage(version)
         if self._drains:
             fill = self.plan.settings.async_training.whole_batches
-            self.running.pause_until_drained(self.timeouts.drain, fill=fill)
-        self.fleet.swap(staged)
+            with self._during("drain", version):
+                self.running.pause_until_drained(self.timeouts.drain, fill=fill)
+        with self._during("swap", version):
+            self.fleet.swap(staged)
         # No replica generates: what starts from here on is the new version's.
         self.running.version_announced()
-        metrics = self.fleet.resume(staged)
+        with self._during("resume", version):
+            metrics = self.fleet.resume(staged)
         if self._drains:
             self.running.open_turn()
         self.timeline.note(f"version {version} is announced")
@@ -507,6 +515,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage):
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
+            "account": None if self.recording is None else self.recording.summary(),
         }
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -104,3 +104,10 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
 def sampled_tokens(batch: DataProto) -> int:
     """Number of tokens in the batch that a policy sampled."""
     return int((batch.batch[TOKEN_VERSIONS] != NOT_SAMPLED).sum())
+
+
+def token_ages(batch: DataProto, version: int) -> dict[int, int]:
+    """Number of sampled tokens in the batch by their age in versions, trained at ``version``."""
+    versions = batch.batch[TOKEN_VERSIONS]
+    ages, counts = (version - versions[versions != NOT_SAMPLED]).unique(return_counts=True)
+    return dict(zip(ages.tolist(), counts.tolist(), strict=True))
