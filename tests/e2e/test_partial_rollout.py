@@ -13,6 +13,7 @@ from main_runs import FinishedRun, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.report.run import load
 
 MAIN = "partial_rollout:recording_trainer.RecordingTrainer"
 GROUPS, ANSWERS = 4, 4
@@ -76,6 +77,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     overrides = [*turns(tail_task, folder, ray_dir, steps), "trainer.save_freq=1"]
     first = run_main(MAIN, overrides, folder)
     assert first.returncode == 1
+    assert load(folder).account.closes, "as far as it had been written"
     state = first.rollout_state()
     assert (state["ledger"]["version"], state["ledger"]["trained"]) == (crash, crash * GROUPS)
     tokens = accounted_tokens(first)

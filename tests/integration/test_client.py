@@ -15,7 +15,7 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
-from recipe.async_engine.core.events import EngineActivity
+from recipe.async_engine.core.events import EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
@@ -362,6 +362,12 @@ async def test_interrupted_answer_has_the_version_of_its_submission() -> None:
 async def test_answer_without_a_version_is_refused() -> None:
     with pytest.raises(VersionMismatch, match="without a weight version"):
         await ask(client_of(ScriptedServer(part([10], None))), max_tokens=6)
+
+
+async def test_request_outside_a_trajectory_is_a_validations() -> None:
+    server = ScriptedServer(part([11], 0))
+    await ask(client_of(server))
+    assert server.calls[0]["work"] is Work.VALIDATION
 
 
 async def test_callers_sampling_parameters_and_prompt_stay_as_they_are() -> None:

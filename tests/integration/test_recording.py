@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import ray
+from omegaconf import OmegaConf
 
 from recipe.async_engine.core.account import Devices, TokenBooks
-from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane
+from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
+from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.storage.event_file import events_of, files, read
+from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, Recording, is_kept
 
 SOON = 30.0
@@ -134,6 +137,22 @@ def test_record_is_on_disk_while_the_run_goes_on(
     until(lambda: {event.lane for event in recorded(tmp_path)} == {GROUPS, TRAINER})
     assert [event.group for event in recorded(tmp_path) if event.lane == GROUPS] == [0, GROUPS_IN_FULL]
     recording.close(time.monotonic(), None)
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_run_without_a_record_goes_on_and_has_no_account(events: bool, tmp_path: Path) -> None:
+    """It is not asked for, or there is no place for it."""
+    (tmp_path / "events").touch()
+    trainer = {"default_local_dir": str(tmp_path), "nnodes": 1, "n_gpus_per_node": 1, "total_training_steps": 1}
+    rollout = {"actor": {"ppo_mini_batch_size": 2}, "rollout": {"n": 2}}
+    config = {"trainer": trainer, "actor_rollout_ref": rollout, "async_training": {"events": events}}
+    stage: Any = RecordStage.__new__(RecordStage)
+    stage.plan, stage.config = derive(config), OmegaConf.create(config)
+    stage._begin_recording()
+    assert stage.recording is None
+    assert stage._tell is ignore
+    stage.end_recording()
+    assert files(tmp_path) == []
 
 
 def test_of_many_groups_ever_fewer_are_kept() -> None:

@@ -50,7 +50,11 @@ class RecordStage(StagedTrainer):
             return
         devices = _devices(self.config, self.plan)
         header = {"mode": self.plan.settings.async_training.placement, "settings": _advised(self.plan)}
-        self.recording = Recording(self.config.trainer.default_local_dir, devices, header, self._recorded)
+        try:
+            self.recording = Recording(self.config.trainer.default_local_dir, devices, header, self._recorded)
+        except OSError as error:
+            logger.error("there is no record of events, the run goes on: %s", error)
+            return
         self.recording.follow(TRAINER, self.timeline.lane)
         self._tell = self.recording.tell
 

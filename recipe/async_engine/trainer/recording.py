@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,7 @@ class Recording:
 
     Attributes:
         deaths: devices that died.
+        cpu_s: CPU seconds of its own thread.
     """
 
     def __init__(
@@ -91,12 +93,13 @@ class Recording:
         about = {"accelerators": dict(devices.accelerators), "shared": devices.shared, "began": time.time()}
         self._file = EventFile(folder, {**header, **about})
         self._lanes: dict[str, Lane] = {}
-        self._told: list[Event] = []
+        self._told: deque[Event] = deque()
         self._lock = threading.Lock()
         self._known: dict[str, _Device] = {}
         self._gone: list[_Device] = []
         self._last_write = 0.0
         self.deaths = 0
+        self.cpu_s = 0.0
         self.account: Account | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._record, name="record of events", daemon=True)
@@ -120,7 +123,9 @@ class Recording:
 
     def summary(self) -> dict[str, Any] | None:
         """The account in the keys of ``summary.json``; None before there is one."""
-        return None if self.account is None else self.account.summary()
+        if self.account is None:
+            return None
+        return {**self.account.summary(), "events_lost": self._file.lost, "cpu_seconds": self.cpu_s}
 
     def close(self, until: float, tokens: TokenBooks | None) -> Account:
         """Ask once more, write what there is, and make the account up to ``until``, by this process's clock."""
@@ -162,6 +167,7 @@ class Recording:
                         self._write()
             except Exception:  # a run does not end for its record
                 logger.exception("the record of events misses something")
+            self.cpu_s = time.thread_time()
 
     @property
     def _now(self) -> float:
@@ -175,8 +181,7 @@ class Recording:
         for device in (*self._known.values(), *self._gone):
             if device.down:
                 self._fill(device, Class.DOWN, self._now)
-        told, self._told = self._told, []
-        self._file.write(told)
+        self._file.write([self._told.popleft() for _ in range(len(self._told))])
 
     def _ask_all(self) -> None:
         for name, lane in self._lanes.items():
