@@ -198,6 +198,7 @@ def test_tokens_close_or_the_account_does_not() -> None:
     for wrong in (TokenBooks(sampled=100, trained=99), TokenBooks(sampled=100, trained=101)):
         assert wrong.not_known != 0
         assert not Account(1.0, {}, wrong).closes
+    assert not Account(1.0, {}, None).closes, "nobody could say"
 
 
 def test_summary_has_each_device_and_always_what_is_not_known() -> None:

@@ -29,6 +29,7 @@ from recipe.async_engine.core.events import (
 )
 from recipe.async_engine.storage.event_file import EventFile
 from recipe.report.__main__ import main
+from recipe.report.charts import COLORS
 from recipe.report.page import what_happened
 from recipe.report.run import load
 
@@ -89,6 +90,10 @@ def test_report_of_a_run_that_ended_has_its_account_its_advice_and_every_chart(t
     models = json.loads(documents[0].encode().decode("unicode_escape"))
     (document,) = models.values()
     assert len(document["roots"]) == CHARTS == len(re.findall(r"data-root-id=", text))
+
+
+def test_every_class_has_a_color() -> None:
+    assert COLORS.keys() == set(Class)
 
 
 def test_report_asks_no_network_for_anything(tmp_path: Path) -> None:

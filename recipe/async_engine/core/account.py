@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -160,17 +160,21 @@ class TokenBooks:
         return self.sampled + self.restored - ended
 
 
+NO_TOKENS = TokenBooks()
+
+
 @dataclass(frozen=True)
 class Account:
-    """See the module's contract. Seconds are of one accelerator of the device."""
+    """See the module's contract. Seconds are of one accelerator of the device; ``tokens``: None if nobody could say."""
 
     duration: float
     devices: Mapping[str, DeviceAccount]
-    tokens: TokenBooks = field(default_factory=TokenBooks)
+    tokens: TokenBooks | None = NO_TOKENS
 
     @property
     def closes(self) -> bool:
-        return all(device.closes for device in self.devices.values()) and self.tokens.not_known == 0
+        tokens_close = self.tokens is not None and self.tokens.not_known == 0
+        return tokens_close and all(device.closes for device in self.devices.values())
 
     @property
     def total(self) -> dict[str, float]:
@@ -192,7 +196,7 @@ class Account:
                 for name, device in self.devices.items()
             },
             "accelerator_seconds": {"not_known": 0.0, **self.total},
-            "tokens": {**vars(tokens), "not_known": tokens.not_known},
+            "tokens": None if tokens is None else {**vars(tokens), "not_known": tokens.not_known},
         }
 
 
@@ -210,7 +214,7 @@ def close(
     events: Sequence[Event],
     devices: Devices,
     until: float,
-    tokens: TokenBooks | None = None,
+    tokens: TokenBooks | None = NO_TOKENS,
     found: Iterable[Piece] | None = None,
 ) -> Account:
     """The account of a run from 0 to ``until``, in seconds of the run's clock.
@@ -233,7 +237,7 @@ def close(
             seconds[device][Class.NOT_KNOWN] += missing
         by_class = {str(name): value for name, value in seconds[device].items()}
         accounts[device] = DeviceAccount(devices.size(device), ends - begins, by_class, max(0.0, -missing))
-    return Account(until, accounts, tokens or TokenBooks())
+    return Account(until, accounts, tokens)
 
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl import DataProto
 
-from recipe.async_engine.core.account import Devices
+from recipe.async_engine.core.account import NO_TOKENS, Devices, TokenBooks
 from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, SCHEDULER, TOKENS, TRAINER, WEIGHTS, Event, Tell, ignore
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
@@ -49,9 +49,9 @@ class RecordStage(StagedTrainer):
         if not self.plan.settings.async_training.events:
             return
         devices = _devices(self.config, self.plan)
-        header = {"mode": self.plan.settings.async_training.placement, "settings": _advised(self.plan)}
+        folder, header = self.config.trainer.default_local_dir, {"settings": _advised(self.plan)}
         try:
-            self.recording = Recording(self.config.trainer.default_local_dir, devices, header, self._recorded)
+            self.recording = Recording(folder, devices, header, self._recorded)
         except OSError as error:
             logger.error("there is no record of events, the run goes on: %s", error)
             return
@@ -78,10 +78,15 @@ class RecordStage(StagedTrainer):
         if self.recording is None or self.recording.account is not None:
             return
         self.timeline.stop()
+        tokens: TokenBooks | None = NO_TOKENS
         try:
-            within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
-            books = None if self.scheduler is None else self.scheduler.close_books
-            tokens = None if books is None else books(self.recording.engine_tokens, within)
+            if self.scheduler is not None:
+                within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
+                tokens = self.scheduler.close_books(self.recording.engine_tokens, within)
+        except Exception as error:  # of whatever part does not answer
+            logger.error("nobody can say what became of the tokens: %s", error)
+            tokens = None
+        try:
             account = self.recording.close(self.timeline.end, tokens)
         except Exception:
             logger.exception("there is no account of the run")

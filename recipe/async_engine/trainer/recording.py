@@ -135,10 +135,9 @@ class Recording:
             self._ask_all()
             self._write()
             self._file.close()
-            header, table = read(self._file.path)
+            _, table = read(self._file.path)
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
-        logger.info("the record of events is %s (%s)", self._file.path, header.get("mode"))
         lanes = table.column("lane").to_pylist()
         rows = [n for n, lane in enumerate(lanes) if lane not in (TRAJECTORIES, GROUPS)]
         self.account = close(events_of(table.take(rows)), self._devices, until - self._began, tokens)
