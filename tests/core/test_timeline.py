@@ -146,6 +146,30 @@ def test_notes_say_what_began_or_ended_and_how_long_ago(clock: Clock) -> None:
     ]
 
 
+def test_lane_has_the_phases_from_the_restart_on(clock: Clock) -> None:
+    timeline = Timeline(clock)
+    timeline.lane.take()
+    with timeline.phase("sync"):
+        clock.now += 5
+        timeline.restart()
+        clock.now += 1
+        with timeline.phase("train"):
+            clock.now += 2
+    clock.now += 3
+    timeline.stop()
+    assert timeline.end == clock.now
+    assert [(span.what, span.end - span.start) for span in timeline.lane.take()] == [
+        ("start_up", 5),
+        ("sync", 1),
+        ("train", 2),
+        (IDLE_PHASE, 3),
+    ]
+    timeline.rollout.set(scoring=1, waiting=True)
+    assert timeline.rollout.waits_for_rewards
+    timeline.rollout.set(running=1)
+    assert not timeline.rollout.waits_for_rewards
+
+
 def test_no_time_gives_no_shares(clock: Clock) -> None:
     timeline = Timeline(clock)
     assert timeline.shares() == {}

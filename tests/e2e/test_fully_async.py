@@ -6,9 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accounts import check_account
 from main_runs import FULLY_ASYNC, FinishedRun, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
+from recipe.report.__main__ import main as report
 
 DECOUPLED = "algorithm.rollout_correction.bypass_mode=false"
 
@@ -30,6 +32,7 @@ def check_books(run: FinishedRun, steps: int, bound: int, groups: int = 4) -> No
     assert max(run.column("fully_async/partial/inexact_version_ratio")) == 0
     assert run.column("training/global_step") == list(range(1, steps + 1))
     assert all(step["actor/grad_norm"] > 0 for step in run.metrics if step["critic/advantages/max"] > 0)
+    check_account(run)
 
 
 @pytest.mark.e2e
@@ -84,6 +87,8 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
     assert run.summary["ledger"]["issued"] == steps * 4 + 1
     assert run.summary["interrupted"] == 0
     assert run.column("fully_async/partial/total_partial_num") == [0] * steps
+    assert report(["--output", str(tmp_path / "report.html"), str(tmp_path)]) == 0
+    assert f"The run ended after {steps} steps" in (tmp_path / "report.html").read_text()
     assert all("actor/kl_loss" in step for step in run.metrics)
     # The second batch of a version is behind the trainer's weights, but its proximal log-probs are the version's own.
     fresh = [step for step in run.metrics if step["fully_async/staleness/oldest_token_max"] == 0]

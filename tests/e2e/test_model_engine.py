@@ -113,6 +113,11 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
     assert last["model_engine_server/servers"] == 2
     assert last["model_engine_server/load_imbalance"] <= 0.2
     assert last["model_engine_server/late_sequences"] == 0
+    # The planted slowness of decoding is what the trainer waits for most, and each server has an account.
+    seconds = run.summary["account"]["seconds"]
+    waits = {what: value for what, value in seconds["trainer"].items() if what.startswith("wait_")}
+    assert max(waits, key=lambda what: waits[what]) == "wait_batch", waits
+    assert seconds["log-probs 0"]["log_probs"] > 0 and seconds["log-probs 1"]["log_probs"] > 0
     weights = Weights(untrained_task, tmp_path)
     spans = 0
     for batch in batches(recorded):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accounts import check_account
 from main_runs import ONE_STEP_OFF, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
@@ -59,6 +60,9 @@ def test_every_batch_is_one_version_late_also_after_a_crash_and_a_resume(
     assert second.column("fully_async/staleness/token_mean") == late
     trained = second.rollout_state()["ledger"]["trained_prompts"]
     assert sum(end - start for _, start, end in trained) == steps * groups
+    # A run that failed has its account too.
+    assert first.summary["account"]["seconds"]["trainer"]["training"] > 0
+    assert check_account(second)["tokens"]["restored"] > 0
 
 
 @pytest.mark.e2e

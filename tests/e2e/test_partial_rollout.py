@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import check_account
 from main_runs import FinishedRun, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.report.run import load
 
 MAIN = "partial_rollout:recording_trainer.RecordingTrainer"
 GROUPS, ANSWERS = 4, 4
@@ -75,6 +77,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     overrides = [*turns(tail_task, folder, ray_dir, steps), "trainer.save_freq=1"]
     first = run_main(MAIN, overrides, folder)
     assert first.returncode == 1
+    assert load(folder).account.closes, "as far as it had been written"
     state = first.rollout_state()
     assert (state["ledger"]["version"], state["ledger"]["trained"]) == (crash, crash * GROUPS)
     tokens = accounted_tokens(first)
@@ -105,6 +108,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     assert tokens == {"cut": tokens["trained"], "trained": tokens["trained"], "lost": 0, "cached": 0}
     assert tokens["trained"] > 0
     check_answers(trained, tail_task)
+    assert check_account(second)["tokens"]["restored"] >= given_back
 
 
 def check_answers(trained: list[dict[str, Any]], task: TaskPaths) -> None:
@@ -191,3 +195,7 @@ def test_two_ranks_share_with_two_replicas_and_validation_disturbs_nothing(
     on_policy = [step for step in run.metrics if step["fully_async/staleness/oldest_token_max"] == 0]
     assert on_policy
     assert max(step["training/rollout_probs_diff_max"] for step in on_policy) < 1e-5
+    # One account of each accelerator, whichever side had it.
+    account = check_account(run)
+    assert account["seconds"].keys() == {"rollout 0", "rollout 1"}
+    assert all(device["training"] > 0 and device["validating"] > 0 for device in account["seconds"].values())

@@ -7,14 +7,16 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
+from recipe.async_engine.core.events import Tell, ignore
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.group_run import SchedulerSettings
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
@@ -41,7 +43,8 @@ class ScriptedCall:
         await self._generated
         yield TrajectoryGenerated(), None
         await self._rewarded
-        yield TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric), None
+        scored = TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric)
+        yield replace(scored, sampled_tokens=6, received_tokens=6), None
         yield None, f"payload-{self.key}"
 
     def generate(self, version: int | None = None) -> None:
@@ -128,6 +131,14 @@ class ScriptedPool:
     async def export(self, timeout_s: float) -> Exported:
         return Exported(self.kept, self.over, self.account)
 
+    async def close_books(self, timeout_s: float) -> TokenFlow:
+        """Ends what runs; as if each complete answer had 6 tokens, and each that is under way 2 so far."""
+        under_way = [call for call in self.calls if not call._rewarded.done()]
+        complete = [call for call in self.calls if call._rewarded.done() and call._rewarded.exception() is None]
+        await self.cancel([call.key for call in under_way])
+        unfinished = 2 * len(under_way)
+        return TokenFlow(received=6 * len(complete) + unfinished, unfinished=unfinished)
+
     async def cancel(self, keys: Iterable[str]) -> None:
         named = set(keys)
         for call in self.calls:
@@ -179,11 +190,13 @@ def new_scheduler(
     retries: int = 1,
     failures: int = 2,
     on_overdue: OnOverdue = OnOverdue.WAIT,
+    tell: Tell = ignore,
     **filtering: Any,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
     settings = SchedulerSettings(group_size, slots, retries, failures, on_overdue, **filtering)
-    return RolloutScheduler(ledger, source, pool, settings, Timeline(lambda: float(next(ticks)), slots))
+    timeline = Timeline(lambda: float(next(ticks)), slots)
+    return RolloutScheduler(ledger, source, pool, settings, timeline, tell=tell)
 
 
 def settled(scheduler: RolloutScheduler) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.core.events import EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
@@ -137,7 +139,7 @@ class SamplingServer:
     """
 
     def __init__(self, tokens: int, with_log_probs: bool = True, swap_after: int | None = None) -> None:
-        self.outputs = OutputWatch()
+        self.outputs = OutputWatch(EngineActivity(time.monotonic, 4))
         self.versions = RequestVersions()
         self.swap_after = swap_after
         self.tokens = tokens
@@ -250,7 +252,7 @@ async def test_complete_answer_on_its_way_is_not_taken_for_a_part() -> None:
         for finished in (False, True):
             yield SimpleNamespace(finished=finished, outputs=[SimpleNamespace(token_ids=[10, 11], logprobs=None)])
 
-    watch, versions = OutputWatch(), RequestVersions()
+    watch, versions = OutputWatch(EngineActivity(time.monotonic, 4)), RequestVersions()
     versions.submit("one", 4)
     told = []
     async for _ in watch.watching(sample)([], {}, "one"):
@@ -360,6 +362,12 @@ async def test_interrupted_answer_has_the_version_of_its_submission() -> None:
 async def test_answer_without_a_version_is_refused() -> None:
     with pytest.raises(VersionMismatch, match="without a weight version"):
         await ask(client_of(ScriptedServer(part([10], None))), max_tokens=6)
+
+
+async def test_request_outside_a_trajectory_is_a_validations() -> None:
+    server = ScriptedServer(part([11], 0))
+    await ask(client_of(server))
+    assert server.calls[0]["work"] is Work.VALIDATION
 
 
 async def test_callers_sampling_parameters_and_prompt_stay_as_they_are() -> None:

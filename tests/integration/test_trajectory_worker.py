@@ -30,9 +30,11 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import extract_reward
 
 from recipe.async_engine.core.columns import VERSION_RUNS
+from recipe.async_engine.core.events import Work
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout import trajectory_worker
 from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.kept_answers import TokenFlow
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
@@ -294,7 +296,7 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     assert not score.done()
     score.set_result(0.25)
     scored = await asyncio.wait_for(anext(events), SOON)
-    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2)
+    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
     payload = unpack(await asyncio.wait_for(anext(events), SOON))
     assert payload.reward_score == 0.25
     assert payload.response_ids[0, :2].tolist() == [10, 11]
@@ -322,8 +324,37 @@ async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
     scored, payload = await run(make_worker(server, Reward(1.0)))
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
-    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2)
+    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2, sampled_tokens=3, received_tokens=3)
     assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
+
+
+async def test_workers_books_have_every_token_that_it_was_answered(make_worker: Any) -> None:
+    """One trajectory is complete, one fails for good, and one waits for its second answer when the run ends."""
+    server = ScriptedServer(part([10, 11], 7), part([12, 13, 14], 7))
+    worker = make_worker(server, Reward(1.0))
+    await run(worker)
+    failing = make_worker(ScriptedServer(part([10, 11, 12], 7)), Reward(ValueError("no")), retries=0)
+    with pytest.raises(RewardError):
+        await run(failing)
+    assert await failing.close_books() == TokenFlow(received=3, dropped=3)
+    score = asyncio.get_running_loop().create_future()
+    waiting = make_worker(ScriptedServer(part([10, 11, 12, 13], 7)), Reward(score))
+    events = waiting.run_trajectory("0-1-1", {"raw_prompt": []}, 4, 0, 7)
+    assert await asyncio.wait_for(anext(events), SOON) == TrajectoryGenerated()
+    ended = asyncio.create_task(anext(events))
+    assert await waiting.close_books() == TokenFlow(received=4, unfinished=4)
+    with pytest.raises(TrajectoryCancelled):
+        await ended
+    assert await worker.close_books() == TokenFlow(received=2)
+
+
+async def test_servers_are_told_what_an_answer_is_for(make_worker: Any) -> None:
+    server = ScriptedServer(*[part([10], 7), part([10], 7, "aborted"), part([11], 8), part([10], 7)])
+    worker = make_worker(server, Reward(1.0, 1.0, 1.0))
+    await run(worker, key="0-0-0")
+    await run(worker, key="1-0-0")
+    await run(worker, key="1-0-1")
+    assert [request["work"] for request in server.calls] == [Work.NEW, Work.NEW, Work.AGAIN, Work.RETRY]
 
 
 async def test_turns_and_tool_tokens_of_a_users_loop_are_told_apart(make_worker: Any) -> None:

@@ -106,11 +106,14 @@ class SampleLedger:
 
     def can_issue(self) -> bool:
         """Whether one more group may be issued now."""
+        return not self.all_issued and self._gate.admits()
+
+    @property
+    def all_issued(self) -> bool:
+        """Whether the run wants no further group, unless one that lives is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
-            return False
-        if self.target_groups is not None and self._trained + len(self._live) >= self.target_groups:
-            return False
-        return self._gate.admits()
+            return True
+        return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
 
     def batch_possible(self, prompts_left: int) -> bool:
         """Whether one more batch can still form, of the groups not yet trained and this many prompts to come.

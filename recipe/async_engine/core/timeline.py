@@ -18,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from recipe.async_engine.core.events import Class, Lane
+
 IDLE_PHASE = "other"
 
 
@@ -40,6 +42,12 @@ class RolloutTime:
         """From now on these are so many."""
         self.advance()
         self._levels.update(levels)
+
+    @property
+    def waits_for_rewards(self) -> bool:
+        """Whether only rewards keep the run from going on."""
+        running, _, scoring, waiting = self._levels.values()
+        return bool(running == 0 and scoring and waiting)
 
     @property
     def scoring(self) -> int:
@@ -83,13 +91,19 @@ class RolloutTime:
 
 
 class Timeline:
-    """The trainer's time by phase, and the rollout side's, on one clock."""
+    """The trainer's time by phase, and the rollout side's, on one clock.
+
+    Attributes:
+        lane: the trainer's, from one phase to the next; starting up until the first `restart`.
+    """
 
     def __init__(self, clock: Callable[[], float], rollout_capacity: int = 1) -> None:
         self._clock = clock
         self._since = clock()
         self._stopped: float | None = None
         self._entered = [IDLE_PHASE]
+        self.lane = Lane(clock, Class.START_UP)
+        self._started = False
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._noted: dict[str, float] = {}
         self.note("the run began")
@@ -115,12 +129,14 @@ class Timeline:
         self._advance()
         self.note(f"trainer: {name} begins")
         self._entered.append(name)
+        self._show()
         try:
             yield
         finally:
             self._advance()
             self.note(f"trainer: {name} ends")
             self._entered.pop()
+            self._show()
 
     def shares(self) -> dict[str, float]:
         """Share of the trainer's time by phase, up to now; they add up to 1, or there are none if no time passed."""
@@ -138,11 +154,22 @@ class Timeline:
         self._advance()
         self._seconds.clear()
         self.rollout.reset()
+        self._started = True
+        self._show()
 
     def stop(self) -> None:
         """Count no further: the last step is trained."""
         if self._stopped is None:
             self._stopped = self._clock()
+
+    @property
+    def end(self) -> float:
+        """When it was stopped, or now."""
+        return self._now()
+
+    def _show(self) -> None:
+        if self._started:
+            self.lane.turn_to(self._entered[-1])
 
     def _now(self) -> float:
         return self._clock() if self._stopped is None else self._stopped

@@ -28,7 +28,7 @@ from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 
 HELD = ("score",)
 """What keeps calls of a server open: weights wait for none of them."""
-CONTROLS = ("pause_serving", "resume_serving", "staged", "load_failed", "refuse", "describe", "account")
+CONTROLS = ("pause_serving", "resume_serving", "staged", "load_failed", "refuse", "describe", "account", "activity")
 
 
 class ModelEngineReplica(ReservedReplica):

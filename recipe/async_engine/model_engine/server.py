@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
+from recipe.async_engine.core.events import Activity
 from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.model_engine.service import Answer, EngineLost, ScoringService
@@ -96,6 +99,7 @@ class ModelEngineServer(ScoringService):
         self._ranks = Ranks(workers, timeout_s)
         super().__init__(settings, self._ranks, _end_process, live=live, ranks=len(workers))
         self._answered_tokens = 0
+        self._life = uuid4().hex
 
     async def start(self) -> None:
         """Begin to serve."""
@@ -111,6 +115,11 @@ class ModelEngineServer(ScoringService):
     def describe(self) -> list[str]:
         """Lines: its account, and where the coroutines wait."""
         return [str(self.account()), *(f"tasks: {line}" for line in waits())]
+
+    def activity(self) -> Activity:
+        """What it did since this was asked last."""
+        spans = self.lane.take()
+        return Activity(time.monotonic(), self._life, spans)
 
     def account(self) -> dict[str, Any]:
         """Counts of the server's life so far, its live version and how many requests wait."""

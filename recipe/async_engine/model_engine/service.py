@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.events import Class, Lane
 from recipe.async_engine.core.scoring import Promotion, ScoringBatch, ScoringQueue, ScoringRequest, ScoringSettings
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,11 @@ class ScoringService:
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
         self._refused: int | None = None
+        self.lane = Lane(time.monotonic, self._waits_for)
+
+    @property
+    def _waits_for(self) -> Class:
+        return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 
     def run(self) -> None:
         """Begin to serve; on the event loop that all calls come from."""
@@ -200,12 +206,15 @@ class ScoringService:
             while True:
                 action = self._queue.next(time.monotonic())
                 if isinstance(action, Promotion):
+                    self.lane.turn_to(Class.WAIT_WEIGHTS)
                     await self._engine.promote(action.version)
                     self._queue.promoted()
                     self._may_stage.set()
                 elif action is not None:
+                    self.lane.turn_to(Class.LOG_PROBS)
                     await self._compute(action)
                 else:
+                    self.lane.turn_to(self._waits_for)
                     await self._sleep()
         except Exception as error:  # of the engine, of a promotion that some ranks may have made, or a defect
             logger.exception("the serving loop of the log-prob server failed")

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.async_engine.core.events import EngineActivity
 from recipe.async_engine.core.versions import RequestVersions, joined, last_runs
 
 ABORTED = ("aborted", "abort")
@@ -39,9 +40,10 @@ class Sampled:
 
 
 class OutputWatch:
-    """The newest output of each request that an engine works on."""
+    """The newest output of each request that an engine works on; ``activity`` is told of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, activity: EngineActivity) -> None:
+        self._activity = activity
         self._newest: dict[str, Any] = {}
 
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
@@ -53,14 +55,18 @@ class OutputWatch:
         async def watched(
             prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
         ) -> AsyncGenerator[Any, None]:
+            self._activity.enter(request_id)
             try:
                 # Closed at once where the caller stops listening: that is how an engine learns of it.
                 async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
                     async for output in outputs:
                         self._newest[request_id] = output
+                        if output.outputs:
+                            self._activity.output(request_id, len(output.outputs[0].token_ids))
                         yield output
             finally:
                 self._newest.pop(request_id, None)
+                self._activity.leave(request_id)
 
         return watched
 

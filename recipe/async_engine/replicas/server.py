@@ -23,14 +23,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
+from uuid import uuid4
 
 import ray
 from verl.plugin.platform import get_platform
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
+from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.recovery.control import Early, with_control
 from recipe.async_engine.recovery.stacks import waits
@@ -152,17 +154,27 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._dropped: set[str] = set()
         self._unwanted = Early()
-        self._outputs = OutputWatch()
+        self._activity = EngineActivity(
+            time.monotonic, int(settings.get("places") or self.config.get("max_num_seqs", 1))
+        )
+        self._outputs = OutputWatch(self._activity)
+        self._life = uuid4().hex
         self._checksum: str | None = None
         self._keeps_cache = False
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        work: Work = Work.OTHER,
+        **kwargs: Any,
     ) -> TokenOutput:
         """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
 
         If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
-        and how many tokens the engine computed again for it (`RECOMPUTED`).
+        and how many tokens the engine computed again for it (`RECOMPUTED`). ``work``: what the answer is for, in the
+        engine's account.
 
         Raises:
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
@@ -174,6 +186,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         task = asyncio.current_task()
         assert task is not None
         self._tasks[request_id] = task
+        self._activity.expect(request_id, work)
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -185,6 +198,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if self._versions.swapped_under(request_id):
                 output.extra_fields[VERSION_RUNS] = self._versions.runs(request_id, len(output.token_ids))
                 output.extra_fields[RECOMPUTED] = self._recomputed[request_id]
+            self._activity.answer(request_id, len(output.token_ids))
             return output
         except asyncio.CancelledError:
             if request_id not in self._dropped:
@@ -197,6 +211,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             raise
         finally:
             self._versions.forget(request_id)
+            self._activity.forget(request_id)
             self._recomputed.pop(request_id, None)
             self._tasks.pop(request_id, None)
             self._dropped.discard(request_id)
@@ -292,6 +307,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if self.node_rank != 0:
             return await super().abort_all_requests(reset_prefix_cache, reject_request)
         self._submission_paused, self._rejecting = True, reject_request
+        self._note_state()
         self._resume_event.clear()
         aborted: set[str] = set()
         deadline = time.monotonic() + self._pause_timeout_s
@@ -333,6 +349,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         The server answers nothing more if that fails on the way.
         """
         self._gate.begin_load(version)
+        self._note_state()
         if self.node_rank == 0:
             try:
                 counts = await self.engine.collective_rpc("swap_staged", args=(version,))
@@ -355,6 +372,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if self.node_rank != 0:
             return
         self._submission_paused, self._rejecting = True, False
+        self._note_state()
         self._resume_event.clear()
         self._keeps_cache = keep_cache
         await self._pause_engine("keep", not keep_cache)
@@ -379,6 +397,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         if not self._keeps_cache:
             for name, count in held.items():
                 self._recomputed[name] += self._outputs.prompt_tokens(name) + count
+            self._activity.recompute(held)
             return
         # What has no token yet would look for its prefix among what the old weights computed. Its client asks again.
         waiting = [name for name in self._tasks if self._versions.submitted(name) is not None and name not in held]
@@ -391,6 +410,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""
         self._gate.begin_load(global_steps)
+        self._note_state()
 
     async def loaded(self, checksum: str) -> None:
         """The weights of the announced version have all come; ``checksum`` is theirs."""
@@ -400,6 +420,31 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Commit version ``global_steps``: called by the weight worker once every tensor is loaded."""
         await super().set_global_steps(global_steps)
         self._gate.commit()
+        self._note_state()
+
+    async def open_submission_gate(self) -> None:
+        """As verl's: generation resumes."""
+        await super().open_submission_gate()
+        self._note_state()
+
+    async def activity(self) -> Activity:
+        """What the engine did since this was asked last; raises EngineDied if it is gone."""
+        await self.check_engine()
+        spans, counts = self._activity.take(), self._activity
+        tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
+        return Activity(time.monotonic(), self._life, spans, tokens)
+
+    def _note_state(self) -> None:
+        """Whether the engine serves, for its account, and why not."""
+        if self._gate.refusing:
+            self._activity.close(Class.DOWN)
+        elif not self._gate.is_open:
+            self._activity.close(Class.START_UP if self.global_steps is None else Class.WAIT_WEIGHTS)
+        elif self._submission_paused:
+            in_turns = self.rollout_mode == RolloutMode.HYBRID
+            self._activity.close(Class.WAIT_OTHER_SIDE if in_turns else Class.WAIT_WEIGHTS)
+        else:
+            self._activity.open()
 
     async def leave_routing(self) -> None:
         """Answer every waiting and every later request as aborted without tokens, so that its client goes elsewhere.
@@ -407,6 +452,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         Called after the server has been taken out of the load balancer; the next complete load undoes it.
         """
         self._gate.refuse()
+        self._note_state()
         self._rejecting = True
         self._submission_paused = True
         # Wakes the requests parked at the pause; they see the rejection. The pause itself stays.

@@ -41,6 +41,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.core.events import Work
 from recipe.async_engine.replicas.output_watch import (
     ABORTED,
     CHECKPOINT,
@@ -181,7 +182,7 @@ class ResumingClient(LLMServerClient):
         budget = self._budget(len(prompt_ids), sampling_params)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
         versions: list[int] = []
-        recorder = current_recorder() or TrajectoryRecorder()
+        recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
         patience = Patience(self._timeout_s)
@@ -192,6 +193,7 @@ class ResumingClient(LLMServerClient):
                 patience,
                 prompt_ids=prompt_ids + merged.token_ids,
                 sampling_params=_for_the_rest(sampling_params, budget, len(merged.token_ids)),
+                work=recorder.work if not merged.token_ids or recorder.work is not Work.NEW else Work.AGAIN,
                 **kwargs,
             )
             if part is None:

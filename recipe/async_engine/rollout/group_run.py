@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler is told, keeps of a live group and raises."""
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +59,9 @@ class GroupRun:
 
     fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
     references of its scores by the newest version. records: what a checkpoint had of trajectories that have not ended
-    since. By trajectory: calls under way, failed attempts, and the worker to avoid, that of the last one. given_up: it
-    failed or was overdue, so that none of its trajectories is tried again.
+    since. issued_at, ready_at: when, by the monotonic clock. By trajectory: calls under way, failed attempts, and the
+    worker to avoid, that of the last one. given_up: it failed or was overdue, so that none of its trajectories is tried
+    again.
     """
 
     group: Group
@@ -73,6 +75,8 @@ class GroupRun:
     attempts: Counter[int] = field(default_factory=Counter)
     avoid: dict[int, str] = field(default_factory=dict)
     given_up: bool = False
+    issued_at: float = field(default_factory=time.monotonic)
+    ready_at: float = 0.0
 
     @property
     def keys(self) -> set[str]:
@@ -109,6 +113,12 @@ class GroupRun:
         """Tokens of cut answers in the trajectories that are complete."""
         there = zip(self.scored, self.payloads, strict=True)
         return sum(scored.cut_tokens for scored, payload in there if payload is not None and scored is not None)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that a policy sampled, in the trajectories that are complete."""
+        there = zip(self.scored, self.payloads, strict=True)
+        return sum(scored.sampled_tokens for scored, payload in there if payload is not None and scored is not None)
 
     @property
     def answers(self) -> list[TrajectoryScored]:

@@ -72,6 +72,22 @@ class TokenAccount:
         return replace(self, lost=self.lost + self.held, held=0)
 
 
+@dataclass
+class TokenFlow:
+    """Tokens that a worker's trajectories were answered with, of this start of the run.
+
+    received: all of them. dropped: of trajectories that ended without a payload. unfinished: of those that had not
+    ended when the run did.
+    """
+
+    received: int = 0
+    dropped: int = 0
+    unfinished: int = 0
+
+    def __add__(self, other: TokenFlow) -> TokenFlow:
+        return TokenFlow(*[one + another for one, another in zip(astuple(self), astuple(other), strict=True)])
+
+
 @dataclass(frozen=True)
 class Exported:
     """What the workers told of their unfinished trajectories.
@@ -99,6 +115,7 @@ class TrajectoryAnswers:
         replay: answers of an earlier process that are to be given again.
         flights: its requests under way at servers.
         restored_tokens: tokens of the answers that were given again.
+        received_tokens: of those that servers gave, cut parts included.
         over: the trajectory has ended, though its agent loop may go on.
     """
 
@@ -107,6 +124,7 @@ class TrajectoryAnswers:
     replay: list[KeptAnswer] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
     restored_tokens: int = 0
+    received_tokens: int = 0
     over: bool = False
 
     def again(self, asked: Sequence[int]) -> Any | None:
@@ -126,6 +144,7 @@ class TrajectoryAnswers:
         """Record an answer, which nobody changes from now on."""
         self.kept.append(KeptAnswer(digest(asked), answer))
         self.account.cut += self.kept[-1].cut_tokens
+        self.received_tokens += len(answer.token_ids)
 
     @property
     def record(self) -> list[KeptAnswer]:
@@ -151,6 +170,8 @@ class AnswerBook:
 
     def __init__(self) -> None:
         self._account = TokenAccount()
+        self._flow = TokenFlow()
+        self._is_closed = False
         self._answers: dict[str, TrajectoryAnswers] = {}
 
     def begin(self, key: str, record: TrajectoryRecord | None = None) -> TrajectoryAnswers:
@@ -165,6 +186,19 @@ class AnswerBook:
         answers.over = True
         unused = answers.replay if complete else answers.record
         self._account.lost += sum(kept.cut_tokens for kept in unused)
+        self._flow.received += answers.received_tokens
+        if not complete and self._is_closed:
+            self._flow.unfinished += answers.received_tokens
+        elif not complete:
+            self._flow.dropped += answers.received_tokens
+
+    def close(self) -> None:
+        """The run is over: what ends without a payload from now on was unfinished."""
+        self._is_closed = True
+
+    def flow(self) -> TokenFlow:
+        """Of the trajectories that have ended."""
+        return replace(self._flow)
 
     def interrupted_in_tools(self, trajectories: int) -> None:
         """So many were interrupted while none of their requests was under way."""

@@ -10,6 +10,7 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from recipe.async_engine.core.events import Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.part_scores import PartScorer
 from recipe.async_engine.rollout.turns import Ticket
@@ -30,6 +31,7 @@ class TrajectoryRecorder:
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
         sampled: done with its last token.
         ticket: admits its requests to generation turns; None where generation is a stream.
+        work: what its requests are for.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -41,6 +43,7 @@ class TrajectoryRecorder:
     scorer: PartScorer | None = None
     text_only: bool = True
     ticket: Ticket | None = None
+    work: Work = Work.NEW
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def mark_multimodal(self) -> None:
@@ -66,10 +69,13 @@ def current_recorder() -> TrajectoryRecorder | None:
 
 
 def start_recording(
-    scorer: PartScorer | None = None, answers: TrajectoryAnswers | None = None, ticket: Ticket | None = None
+    scorer: PartScorer | None = None,
+    answers: TrajectoryAnswers | None = None,
+    ticket: Ticket | None = None,
+    work: Work = Work.NEW,
 ) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder."""
-    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket)
+    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket, work=work)
     if ticket is not None:
         ticket.sampled, ticket.answers = recorder.sampled, recorder.answers
     _current.set(recorder)

@@ -28,7 +28,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from recipe.async_engine.core.account import TokenBooks
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.events import Class, Event, Lane, Tell, Why, ignore
 from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
@@ -47,11 +49,13 @@ from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
 from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings
-from recipe.async_engine.rollout.kept_answers import TokenAccount
+from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
 from recipe.async_engine.rollout.loop_thread import LoopThread
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
+from recipe.async_engine.rollout.run_events import of_attempt, of_group
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError
+from recipe.async_engine.rollout.token_books import AnswerTokens
 from recipe.async_engine.rollout.trajectory_worker import (
     TrajectoryCancelled,
     TrajectoryGenerated,
@@ -77,8 +81,12 @@ class RolloutScheduler:
         settings: SchedulerSettings,
         timeline: Timeline,
         rescore: bool = False,
+        tell: Tell = ignore,
     ) -> None:
-        """``rescore``: have log-prob servers score each group that waits by the newest version."""
+        """``rescore``: have log-prob servers score each group that waits by the newest version.
+
+        ``tell``: is told what became of trajectories and groups, on any thread.
+        """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
         self._prompts = PromptFeed(source, settings.prompt_timeout_s)
@@ -87,6 +95,10 @@ class RolloutScheduler:
         self._timeline = timeline
         self._meter = RolloutMeter(timeline, settings.places or settings.slots, settings.turns)
         self._rescore = rescore
+        self._tell = tell
+        self.lane = Lane(time.monotonic, Class.START_UP)
+        self.answer_tokens = AnswerTokens()
+        self._closing = False
         self._changed = Changes()
         self._runs: dict[int, GroupRun] = {}
         self._ending = self._taking = False
@@ -106,6 +118,7 @@ class RolloutScheduler:
             self._score(self.ledger.in_state(GroupState.READY))
             if self.manager.stream:
                 self.manager.open_turn()
+            self._account()
         self._thread.start(self._issue_forever())
 
     def stop(self, timeout_s: float) -> None:
@@ -113,6 +126,18 @@ class RolloutScheduler:
         if self._thread.is_alive:
             self._ask(self._stop(), timeout_s)
             self._thread.stop(timeout_s)
+
+    def close_books(self, engine_tokens: Callable[[], dict[str, int] | None], timeout_s: float) -> TokenBooks:
+        """End every trajectory, for good, and say what became of every token of this start.
+
+        ``engine_tokens``: counts of all engines together, of now; None if one of them cannot say.
+        """
+        before = engine_tokens()
+        workers = self._ask(self._end_trajectories(timeout_s / 2), timeout_s) if self._thread.is_alive else None
+        engines = engine_tokens()
+        with self._changed:
+            live = sum(run.sampled_tokens for run in self._runs.values())
+            return self.answer_tokens.close(live, workers, before, engines)
 
     def open_turn(self) -> None:
         """Begin a generation turn: interrupted trajectories go on, then new ones begin. A drained stream goes on."""
@@ -138,13 +163,14 @@ class RolloutScheduler:
                 self._timeline.rollout.set(waiting=False)
                 if self._settings.turns:
                     self._meter.end_turn(len(self.manager.close_turn()))
-                    self._account()
+                self._account()
         self._poke()
         return batch
 
     def _wait_for_batch(self, timeout_s: float) -> list[GroupRun] | None:
         if not self._batch_is_decided():
             self._timeline.rollout.set(waiting=True)
+            self._account()
         in_time = self._changed.wait_until(self._batch_is_decided, time.monotonic() + timeout_s)
         self._raise_error()
         if self._ending:
@@ -179,6 +205,7 @@ class RolloutScheduler:
             for group_id in group_ids:
                 run = self._runs[group_id]
                 self.tokens.lost += run.cut_tokens
+                self.answer_tokens.cut += run.sampled_tokens
                 run.group = self.ledger.restart(group_id)
                 run.begin_anew()
                 self.manager.adopt(run.group, run.states)
@@ -188,7 +215,10 @@ class RolloutScheduler:
         """The leased batch is in the weights; returns the staleness of its groups."""
         with self._changed:
             for group in self.ledger.leased():
-                self.tokens.trained += self._runs.pop(group.id).cut_tokens
+                run = self._runs.pop(group.id)
+                self.tokens.trained += run.cut_tokens
+                self.answer_tokens.trained += run.sampled_tokens
+                self._tell_all(of_group(run, group, self.ledger.version))
             staleness = self.ledger.mark_trained()
         self._poke()
         return staleness
@@ -236,6 +266,7 @@ class RolloutScheduler:
                     "so that a sync interrupts and resumes them"
                 )
             self.manager.drain()
+            self._account()
 
     def snapshot(self, timeout_s: float) -> dict[str, Any]:
         """Ledger, prompt position and live groups as of one moment; payloads are object references.
@@ -258,6 +289,7 @@ class RolloutScheduler:
                 run = self._register(group, saved["row"])
                 run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
                 run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
+                self.answer_tokens.restored += run.sampled_tokens
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if not run.unfinished:
@@ -381,7 +413,7 @@ class RolloutScheduler:
                 self._change(lambda: self._complete(run))
 
     def _attempt_failed(self, run: GroupRun, n: int, call: TrajectoryCall, error: RecipeError) -> None:
-        if run.given_up:
+        if run.given_up or self._closing:
             return
         if isinstance(error, TrajectoryCancelled | RewardError) or run.attempts[n] >= self._settings.max_retries:
             self._give_up(run, error)
@@ -418,6 +450,7 @@ class RolloutScheduler:
         self._meter.completed(run.answers)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
+        run.ready_at = time.monotonic()
         if kept:
             run.group = self.manager.complete(run.group.id, max(run.group.start, run.oldest_version))
             self._score([run.group])
@@ -435,9 +468,11 @@ class RolloutScheduler:
 
     def _end(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
         self.manager.forget(run.group.id)
-        end(run.group.id, reason)
+        group = end(run.group.id, reason)
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
+        self.answer_tokens.ended(run.sampled_tokens, group.state)
+        self._tell_all(of_group(run, group, self.ledger.version, reason))
         # Of the trajectories under way, their workers count them.
         waiting = [record.cut_tokens for n, record in run.records.items() if n not in run.calls]
         self.tokens.lost += run.cut_tokens + sum(waiting)
@@ -445,6 +480,7 @@ class RolloutScheduler:
     async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int) -> None:
         """Take in what a trajectory yields; its slot is free as soon as its last token is sampled."""
         scoring = False
+        began, sampled_at = time.monotonic(), None
         self._ends[call.key] = self._thread.loop.create_future()
         try:
             async for event, payload in call.events():
@@ -452,6 +488,7 @@ class RolloutScheduler:
                 if event is None:
                     self._take_in(run, n, payload)
                     continue
+                sampled_at = sampled_at or time.monotonic()
                 if not (scoring or run.given_up):
                     self._change(lambda: self.manager.sampled(Trajectory(run.group.id, n)))
                 if isinstance(event, TrajectoryGenerated):
@@ -462,6 +499,7 @@ class RolloutScheduler:
         finally:
             if scoring:
                 self._count_scoring(-1)
+            self._tell_all(of_attempt(run, n, began, sampled_at))
             del run.calls[n]
             # The worker has counted its tokens, whatever became of them.
             run.records.pop(n, None)
@@ -469,15 +507,19 @@ class RolloutScheduler:
 
     def _take_in(self, run: GroupRun, n: int, payload: Any) -> None:
         run.payloads[n] = payload
-        if run.given_up and (scored := run.scored[n]) is not None:
-            # It was complete before its worker heard that its group is not wanted.
-            with self._changed:
+        if (scored := run.scored[n]) is None:
+            return
+        with self._changed:
+            self.answer_tokens.arrived(scored, not run.given_up)
+            if run.given_up:
+                # It was complete before its worker heard that its group is not wanted.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
         with self._changed:
             rollout = self._timeline.rollout
             rollout.set(scoring=rollout.scoring + change)
+            self._account()
 
     def _drop_overdue(self) -> None:
         if self._settings.on_overdue is OnOverdue.DROP:
@@ -528,6 +570,16 @@ class RolloutScheduler:
         self._wake.set()
         return version
 
+    async def _end_trajectories(self, timeout_s: float) -> TokenFlow | None:
+        """What all workers say of their tokens; None if one cannot, or has died before."""
+        self._closing = True
+        with self._changed:
+            self.manager.drain()
+        flow = await self._pool.close_books(timeout_s)
+        if self._ends:
+            await asyncio.wait(list(self._ends.values()), timeout=LAST_WORDS_S)
+        return flow
+
     async def _stop(self) -> None:
         with self._changed:
             self.manager.drain()
@@ -538,6 +590,23 @@ class RolloutScheduler:
 
     def _account(self) -> None:
         self._timeline.rollout.set(running=self.manager.running)
+        self.lane.turn_to(self._why())
+
+    def _why(self) -> Why:
+        """Why nothing begins to generate."""
+        if self.manager.running:
+            return Why.GENERATING
+        if self._timeline.rollout.waits_for_rewards:
+            return Why.REWARD
+        if not self.manager.is_open:
+            return Why.TURN if self._settings.turns else Why.DRAIN
+        if self.ledger.all_issued or not self._prompts.left:
+            return Why.END
+        return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
+
+    def _tell_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
         """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""

@@ -42,15 +42,16 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.events import Work
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import align
+from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rewards.dispatch import least_busy_worker
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 from recipe.async_engine.rollout.soundness import (
@@ -104,6 +105,8 @@ class TrajectoryScored:
         recovered_tokens: of answers whose server died, which went on elsewhere from them.
         restored_tokens: of answers that a checkpoint held.
         filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
+        sampled_tokens: of the response, those that a policy sampled.
+        received_tokens: of all answers of servers in this process, whatever the agent loop made of them.
     """
 
     score: float | None
@@ -117,15 +120,18 @@ class TrajectoryScored:
     recovered_tokens: int = 0
     restored_tokens: int = 0
     filter_metric: float | None = None
+    sampled_tokens: int = 0
+    received_tokens: int = 0
 
 
 @dataclass
 class _Running:
-    """A trajectory under way: its task, its last sampled token, and the word that it is to end."""
+    """A trajectory under way: its task, its last sampled token, the word that it is to end, and that it has."""
 
     task: asyncio.Task[Any]
     sampled: asyncio.Future[None]
     told: asyncio.Future[None]
+    over: asyncio.Event
 
     async def cancel(self, key: str) -> None:
         """End it; what does not end is left behind."""
@@ -227,13 +233,15 @@ class TrajectoryWorker(AgentLoopWorker):
         scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
         answers = self._answers.begin(key, record)
         context = copy_context()
-        recorder = context.run(start_recording, scorer, answers, None if turn is None else self._turns.begin(key, turn))
+        ticket = None if turn is None else self._turns.begin(key, turn)
+        purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
+        recorder = context.run(start_recording, scorer, answers, ticket, purpose)
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
         work = self._run_agent_loop(self._sampling_params(), trajectory, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
-        running = self._running[key] = _Running(task, recorder.sampled, told)
+        running = self._running[key] = _Running(task, recorder.sampled, told, asyncio.Event())
         complete = False
         try:
             await self._until_sampled(running, key)
@@ -253,6 +261,7 @@ class TrajectoryWorker(AgentLoopWorker):
             self._running.pop(key, None)
             self._turns.end(key)
             self._answers.end(key, complete)
+            running.over.set()
 
     async def _until_sampled(self, running: _Running, key: str) -> None:
         """Wait for the trajectory's last token, or its end.
@@ -303,6 +312,15 @@ class TrajectoryWorker(AgentLoopWorker):
         """What each unfinished trajectory has been answered, requests under way included, and the account of now."""
         await self.llm_client.fetch(self._answers.flights(), timeout_s)
         return self._answers.export(), self._answers.account()
+
+    async def close_books(self) -> TokenFlow:
+        """The run is over: end every trajectory, as one that was unfinished, and tell what became of their tokens."""
+        self._answers.close()
+        under_way = [asyncio.create_task(running.over.wait()) for running in self._running.values()]
+        await self.cancel(list(self._running))
+        if under_way:
+            await asyncio.wait(under_way, timeout=LAST_MOMENT_S)
+        return self._answers.flow()
 
     async def end_turn(self, turn: int) -> TokenAccount:
         """Hold every trajectory at its next request from now on; returns the account of this moment."""
@@ -454,6 +472,8 @@ class TrajectoryWorker(AgentLoopWorker):
             recovered_tokens=recorder.recovered_tokens,
             restored_tokens=recorder.answers.restored_tokens,
             filter_metric=self._metric_of(output),
+            sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
+            received_tokens=recorder.answers.received_tokens,
         )
 
 
@@ -474,6 +494,11 @@ def spread_reports(batch: DataProto, names: Iterable[str]) -> None:
         batch.non_tensor_batch[name] = np.array(values) if are_numbers else np.fromiter(values, dtype=object)
     if "rm_scores" in batch.batch:
         batch.meta_info["reward_extra_keys"] = columns
+
+
+def is_first_attempt(key: str) -> bool:
+    """Whether this call's key, of group, number in it and attempt, is of a trajectory's first attempt."""
+    return key.endswith("-0")
 
 
 def filter_metric(config: Any) -> str | None:

@@ -24,7 +24,7 @@ from ray.exceptions import RayTaskError
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, WorkerSet
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TrajectoryRecord
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
 from recipe.async_engine.rollout.trajectory_worker import (
@@ -149,6 +149,7 @@ class WorkerPool(WorkerSet):
         answer_s: float = ANSWER_S,
     ) -> None:
         super().__init__("agent-loop", actors, answer_s, startup_s)
+        self._size = len(actors)
         self.under_way: dict[str, TrajectoryCall] = {}
         self.users: Counter[int] = Counter()
         self._samples: dict[int, Any] = {}
@@ -259,6 +260,16 @@ class WorkerPool(WorkerSet):
             self._note(worker_id, account)
         over = {key for key, worker_id in submitted.items() if worker_id in told and key not in records}
         return Exported(records, over, self._account())
+
+    async def close_books(self, timeout_s: float) -> TokenFlow | None:
+        """Have every worker end its trajectories; what all of them say of their tokens.
+
+        None if one does not answer or has died, since it is not known what it had.
+        """
+        told = await self._ask("close_books", timeout_s)
+        if self.lives or len(told) < self._size:
+            return None
+        return sum(told.values(), TokenFlow())
 
     async def close(self, keys: Iterable[str]) -> None:
         """End the named calls, and wait for no worker any more."""

@@ -61,6 +61,7 @@ class RunRecord:
             "weight_sync_seconds": 0.0,
             "first_step_seconds": None,
             "metrics_lost": 0,
+            "account": None,
             "error": None,
         }
 

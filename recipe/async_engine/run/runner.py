@@ -86,6 +86,8 @@ class TaskRunner:
                 "message": str(failure),
                 "traceback": "".join(traceback.format_exception(failure)),
             }
+        if trainer is not None:
+            trainer.end_recording(failed=error is not None)
         ended = Ended({} if trainer is None else trainer.account(), error)
         watch.stop()
         yield ended

@@ -52,6 +52,7 @@ from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.publication import Publication
+from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.save_stage import SaveStage, new_saving
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
@@ -61,7 +62,7 @@ from recipe.async_engine.weights.publisher import ATTEMPTS
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -97,6 +98,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
+        self._begin_recording()
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = self._new_ledger()
         self.scheduler: RolloutScheduler | None = None
@@ -167,7 +169,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
-        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore)
+        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self._tell)
 
     # The loop
 
@@ -186,6 +188,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
         with watch.within("checkpoint", self.timeouts.checkpoint, "reading the checkpoint"):
             groups = self._resume()
         self.scheduler = self._new_scheduler()
+        self._record_scheduler(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self._publish_again()
@@ -295,6 +298,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
     def _train(self, groups: list[GroupRun]) -> DataProto:
         """verl's stages, in verl's order, on one leased batch."""
         batch = self._assemble(groups)
+        self._record_ages(batch)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         # From here on they are a column.
         del batch.non_tensor_batch[VERSION_RUNS]
@@ -402,14 +406,18 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
     def _bring(self, version: int) -> dict[str, float]:
         """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
         self.timeline.note(f"version {version} is sealed")
-        staged = self.fleet.stage(version)
+        with self._during("stage", version):
+            staged = self.fleet.stage(version)
         if self._drains:
             fill = self.plan.settings.async_training.whole_batches
-            self.running.pause_until_drained(self.timeouts.drain, fill=fill)
-        self.fleet.swap(staged)
+            with self._during("drain", version):
+                self.running.pause_until_drained(self.timeouts.drain, fill=fill)
+        with self._during("swap", version):
+            self.fleet.swap(staged)
         # No replica generates: what starts from here on is the new version's.
         self.running.version_announced()
-        metrics = self.fleet.resume(staged)
+        with self._during("resume", version):
+            metrics = self.fleet.resume(staged)
         if self._drains:
             self.running.open_turn()
         self.timeline.note(f"version {version} is announced")
@@ -496,6 +504,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage):
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
+            "account": None if self.recording is None else self.recording.summary(),
         }
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -8,6 +8,7 @@ copied once, into its row; its versions are runs until they are a column.
 Shown by tests/integration/test_batch.py and tests/e2e/test_fully_async.py.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,3 +125,13 @@ def mask_off_policy(batch: DataProto, version: int, limit: int) -> dict[str, flo
         "fully_async/off_policy/masked_tokens": masked,
         "fully_async/off_policy/masked_ratio": masked / total if total else 0.0,
     }
+
+
+def token_ages(batch: DataProto, version: int) -> dict[int, int]:
+    """Number of sampled tokens in the batch by their age in versions, trained at ``version``."""
+    ages: Counter[int] = Counter()
+    for runs in batch.non_tensor_batch[VERSION_RUNS]:
+        for sampled_by, count in runs:
+            if sampled_by != NOT_SAMPLED:
+                ages[version - sampled_by] += count
+    return dict(ages)

@@ -12,7 +12,7 @@ Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +123,8 @@ class Startup(StagedTrainer):
 
     actor_role = "actor"
     """What a training worker does, in verl's words."""
+    references: Sequence[ModelEngineReplica] = ()
+    """Servers of the reference policy."""
     publisher_class: type[WeightPublisher] = WeightPublisher
     reservations: Reservations
 
@@ -148,8 +150,8 @@ class Startup(StagedTrainer):
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
             # They get no weights.
-            references = started["the servers of the reference policy"]
-            handles = {replica.server_address: replica.server_handle for replica in references}
+            self.references = started["the servers of the reference policy"]
+            handles = {replica.server_address: replica.server_handle for replica in self.references}
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 

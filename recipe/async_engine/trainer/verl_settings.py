@@ -27,13 +27,14 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             rollout.checkpoint_engine.backend = "naive"
         # By which the agent loops' client knows whether an answer may be cut or go on under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
-        tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights)
+        places = plan.engine_places // plan.rollout_replicas
+        tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)
         _log_probs(config, plan.proximal)
 
 
-def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None) -> None:
-    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, and how
-    weights come.
+def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
+    """Write what this package's rollout servers and weight workers read: that there is a trainer, deadlines, how
+    weights come, and how many answers an engine generates at once.
     """
     weights = weights or Weights()
     custom = OmegaConf.to_container(rollout.custom) if rollout.get("custom") else {}
@@ -44,6 +45,7 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
         "weight_sync_timeout_s": timeouts.weight_sync,
         "staging": weights.staging,
         "encoding": weights.encoding,
+        "places": places,
     }
     rollout.custom = custom
 

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of a run did, from when to when: the rows of its record of events, and the states that they record.
+
+Contract: a part that does one thing at a time (:class:`Lane`) leaves events that follow each other without a gap. An
+engine that works on several requests at once (:class:`EngineActivity`) leaves, for each stretch of time, one event for
+each class of work with its share of the engine's places; the shares add up to 1. The clock is passed in: seconds, never
+backwards. Lanes, and what happens on them: docs/run-record.md. Shown by tests/core/test_events.py.
+
+Plain state; a lane may be told and asked on different threads.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from threading import Lock
+from typing import NamedTuple
+
+Clock = Callable[[], float]
+
+TRAINER, SCHEDULER, RUN = "trainer", "scheduler", "run"
+ROLLOUT, LOG_PROBS = "rollout", "log-probs"
+TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "tokens"
+
+
+class Event(NamedTuple):
+    """A row of the record; docs/run-record.md has the meaning of each field by lane."""
+
+    lane: str
+    what: str
+    start: float
+    end: float
+    share: float = 1.0
+    version: int | None = None
+    group: int | None = None
+    trajectory: int | None = None
+    tokens: int | None = None
+    text: str | None = None
+
+
+Tell = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Where no record is written."""
+
+
+class Class(StrEnum):
+    """What an accelerator's second was, for `recipe.async_engine.core.account`."""
+
+    TRAINING = "training"
+    LOG_PROBS = "log_probs"
+    DECODING = "decoding"
+    PREFILL = "prefill"
+    VALIDATING = "validating"
+    RE_PREFILL = "re_prefill"
+    RETRY = "retry"
+    LOST = "lost_with_replica"
+    WAIT_BATCH = "wait_batch"
+    WAIT_REWARD = "wait_reward"
+    WAIT_DRIVER = "wait_driver"
+    WAIT_WEIGHTS = "wait_weights"
+    WAIT_GATE = "wait_gate"
+    WAIT_PROMPTS = "wait_prompts"
+    WAIT_AGENTS = "wait_agents"
+    WAIT_REQUESTS = "wait_requests"
+    WAIT_VALIDATION = "wait_validation"
+    WAIT_CHECKPOINT = "wait_checkpoint"
+    WAIT_OTHER_SIDE = "wait_other_side"
+    WAIT_END = "wait_end"
+    IDLE_PLACES = "idle_places"
+    START_UP = "start_up"
+    DOWN = "down"
+    NOT_KNOWN = "not_known"
+
+
+EMPTY = "empty"
+"""An engine without a request; why, the scheduler knows."""
+
+
+class Why(StrEnum):
+    """Why the scheduler gives an engine nothing: what happens on its lane."""
+
+    GENERATING = "generating"
+    DRAIN = "drain"
+    TURN = "turn"
+    GATE = "gate"
+    REWARD = "reward"
+    PROMPTS = "prompts"
+    END = "end"
+
+
+class Work(StrEnum):
+    """What a request to an engine is for.
+
+    NEW: its tokens have not been computed before. AGAIN: a part of it was answered, and is computed again. RETRY: an
+    attempt before it failed. VALIDATION: it is not trained. OTHER: of somebody else.
+    """
+
+    NEW = "new"
+    AGAIN = "again"
+    RETRY = "retry"
+    VALIDATION = "validation"
+    OTHER = "other"
+
+
+BEFORE_ITS_FIRST_TOKEN = {
+    Work.NEW: Class.PREFILL,
+    Work.AGAIN: Class.RE_PREFILL,
+    Work.RETRY: Class.RETRY,
+    Work.VALIDATION: Class.VALIDATING,
+    Work.OTHER: Class.PREFILL,
+}
+FROM_THEN_ON = {
+    Work.NEW: Class.DECODING,
+    Work.AGAIN: Class.DECODING,
+    Work.RETRY: Class.RETRY,
+    Work.VALIDATION: Class.VALIDATING,
+    Work.OTHER: Class.DECODING,
+}
+TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
+
+
+class Span(NamedTuple):
+    """An event of a process that does not know its lane's name; times by its own clock."""
+
+    what: str
+    start: float
+    end: float
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process did since it was last asked, and its clock when it answered.
+
+    life: differs between a process and the one in its place. tokens: counts of its life so far, by name.
+    """
+
+    now: float
+    life: str
+    spans: list[Span]
+    tokens: dict[str, int] = field(default_factory=dict)
+
+
+class Lane:
+    """A part that does one thing at a time, ``what`` from its construction on; it keeps nothing until it is asked.
+
+    Callable from any thread.
+    """
+
+    def __init__(self, clock: Clock, what: str) -> None:
+        self._clock, self._what, self._since = clock, what, clock()
+        self._spans: list[Span] | None = None
+        self._lock = Lock()
+
+    def turn_to(self, what: str) -> None:
+        """Do this from now on."""
+        if what != self._what:
+            with self._lock:
+                self._cut()
+                self._what = what
+
+    def take(self) -> list[Span]:
+        """The spans from the last time that this was asked up to now; none the first time."""
+        with self._lock:
+            self._cut()
+            spans, self._spans = self._spans or [], []
+        return spans
+
+    def _cut(self) -> None:
+        now = self._clock()
+        if self._spans is not None and now > self._since:
+            self._spans.append(Span(self._what, self._since, now))
+        self._since = now
+
+
+@dataclass
+class _Request:
+    work: Work
+    tokens: int = 0
+    answers: bool = False
+
+    @property
+    def kind(self) -> Class:
+        return (FROM_THEN_ON if self.answers else BEFORE_ITS_FIRST_TOKEN)[self.work]
+
+
+class EngineActivity:
+    """A rollout engine: what its places were used for while it served, and why it did not.
+
+    It keeps counts from the beginning, and no spans until it is asked for the first time.
+
+    Args:
+        places: requests that it generates at once.
+
+    Attributes:
+        sampled: tokens of requests that are trained, so far.
+        answered: of them, those that their request was answered with.
+    """
+
+    def __init__(self, clock: Clock, places: int) -> None:
+        self._clock, self._places, self._since = clock, max(1, places), clock()
+        self._begun = self._since
+        self._closed: Class | None = Class.START_UP
+        self._told: dict[str, Work] = {}
+        self._requests: dict[str, _Request] = {}
+        self._kinds: Counter[Class] = Counter()
+        self._used: dict[str, float] = {}
+        self._spans: list[Span] | None = None
+        self.sampled = self.answered = 0
+
+    def close(self, why: Class) -> None:
+        """It serves nothing from now on."""
+        if self._closed is not why:
+            self._cut()
+            self._closed = why
+
+    def open(self) -> None:
+        """It serves from now on."""
+        if self._closed is not None:
+            self._cut()
+            self._closed = None
+
+    def expect(self, name: str, work: Work) -> None:
+        """What a request that may come is for; of those that nobody told of, it is `Work.OTHER`."""
+        self._told[name] = work
+
+    def answer(self, name: str, tokens: int) -> None:
+        """The request was answered with so many tokens."""
+        if self._told.get(name, Work.OTHER) in TRAINED_WORK:
+            self.answered += tokens
+
+    @property
+    def under_way(self) -> int:
+        """Of `sampled`, the tokens of requests that are at the engine."""
+        return sum(request.tokens for request in self._requests.values() if request.work in TRAINED_WORK)
+
+    def forget(self, name: str) -> None:
+        """The request is over, whether it reached the engine or not."""
+        self._told.pop(name, None)
+
+    def enter(self, name: str) -> None:
+        """The request is at the engine."""
+        if self._requests:
+            self._advance()
+        else:
+            self._cut()
+        request = self._requests[name] = _Request(self._told.get(name, Work.OTHER))
+        self._kinds[request.kind] += 1
+
+    def output(self, name: str, tokens: int) -> None:
+        """The engine has sampled so many tokens for it in all."""
+        request = self._requests[name]
+        if request.work in TRAINED_WORK:
+            self.sampled += tokens - request.tokens
+        request.tokens = tokens
+        if not request.answers:
+            self._turn(request, answers=True)
+
+    def recompute(self, names: Iterable[str]) -> None:
+        """The engine computes what it has of these again before their next token."""
+        for request in (self._requests[name] for name in names if name in self._requests):
+            if request.work is Work.NEW:
+                self._turn(request, answers=request.answers, work=Work.AGAIN)
+            self._turn(request, answers=False)
+
+    def leave(self, name: str) -> None:
+        """The request is at the engine no more."""
+        if len(self._requests) > 1:
+            self._advance()
+        else:
+            self._cut()
+        self._kinds[self._requests.pop(name).kind] -= 1
+
+    def take(self) -> list[Span]:
+        """The spans from the last time that this was asked up to now; none the first time."""
+        self._cut()
+        spans, self._spans = self._spans or [], []
+        return spans
+
+    def _turn(self, request: _Request, answers: bool, work: Work | None = None) -> None:
+        self._advance()
+        self._kinds[request.kind] -= 1
+        request.answers, request.work = answers, work or request.work
+        self._kinds[request.kind] += 1
+
+    def _advance(self) -> None:
+        """Account for the time up to now, in which nothing changed."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        if seconds <= 0:
+            return
+        if self._closed is not None:
+            self._use(self._closed, seconds)
+        elif not self._requests:
+            self._use(EMPTY, seconds)
+        else:
+            requests = len(self._requests)
+            places = max(requests, self._places)
+            for kind, count in self._kinds.items():
+                if count:
+                    self._use(kind, seconds * count / places)
+            if requests < places:
+                self._use(Class.IDLE_PLACES, seconds * (places - requests) / places)
+
+    def _use(self, what: str, seconds: float) -> None:
+        self._used[what] = self._used.get(what, 0.0) + seconds
+
+    def _cut(self) -> None:
+        """End the stretch of time under way."""
+        self._advance()
+        length = self._since - self._begun
+        if self._spans is not None and length > 0:
+            self._spans += [Span(what, self._begun, self._since, used / length) for what, used in self._used.items()]
+        self._begun = self._since
+        self._used = {}

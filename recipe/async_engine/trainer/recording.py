@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run's events, as it is written, and the account that is made of it when the run ends.
+
+Contract: whoever does something in the trainer's process tells :meth:`Recording.tell`, on any thread. Rollout and
+log-prob servers keep what they did until a thread here asks for it, every second at first and less often in a long run;
+their clocks are followed by these questions (`recipe.async_engine.core.one_clock`). Of a device that died, what it did
+after it was last asked is `lost_with_replica`, and the time from there to the end, or to the one in its place, `down`.
+From the 10,000th group on, the rows of trajectories and groups are kept of one group in two, in four and so on. Nothing
+here ends a run: what cannot be asked or written is not known to the account, which says so.
+
+Shown by tests/integration/test_recording.py and tests/e2e/accounts.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from recipe.async_engine.core.account import BEGINS, ENDS, Account, Devices, TokenBooks, close
+from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.core.events import GROUPS, RUN, TRAJECTORIES, Activity, Class, Event, Lane
+from recipe.async_engine.core.one_clock import Exchange, OtherClock
+from recipe.async_engine.storage.event_file import EventFile, events_of, read
+
+logger = logging.getLogger(__name__)
+
+ASK_S, LONGEST_ASK_S = 1.0, 30.0
+# One question for each 2,000th part of the run so far.
+ASKED_IN_ALL = 2_000
+ANSWER_S = 2.0
+WRITE_S, MANY = 5.0, 5_000
+GROUPS_IN_FULL = 10_000
+
+LOST, JOINED = "lost", "joined"
+"""On the run's lane, `text` says what: a device died, or came in a lost one's place."""
+
+
+def is_kept(group: int) -> bool:
+    """Whether the rows of this group are: each of the first 10,000, one in two of the next, and so on."""
+    return group % (1 << (group // GROUPS_IN_FULL).bit_length()) == 0
+
+
+@dataclass
+class _Device:
+    """A process that is asked; times are of the run's clock."""
+
+    name: str
+    handle: Any
+    known_until: float
+    clock: OtherClock | None = None
+    life: str = ""
+    asked: tuple[float, Any] | None = None
+    down: bool = False
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(" ")[0]
+
+
+class Recording:
+    """See the module's contract.
+
+    Args:
+        folder: of the run.
+        devices: what the account is of.
+        header: what else the record says of the run.
+        parts: whom to ask, actor handles by the names of their lanes; called again and again.
+
+    Attributes:
+        deaths: devices that died.
+        cpu_s: CPU seconds of its own thread.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        devices: Devices,
+        header: Mapping[str, Any],
+        parts: Callable[[], Mapping[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._devices, self._parts, self._clock = devices, parts, clock
+        self._began = clock()
+        about = {"accelerators": dict(devices.accelerators), "shared": devices.shared, "began": time.time()}
+        self._file = EventFile(folder, {**header, **about})
+        self._lanes: dict[str, Lane] = {}
+        self._told: deque[Event] = deque()
+        self._lock = threading.Lock()
+        self._known: dict[str, _Device] = {}
+        self._gone: list[_Device] = []
+        self._last_write = 0.0
+        self.deaths = 0
+        self.cpu_s = 0.0
+        self.account: Account | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._record, name="record of events", daemon=True)
+        self._thread.start()
+
+    def tell(self, event: Event) -> None:
+        """Something was done; times by the clock of this process."""
+        if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
+            return
+        self._tell(event._replace(start=event.start - self._began, end=event.end - self._began))
+
+    def follow(self, name: str, lane: Lane) -> None:
+        """What this lane of this process does from now on is recorded under this name."""
+        lane.take()
+        self._lanes[name] = lane
+
+    def ask(self) -> None:
+        """Ask everyone now: what one does before it is asked for the first time is not recorded."""
+        with self._lock:
+            self._ask_all()
+
+    def summary(self) -> dict[str, Any] | None:
+        """The account in the keys of ``summary.json``; None before there is one."""
+        if self.account is None:
+            return None
+        return {**self.account.summary(), "events_lost": self._file.lost, "cpu_seconds": self.cpu_s}
+
+    def close(self, until: float, tokens: TokenBooks | None) -> Account:
+        """Ask once more, write what there is, and make the account up to ``until``, by this process's clock."""
+        self._over.set()
+        self._thread.join(2 * ANSWER_S)
+        with self._lock:
+            self._ask_all()
+            self._write()
+            self._file.close()
+            _, table = read(self._file.path)
+        if self._file.lost:
+            logger.error("%d events are not in the record: it could not be written", self._file.lost)
+        lanes = table.column("lane").to_pylist()
+        rows = [n for n, lane in enumerate(lanes) if lane not in (TRAJECTORIES, GROUPS)]
+        self.account = close(events_of(table.take(rows)), self._devices, until - self._began, tokens)
+        return self.account
+
+    def engine_tokens(self) -> dict[str, int] | None:
+        """Sums over the counts of all engines, which are asked now; None if one has died or does not answer."""
+        with self._lock:
+            self._ask_all()
+            if self.deaths or any(device.asked is not None for device in self._known.values()):
+                return None
+            sums: dict[str, int] = {}
+            for device in self._known.values():
+                for name, count in device.tokens.items():
+                    sums[name] = sums.get(name, 0) + count
+        return sums
+
+    # The thread's work.
+
+    def _record(self) -> None:
+        while not self._over.wait(min(LONGEST_ASK_S, max(ASK_S, self._now / ASKED_IN_ALL))):
+            try:
+                with self._lock:
+                    self._ask_all()
+                    if self._now - self._last_write > WRITE_S or len(self._told) > MANY:
+                        self._write()
+            except Exception:  # a run does not end for its record
+                logger.exception("the record of events misses something")
+            self.cpu_s = time.thread_time()
+
+    @property
+    def _now(self) -> float:
+        return self._clock() - self._began
+
+    def _tell(self, event: Event) -> None:
+        self._told.append(event)
+
+    def _write(self) -> None:
+        self._last_write = self._now
+        for device in (*self._known.values(), *self._gone):
+            if device.down:
+                self._fill(device, Class.DOWN, self._now)
+        self._file.write([self._told.popleft() for _ in range(len(self._told))])
+
+    def _ask_all(self) -> None:
+        for name, lane in self._lanes.items():
+            for span in lane.take():
+                self._tell(Event(name, span.what, span.start - self._began, span.end - self._began))
+        parts = dict(self._parts())
+        for name, device in list(self._known.items()):
+            if name not in parts:
+                self._gone.append(self._known.pop(name))
+                self._dies(device)
+            elif parts[name] is not device.handle:
+                device.handle, device.asked = parts[name], None
+        for name, handle in parts.items():
+            if name not in self._known:
+                self._known[name] = _Device(name, handle, 0.0)
+        asked = {}
+        for device in self._known.values():
+            if device.asked is None:
+                device.asked = self._clock(), device.handle.activity.remote()
+            asked[device.asked[1]] = device
+        deadline = self._clock() + ANSWER_S
+        waiting = list(asked)
+        while waiting and (left := deadline - self._clock()) > 0:
+            answered, waiting = ray.wait(waiting, timeout=left)
+            for reference in answered:
+                self._take(asked[reference], reference)
+
+    def _take(self, device: _Device, reference: Any) -> None:
+        came = self._clock()
+        assert device.asked is not None
+        asked, device.asked = device.asked[0], None
+        try:
+            answer: Activity = ray.get(reference, timeout=0)
+        except RayActorError:
+            self._dies(device)
+            return
+        except RayError as error:
+            if isinstance(getattr(error, "cause", None), EngineDied):
+                self._dies(device)
+                return
+            logger.warning("%s does not say what it does: %s", device.name, error)
+            return
+        exchange = Exchange(asked, answer.now, came)
+        if device.clock is None or answer.life != device.life:
+            device.clock = OtherClock(exchange)
+            self._begins(device, answer)
+        else:
+            device.clock.note(exchange)
+        known = until = device.known_until
+        for span in answer.spans:
+            start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
+            # Nothing is told twice of a time; what a lost one left is told already.
+            if end > known:
+                self._tell(Event(device.name, span.what, max(start, known), end, span.share))
+                until = max(until, end)
+        device.known_until = until
+        device.tokens = answer.tokens
+
+    def _begins(self, device: _Device, answer: Activity) -> None:
+        """The first answer of a process."""
+        assert device.clock is not None
+        first = answer.spans[0].start if answer.spans else answer.now
+        start = max(0.0, device.clock.here(first) - self._began)
+        if device.life:
+            # The same place: it is the lost one's account that goes on.
+            if not device.down:
+                self._dies(device)
+            self._fill(device, Class.DOWN, start)
+            self._note(JOINED, device.name, start)
+        elif (lost := next((other for other in self._gone if other.kind == device.kind), None)) is not None:
+            self._gone.remove(lost)
+            start = max(start, lost.known_until)
+            self._fill(lost, Class.DOWN, start)
+            self._note(ENDS, lost.name, start)
+            self._note(BEGINS, device.name, start)
+            self._note(JOINED, device.name, start)
+        device.life, device.down = answer.life, False
+
+    def _dies(self, device: _Device) -> None:
+        if device.down:
+            return
+        device.down = True
+        self.deaths += 1
+        self._note(LOST, device.name, self._now)
+        if device.life:
+            self._fill(device, Class.LOST, self._now)
+
+    def _fill(self, device: _Device, what: Class, until: float) -> None:
+        """From where its events end up to then it was this."""
+        if until > device.known_until:
+            self._tell(Event(device.name, what, device.known_until, until))
+            device.known_until = until
+
+    def _note(self, what: str, device: str, at: float) -> None:
+        self._tell(Event(RUN, what, at, at, text=device))

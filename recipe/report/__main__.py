@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m recipe.report RUN`` writes ``RUN/report.html``; see docs/report.md."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from recipe.async_engine.storage.event_file import OtherFormat
+from recipe.report.page import write
+from recipe.report.run import NoRecord, load
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 2 if there is nothing to report on."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.report", description="Writes the report of a run.")
+    parser.add_argument("run", type=Path, help="the run's folder (trainer.default_local_dir)")
+    parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html if it is not given")
+    options = parser.parse_args(arguments)
+    output = options.output or options.run / "report.html"
+    try:
+        write(load(options.run), output)
+    except (NoRecord, OtherFormat) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's page: one HTML file with everything in it, which asks no network for anything.
+
+Shown by tests/integration/test_report.py.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from bokeh.embed import components
+from bokeh.resources import Resources
+
+from recipe.async_engine.core.account import KINDS, Kind
+from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, RUN, TRAINER, Class
+from recipe.report import charts
+from recipe.report.advice import Advice, advise, sides, useful_share
+from recipe.report.run import Run
+
+REWARDS = ("critic/rewards/mean", "critic/score/mean")
+RATIOS = ("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_mean", "rollout_corr/kl")
+STALENESS = ("fully_async/staleness/token_mean", "fully_async/staleness/oldest_token_max")
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 1200px;
+  padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; } .advice li { margin-bottom: .8rem; }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 1rem; }
+code { background: #f0f0f0; padding: .1rem .3rem; } .swatch { display: inline-block; width: .9em; height: .9em; }
+a:focus-visible { outline: 3px solid #1a1a1a; }
+"""
+
+
+def write(run: Run, path: Path) -> None:
+    """Write the report of ``run`` to ``path``."""
+    sections = _sections(run)
+    plots = [plot for _, of_section in sections for plot in of_section]
+    script, places = components(plots)
+    of_plot = iter(places)
+    body = "".join(
+        f"<section><h2>{escape(title)}</h2>"
+        f'<div class="{"columns" if len(of_section) > 2 else "wide"}">'
+        + "".join(f"<div>{next(of_plot)}</div>" for _ in of_section)
+        + "</div></section>"
+        for title, of_section in sections
+    )
+    name = escape(run.folder.resolve().name)
+    path.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Report of {name}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style>{Resources(mode='inline', components=['bokeh']).render()}</head><body><main>"
+        f"<h1>Report of {name}</h1><p>{escape(what_happened(run))}</p>{_advice(run)}{_tables(run)}{body}{_news(run)}"
+        f"</main>{script}</body></html>\n"
+    )
+
+
+def what_happened(run: Run) -> str:
+    """The run in two sentences."""
+    steps = max((int(step.get("training/global_step") or 0) for step in run.metrics), default=0)
+    error = run.summary.get("error") or {}
+    how = f"failed ({error.get('name')}: {error.get('message')})" if run.state == "failed" else run.state
+    first = f"The run {how} after {steps} steps and {run.until:.1f} s"
+    by_side = sides(run.account)
+    shares = ", ".join(f"{side} {100 * useful_share(seconds):.0f}%" for side, seconds in by_side.items())
+    lost = {what: seconds for what, seconds in run.account.total.items() if _is_loss(what)}
+    if not lost:
+        return f"{first}. Useful, without the start-up: {shares}."
+    worst = max(lost, key=lambda what: lost[what])
+    total = sum(run.account.total.values())
+    return (
+        f"{first}. Useful, without the start-up: {shares}; most of the rest was {charts.words(worst)}, "
+        f"{100 * lost[worst] / total:.0f}% of all accelerators' time."
+    )
+
+
+def _is_loss(what: str) -> bool:
+    return KINDS[Class(what)] not in (Kind.USEFUL, Kind.START_UP)
+
+
+def _sections(run: Run) -> list[tuple[str, list[Any]]]:
+    time_charts = [charts.over_time(run, side) for side in (TRAINER, ROLLOUT, LOG_PROBS)]
+    life = charts.lives(run)
+    validated = sorted({key for step in run.metrics for key in step if key.startswith("val-core/") and "/mean@" in key})
+    sections = [
+        ("Where each device's time went", [charts.by_device(run)]),
+        ("Over time", [plot for plot in time_charts if plot is not None]),
+        ("Lanes", [charts.lanes(run)]),
+        ("Trajectories by version", [life] if life is not None else []),
+        ("Lengths, staleness and waits", charts.histograms(run)),
+        ("Learning", charts.curves(run, [*REWARDS, *validated], "Reward and validation")),
+        ("Staleness", charts.curves(run, STALENESS, "Staleness in versions")[:1]),
+        ("Ratios to the sampling policy", charts.curves(run, RATIOS, "Ratios and effective sample size")[:1]),
+    ]
+    return [(title, plots) for title, plots in sections if plots]
+
+
+def _advice(run: Run) -> str:
+    found: list[Advice] = advise(run.account, run.settings)
+    if not found:
+        return "<h2>Advice</h2><p>Nothing stands out.</p>"
+    items = "".join(
+        f"<li><b>{escape(charts.words(advice.what))}</b> of the {escape(advice.side)}: {100 * advice.share:.0f}% of "
+        f"its time without the start-up, {advice.seconds:.1f} accelerator-seconds. "
+        f"{escape(advice.reason.capitalize())}."
+        f"<br>Change: <code>{escape(advice.change)}</code>; expected: at most these seconds.</li>"
+        for advice in found[:6]
+    )
+    return f'<h2>Advice, the greatest loss first</h2><ol class="advice">{items}</ol>'
+
+
+def _tables(run: Run) -> str:
+    total = sum(run.account.total.values()) or 1.0
+    rows = "".join(
+        f'<tr><td><span class="swatch" style="background:{charts.COLORS[Class(what)]}"></span> '
+        f"{escape(charts.words(what))}</td><td>{charts.kind_of(what).value.replace('_', ' ')}</td>"
+        f'<td class="number">{seconds:.1f}</td><td class="number">{100 * seconds / total:.1f}%</td></tr>'
+        for what, seconds in sorted(run.account.total.items(), key=lambda item: -item[1])
+    )
+    closes = "close" if all(device.closes for device in run.account.devices.values()) else "do not close"
+    tokens = (run.summary.get("account") or {}).get("tokens")
+    of_tokens = ""
+    if tokens:
+        cells = "".join(
+            f'<tr><td>{escape(charts.words(name))}</td><td class="number">{count:,}</td></tr>'
+            for name, count in tokens.items()
+        )
+        of_tokens = f"<h2>Tokens</h2><table><tr><th>what</th><th>tokens</th></tr>{cells}</table>"
+    return (
+        f"<h2>The account: accelerator-seconds, which {closes}</h2><div class='wide'><table>"
+        f"<tr><th>class</th><th>kind</th><th>seconds</th><th>share</th></tr>{rows}</table></div>{of_tokens}"
+    )
+
+
+def _news(run: Run) -> str:
+    news = [event for event in run.events if event.lane == RUN and event.what in ("lost", "joined")]
+    if not news:
+        return ""
+    rows = "".join(
+        f'<tr><td class="number">{event.start:.1f} s</td><td>{escape(str(event.text))}</td><td>{event.what}</td></tr>'
+        for event in news[:200]
+    )
+    return f"<h2>Deaths and replacements</h2><table><tr><th>when</th><th>device</th><th>what</th></tr>{rows}</table>"

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's folder says of the run, for its report.
+
+Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written; the account is
+made of these. Of a run with several starts in one folder it is the newest start. Shown by tests/integration/
+test_report.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recipe.async_engine.core.account import Account, Devices, Piece, close, pieces
+from recipe.async_engine.core.events import GROUPS, TOKENS, TRAJECTORIES, Event
+from recipe.async_engine.storage.event_file import events_of, files, read
+
+FRESH_S = 60.0
+"""A run whose newest event is older than this, and that left no summary, was killed."""
+
+
+class NoRecord(ValueError):
+    """There is no record of events in the folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as far as its folder has it.
+
+    events: of every lane but trajectories, groups and tokens, which are tables. state: "ended", "failed", "goes on" or
+    "was killed". until: seconds of the run's clock that the account covers.
+    """
+
+    folder: Path
+    state: str
+    until: float
+    header: dict[str, Any]
+    devices: Devices
+    events: list[Event]
+    pieces: list[Piece]
+    account: Account
+    trajectories: pa.Table
+    groups: pa.Table
+    tokens: pa.Table
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.header.get("settings", {}))
+
+
+def load(folder: Path) -> Run:
+    """Read the newest start of the run in ``folder``; raises NoRecord if it has none."""
+    found = files(folder)
+    if not found:
+        raise NoRecord(
+            f"{folder} has no record of events: name a run's folder (trainer.default_local_dir) that was written with "
+            "async_training.events=true"
+        )
+    header, table = read(found[-1])
+    if not header or table.num_rows == 0:
+        raise NoRecord(f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones")
+    summary = _json(folder / "summary.json")
+    account = summary.get("account") or {}
+    until = account.get("duration") or pc.max(table["end"]).as_py()
+    lanes = table["lane"]
+    many = pc.is_in(lanes, pa.array([TRAJECTORIES, GROUPS, TOKENS]))
+    events = events_of(table.filter(pc.invert(many)))
+    devices = Devices(header["accelerators"], header["shared"])
+    found_pieces = list(pieces(events, devices, until))
+    return Run(
+        folder=folder,
+        state=_state(summary, time.time() - header["began"] - until),
+        until=until,
+        header=header,
+        devices=devices,
+        events=events,
+        pieces=found_pieces,
+        account=close(events, devices, until, found=found_pieces),
+        trajectories=table.filter(pc.equal(lanes, TRAJECTORIES)),
+        groups=table.filter(pc.equal(lanes, GROUPS)),
+        tokens=table.filter(pc.equal(lanes, TOKENS)),
+        summary=summary,
+        metrics=_lines(folder / "metrics.jsonl"),
+    )
+
+
+def _state(summary: dict[str, Any], silent_s: float) -> str:
+    if summary:
+        return "failed" if summary.get("error") else "ended"
+    return "goes on" if silent_s < FRESH_S else "was killed"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The steps' metrics; a line that was cut off is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

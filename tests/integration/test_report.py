@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's report is one file with everything in it, of a run that ended, was killed or goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.core.events import (
+    EMPTY,
+    GROUPS,
+    RUN,
+    SCHEDULER,
+    TOKENS,
+    TRAINER,
+    TRAJECTORIES,
+    WEIGHTS,
+    Class,
+    Event,
+    Why,
+)
+from recipe.async_engine.storage.event_file import EventFile
+from recipe.report.__main__ import main
+from recipe.report.charts import COLORS
+from recipe.report.page import what_happened
+from recipe.report.run import load
+
+STEPS, STEP_S = 6, 4
+CHARTS = 14
+
+
+def run_of(folder: Path, ago: float = 0.0, summary: dict[str, Any] | None = None) -> EventFile:
+    """A run of six steps: half of each the trainer waits, and half of its wait the engine is held by the gate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"accelerators": {"trainer": 2, "rollout": 1}, "shared": False, "began": time.time() - ago, "settings": {}}
+    file = EventFile(folder, header)
+    for step in range(STEPS):
+        at = step * STEP_S
+        file.write(
+            [
+                Event(TRAINER, "wait", at, at + 2),
+                Event(TRAINER, "update", at + 2, at + 4),
+                Event(SCHEDULER, Why.GENERATING, at, at + 3),
+                Event(SCHEDULER, Why.GATE, at + 3, at + 4),
+                Event("rollout 0", Class.DECODING, at, at + 3, 0.75),
+                Event("rollout 0", Class.IDLE_PLACES, at, at + 3, 0.25),
+                Event("rollout 0", EMPTY, at + 3, at + 4),
+                Event(TRAJECTORIES, "generating", at, at + 2, 1.0, step, step, 0, 40 + step, "attempt 1"),
+                Event(TRAJECTORIES, "reward", at + 2, at + 3, 1.0, step, step, 0),
+                Event(GROUPS, "ready", at + 3, at + 4, 1.0, step, step),
+                Event(GROUPS, "trained", at, at + 4, 1.0, step, step, None, 40),
+                Event(TOKENS, "1", at, at, version=step, tokens=40),
+                Event(WEIGHTS, "swap", at + 3.5, at + 4, version=step + 1),
+            ]
+        )
+    file.write([Event(RUN, "lost", 5.0, 5.0, text="rollout 0")])
+    line = {"critic/rewards/mean": 0.5, "fully_async/staleness/token_mean": 1.0, "rollout_corr/kl": 0.1}
+    with open(folder / "metrics.jsonl", "w") as metrics:
+        for step in range(STEPS):
+            metrics.write(json.dumps({"training/global_step": step + 1, "wall_seconds": step * STEP_S, **line}) + "\n")
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return file
+
+
+def page(folder: Path) -> str:
+    assert main([str(folder)]) == 0
+    return (folder / "report.html").read_text()
+
+
+def test_report_of_a_run_that_ended_has_its_account_its_advice_and_every_chart(tmp_path: Path) -> None:
+    tokens = {"sampled": 240, "trained": 240, "not_known": 0}
+    run_of(tmp_path, summary={"error": None, "account": {"duration": 24.0, "tokens": tokens}}).close()
+    text = page(tmp_path)
+    assert f"The run ended after {STEPS} steps and 24.0 s. Useful, without the start-up: trainer 50%, rollout 5" in text
+    assert "most of the rest was wait batch" in text
+    assert "accelerator-seconds, which close" in text
+    assert text.index("<b>wait batch</b> of the trainer: 50%") < text.index("<b>idle places</b> of the rollout")
+    assert "240" in text and "rollout 0" in text
+    documents = re.findall(r"const docs_json = '(.*)';", text)
+    assert len(documents) == 1
+    models = json.loads(documents[0].encode().decode("unicode_escape"))
+    (document,) = models.values()
+    assert len(document["roots"]) == CHARTS == len(re.findall(r"data-root-id=", text))
+
+
+def test_every_class_has_a_color() -> None:
+    assert COLORS.keys() == set(Class)
+
+
+def test_report_asks_no_network_for_anything(tmp_path: Path) -> None:
+    run_of(tmp_path).close()
+    text = page(tmp_path)
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
+    assert text.count("<html") == 1 and 'name="viewport"' in text
+    assert len(text) < 10e6
+
+
+def test_run_that_goes_on_one_that_was_killed_and_one_that_failed_are_told_apart(tmp_path: Path) -> None:
+    goes_on, killed, failed = (tmp_path / name for name in ("goes_on", "killed", "failed"))
+    run_of(goes_on, ago=STEPS * STEP_S)
+    file = run_of(killed, ago=3600.0)
+    # In the middle of a batch.
+    content = file.path.read_bytes()
+    file.path.write_bytes(content[: len(content) * 2 // 3])
+    run_of(failed, summary={"error": {"name": "NoReplicaLeft", "message": "all <dead>"}})
+    assert what_happened(load(goes_on)).startswith(f"The run goes on after {STEPS} steps")
+    assert what_happened(load(killed)).startswith(f"The run was killed after {STEPS} steps")
+    assert load(killed).until < STEPS * STEP_S
+    assert "failed (NoReplicaLeft: all &lt;dead&gt;)" in page(failed)
+    for folder in (goes_on, killed, failed):
+        run = load(folder)
+        assert run.account.closes
+        assert page(folder)
+
+
+def test_newest_start_of_a_run_is_reported(tmp_path: Path) -> None:
+    run_of(tmp_path).close()
+    file = EventFile(tmp_path, {"accelerators": {"trainer": 1}, "shared": False, "began": time.time()})
+    file.write([Event(TRAINER, "update", 1.0, 3.0)])
+    file.close()
+    run = load(tmp_path)
+    assert run.until == 3.0
+    assert run.account.devices.keys() == {TRAINER}
+    assert page(tmp_path)
+
+
+@pytest.mark.parametrize("files", [[], ["0000.arrow"]])
+def test_folder_without_a_record_is_refused_in_words(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "events").mkdir()
+    for name in files:
+        (tmp_path / "events" / name).touch()
+    assert main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert ("no events yet" if files else "async_training.events=true") in said
+
+
+def test_report_runs_as_a_module_without_the_stack(tmp_path: Path) -> None:
+    """In an interpreter in which importing any part of it fails."""
+    run_of(tmp_path).close()
+    blocked = ("ray", "torch", "vllm", "verl", "transformers")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from recipe.report.__main__ import main; main()"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "report.html").is_file()
