@@ -26,6 +26,8 @@ PACKAGES = ("verl", "vllm", "ray")
 EXTENSION = "recipe.async_engine.weights.engine_extension:StagingExtension"
 # Made at run time, or not by what its class is: where the contract for it stands.
 STANDS_FOR = {
+    # A dictionary of them.
+    "verl.single_controller.ray:RayResourcePool.pop": "verl.single_controller.ray.base:RayResourcePool",
     "verl.single_controller.base.decorator:Dispatch.ONE_TO_ALL": (
         "verl.single_controller.base.decorator:init_predefined_dispatch_mode"
     ),
