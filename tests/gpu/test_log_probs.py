@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from engine_program import seen_by
-from log_probs import check_close
+from server_log_probs import check_close
 
-PROGRAM = str(Path(__file__).with_name("log_probs.py"))
+PROGRAM = str(Path(__file__).with_name("server_log_probs.py"))
 MEGATRON = importlib.util.find_spec("megatron") and importlib.util.find_spec("transformer_engine")
 
 

@@ -104,6 +104,7 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 
 
 def server_class() -> type:
+    from recipe.async_engine.core.events import EngineActivity
     from recipe.async_engine.recovery.control import Early
     from recipe.async_engine.replicas.server import GatedVLLMHttpServer, WeightsGate
 
@@ -112,7 +113,7 @@ def server_class() -> type:
 
         def __init__(self) -> None:
             self._gate, self._tasks, self._dropped, self._recomputed = WeightsGate(opened=False), {}, set(), {}
-            self._unwanted = Early()
+            self._unwanted, self._activity = Early(), EngineActivity(time.monotonic, LIMIT)
             self._versions = type("NoVersions", (), {"forget": lambda self, request: None})()
             self._first_weights_timeout_s, self.node_rank, self.global_steps = HELD_S, 1, None
             self._checksum, self._submission_paused, self._admitting = None, False, 0

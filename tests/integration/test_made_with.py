@@ -64,7 +64,7 @@ def test_run_resumes_with_what_its_checkpoint_was_made_with_and_refuses_the_rest
     root = tmp_path / "run"
     saved = made(Data(file))
     snapshot = {"ledger": {"live": [LIVE]}, "groups": {4: {"row": {}, "scored": [], "payloads": []}}}
-    run_state(root, saved).save(2, snapshot, lambda: None)
+    run_state(root, saved).save(2, snapshot, lambda: None)()
     same = run_state(root, made(Data(file)))
     assert same.find() == str(root / "global_step_2")
     assert same.resumed == {"step": 2, "groups_kept": 0, "changed": []}

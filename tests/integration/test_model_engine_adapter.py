@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from engine_program import seen_by
-from log_probs import check_close
+from server_log_probs import check_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipe.async_engine.model_engine.adapter import keep_frequencies
@@ -116,5 +116,5 @@ def test_what_the_model_cannot_take_is_refused_by_name_on_all_ranks(
 @pytest.mark.slow
 def test_what_is_measured_on_accelerators_is_close_here(tmp_path: Path) -> None:
     """As tests/gpu does, with a small model."""
-    program = Path(__file__).parents[1] / "gpu" / "log_probs.py"
+    program = Path(__file__).parents[1] / "gpu" / "server_log_probs.py"
     check_close(seen_by(str(program), "cpu", "fsdp2", str(tmp_path)))

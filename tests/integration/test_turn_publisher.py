@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_engines_with_different_weights_end_the_run_before_the_version_is_announ
 def test_ranks_whose_copies_may_drift_go_on_with_the_first_ones_checksum_and_are_told_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.WARNING)
     turn = Turn()
     turn.publisher.ranks_agree = False
     for version, second in enumerate(("the same", "drifted", "drifted further"), start=1):
