@@ -105,6 +105,8 @@ class RecordStage(StagedTrainer):
 
     def _record_ages(self, batch: DataProto) -> None:
         """How many tokens of the batch are how old."""
+        if self.recording is None:
+            return
         now, version = time.monotonic(), self.ledger.version
         for age, count in token_ages(batch, version).items():
             self._tell(Event(TOKENS, str(age), now, now, version=version, tokens=count))
