@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from accounts import check_account
-from main_runs import FULLY_ASYNC, FinishedRun, dying_receiver, run_main, small
+from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
 from recipe.report.__main__ import main as report
@@ -106,7 +106,7 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
     slower than training and some answers always run when a step is done.
     """
     steps = 8
-    monkeypatch.setenv("DECODE_STEP_S", "0.03")
+    decode_steps(monkeypatch, 0.03)
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         "data.max_response_length=96",
@@ -115,7 +115,7 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
         # The one that died stays lost, and each token takes a time of its own: on any machine some answers run when a
         # step is done.
         "async_training.max_replica_restarts=0",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
         "async_training.staleness_threshold=3",
         "async_training.timeouts.weight_sync=20",
         "async_training.weights.encoding=delta",
