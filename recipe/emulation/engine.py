@@ -21,6 +21,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from recipe.async_engine.weights.cpu_engine_extension import CPUStagingExtension
 from recipe.emulation.devices import Device, emulation
 
+_MARK = "_emulated"
+
 
 @functools.cache
 def device() -> Device:
@@ -53,6 +55,7 @@ def _timed(execute: Callable[..., Any]) -> Callable[..., Any]:
         with device().work("step", seconds, sequences=sequences):
             return execute(self, scheduler_output, *args, **kwargs)
 
+    setattr(execute_model, _MARK, True)
     return execute_model
 
 
@@ -64,7 +67,7 @@ class EmulatedExtension(CPUStagingExtension):
     """The extension of the CPU platform, in an engine that takes a device's time."""
 
     def __new__(cls, **kwargs: Any) -> EmulatedExtension:
-        if not hasattr(GPUModelRunner.execute_model, "__wrapped__"):
+        if not hasattr(GPUModelRunner.execute_model, _MARK):
             GPUModelRunner.execute_model = _timed(GPUModelRunner.execute_model)
             if not device().emulation.computes:
                 GPUModelRunner._model_forward = _no_forward

@@ -32,7 +32,8 @@ class EmulatedEngine(CPUFSDPEngineWithLMHead):
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         found = lengths(data)
-        with device().work("update", device().times.update_s(found), tokens=sum(found)):
+        answers = int(data["loss_mask"].sum())
+        with device().work("update", device().times.update_s(found), tokens=sum(found), answer_tokens=answers):
             return super().train_batch(data, loss_function)
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
