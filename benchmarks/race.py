@@ -14,8 +14,8 @@ nothing. All figures come from what the devices record, whoever's main runs abov
 - generation, trainer: the part of that time in which generation slots, and the trainer's devices, were at work.
 - load: processes of the machine that wanted a core, a mean of 15 minutes. With more of them than cores, the parts of a
   run that are not emulated wait for each other and for other work: compare no such cell.
-- late: by how much the real work of the emulated devices took longer than theirs; where this is not small, the cell
-  measures the machine.
+- late: by how much the real work of the emulated devices took longer than theirs; above `MOST_LATE` of it the cell
+  measures the machine, and is not counted.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ CHECKOUT = Path(__file__).parents[1]
 DOCUMENT = CHECKOUT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- made by benchmarks/race.py -->\n", "<!-- end of what benchmarks/race.py made -->\n"
 LAST = 2
+# Past this part of the devices' time the real work was what took the time, not they.
+MOST_LATE = 0.1
 STALENESS = ("fully_async/staleness/oldest_token_max", "training/off_policy/trajectory_staleness_worst/max")
 
 
@@ -142,30 +144,33 @@ def _end(line: dict[str, Any]) -> float:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """One row a cell; a cell without a run says so."""
+    """One row a cell; below them the cells without a run that counts."""
     rows = [
-        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots; "
-        "tokens a device and second are medians, with lowest and highest where there are repeats.",
+        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots; tokens a",
+        "device and second are medians, with lowest and highest where there are repeats.",
         "",
         "| task | setting | side | tokens a device-second | slots at work | trainer at work | oldest token, versions "
         "| late | load | runs |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    missing = []
     for task in TASKS:
         for setting in SETTINGS:
-            for name, side in SIDES.items():
-                if setting not in side.settings:
-                    continue
+            without = []
+            for name in (side for side in SIDES if setting in SIDES[side].settings):
                 found = [
                     line for line in lines if (line["task"], line["setting"], line["side"]) == (task, setting, name)
                 ]
-                rows.append(f"| `{task}` | {setting} | {name} | {_figures(found)} |")
-    return "\n".join(rows) + "\n"
+                if counted := [line for line in found if line["late"] <= MOST_LATE]:
+                    rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted)} |")
+                else:
+                    without.append(f"{name} (not counted: the machine was busy)" if found else name)
+            if without:
+                missing.append(f"- `{task}`, {setting}: {', '.join(without)}")
+    return "\n".join([*rows, "", "Not run:", "", *missing]) + "\n"
 
 
 def _figures(found: list[dict[str, Any]]) -> str:
-    if not found:
-        return "not run | | | | | | 0"
     tokens = [line["tokens_per_device_s"] for line in found]
     spread = f" ({min(tokens):.0f} to {max(tokens):.0f})" if len(found) > 1 else ""
     shares = [f"{100 * statistics.median(line[key] for line in found):.0f}%" for key in ("generation", "trainer")]

@@ -54,8 +54,7 @@ SETTINGS: Mapping[str, tuple[float, int, int | None]] = {
     "threshold 1": (1, 1, None),
     "threshold 1, bound 1": (1, 1, 1),
     "threshold 1, bound 2": (1, 1, 2),
-    "threshold 1, bound 3": (1, 1, 3),
-    "threshold 1, bound 4": (1, 1, 4),
+    "threshold 1, bound 8": (1, 1, 8),
 }
 
 
