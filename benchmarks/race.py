@@ -146,8 +146,8 @@ def _end(line: dict[str, Any]) -> float:
 def table(lines: list[dict[str, Any]]) -> str:
     """One row a cell; below them the cells without a run that counts."""
     rows = [
-        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots; tokens a",
-        "device and second are medians, with lowest and highest where there are repeats.",
+        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots;",
+        "tokens a device and second are medians, with lowest and highest where there are repeats.",
         "",
         "| task | setting | side | tokens a device-second | slots at work | trainer at work | oldest token, versions "
         "| late | load | runs |",
