@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
 from recipe.async_engine.task import TaskSettings, ensure_task
+from recipe.emulation.devices import Emulation
 
 WEIGHTS = "async_training.weights"
 WAYS = {
@@ -41,9 +42,9 @@ SETTINGS = [
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "async_training.staleness_threshold=2",
     "async_training.max_staleness=8",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
 ]
-STEP_S = "0.03"
+STEP_S = 0.03
 MEANS = {
     "step_s": "timing_s/step",
     "generation_paused_s": "fully_async/weight_sync/generation_paused_seconds",
@@ -121,7 +122,7 @@ def one_run(way: str, seed: int, steps: int, data: Path) -> dict[str, Any]:
             "MODE": "fully_async",
             "TRAINER": "at_swap_trainer.KeepingTrainer",
             "RECORDED": str(recorded),
-            "DECODE_STEP_S": STEP_S,
+            **Emulation(decode_step_s=STEP_S).environment(),
         }
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
         result = run("trainer_main", overrides, Path(out) / "metrics.jsonl", Path(out), environment)

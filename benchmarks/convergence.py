@@ -46,11 +46,11 @@ MISMATCH = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollo
 
 
 def _depth(versions: int) -> list[str]:
-    return [f"async_training.staleness_threshold={versions}"]
+    return [f"async_training.staleness_threshold={versions}", f"async_training.max_staleness={versions}"]
 
 
 def _turns(depth: int, bound: int) -> list[str]:
-    return [*LONG_TAIL, *_depth(depth), f"async_training.max_staleness={bound}"]
+    return [*LONG_TAIL, f"async_training.staleness_threshold={depth}", f"async_training.max_staleness={bound}"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python benchmarks/rewards.py [--steps 8] [--generation-seconds 9] [--rewards-seconds 7]
 
 Fully asynchronous, 16 prompts of 8 answers of 6 tokens a step, 64 at a time; a decode step takes a fixed time and no
-core (`slow_decode` in tests/e2e), and a reward sleeps. A batch's generation and its rewards, one after the other, would
+core (`recipe.emulation`), and a reward sleeps. A batch's generation and its rewards, one after the other, would
 take the two numbers of seconds: 180 and 140 in the setting that this stands for, here a twentieth. Reported, from the
 steps after the first ones: seconds a step without rewards and with them, and the share of the rewards' time, queues
 included, in which generation went on; the last step, beside which nothing is generated any more, is left out of it.
@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 
 from mains import Run, ray_folder, run, with_helpers
+
+from recipe.emulation.devices import Emulation
 
 MAIN = "recipe.fully_async.main"
 BATCH, ANSWERS, TOKENS, AT_ONCE = 16, 8, 6, 64
@@ -37,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
 def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Run:
     """``generation_s`` and ``rewards_s``: of a batch."""
     rounds = BATCH * ANSWERS / AT_ONCE
-    environment = with_helpers(os.environ) | {"DECODE_STEP_S": str(generation_s / rounds / TOKENS)}
+    environment = with_helpers(os.environ) | Emulation(decode_step_s=generation_s / rounds / TOKENS).environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment["PYTHONPATH"]])
     with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         loops = Path(out) / "agent_loops.yaml"
@@ -55,7 +57,7 @@ def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Ru
             f"+reward.custom_reward_function.reward_kwargs.seconds={rewards_s * PROCESSES / (BATCH * ANSWERS)}",
             f"{rollout}.agent.agent_loop_config_path={loops}",
             f"{rollout}.agent.default_agent_loop=fixed",
-            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
             f"trainer.total_training_steps={steps}",

@@ -4,7 +4,7 @@
     python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10]
 
 One real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps take a
-fixed time that uses no core (`fixed_decode.py`). The ways take turns, one sync each. Medians: the whole sync, its
+fixed time that uses no core (`recipe.emulation`). The ways take turns, one sync each. Medians: the whole sync, its
 transfer, the pause of generation and its share of the sync, and the rate of decode steps while weights were staged
 over the rate in as long a time before.
 """
@@ -27,6 +27,7 @@ from sync_in_run import half_billion
 
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.task import TaskSettings, ensure_task
+from recipe.emulation.devices import Emulation, records
 
 STEP_S = 0.05
 LARGE = [
@@ -39,7 +40,8 @@ LARGE = [
 
 def rate(record: Path, began: float, ended: float) -> float:
     """Decode steps a second between two moments."""
-    steps = sum(began < float(line) <= ended for line in record.read_text().splitlines())
+    lines = [line for found in records(record).values() for line in found if line["kind"] == "step"]
+    steps = sum(began < line["began"] + STEP_S <= ended for line in lines)
     return steps / (ended - began)
 
 
@@ -49,7 +51,9 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
 
     from recipe.async_engine.rollout.client import ResumingClient
 
-    manager, publisher = start(path, [*overrides, f"{ENGINE}.worker_extension_cls=fixed_decode.FixedDecodeExtension"])
+    manager, publisher = start(
+        path, [*overrides, f"{ENGINE}.worker_extension_cls=recipe.emulation.engine.EmulatedExtension"]
+    )
     versions = itertools.count()
     publisher.publish(next(versions))
     requests = Requests(manager.get_client(ResumingClient))
@@ -58,9 +62,9 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
         for way, weights in WAYS.items():
             time.sleep(2.0)
             publisher.weights = weights
-            began = time.monotonic()
+            began = time.time()
             staged = publisher.stage(next(versions))
-            ended = time.monotonic()
+            ended = time.time()
             publisher.swap(staged)
             metrics = publisher.resume(staged)
             row = {
@@ -86,7 +90,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     here = str(Path(__file__).parent)
-    os.environ |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "DECODE_STEP_S": str(STEP_S)}
+    os.environ |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([here, with_helpers(os.environ)["PYTHONPATH"]])
     import ray
 
@@ -95,8 +99,8 @@ def main() -> None:
         for model in arguments.models:
             large = model == "0.5B"
             path = half_billion(task, Path(folder) / "large") if large else task.model
-            record = Path(folder) / f"{model}.txt"
-            os.environ["DECODE_RECORD"] = str(record)
+            record = Path(folder) / f"{model}-record"
+            os.environ |= Emulation(decode_step_s=STEP_S, computes=False, record=str(record)).environment()
             with ray_folder() as ray_dir:
                 ray.init(num_cpus=20, num_gpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(ray_dir))
                 try:

@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from recipe.emulation.devices import Emulation
+
 CHECKOUT = Path(__file__).parents[1]
 PROMPTS, ANSWERS = 6, 2
 BATCH = PROMPTS * ANSWERS
@@ -116,7 +118,7 @@ def run(mode: Mode, folder: Path) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, helpers)),
-        "DECODE_STEP_S": str(DECODE_S),
+        **Emulation(decode_step_s=DECODE_S).environment(),
         "UPDATE_S": str(UPDATE_S),
         "MODE": mode.package,
         "TRAINER": f"timed_answers.{mode.trainer}",

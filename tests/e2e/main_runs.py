@@ -15,10 +15,12 @@ from main_process import run_module, short_run
 from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
+from recipe.emulation.devices import Emulation
 
 FULLY_ASYNC = "recipe.fully_async.main"
 ONE_STEP_OFF = "recipe.one_step_off.main"
 RUN_S = 480
+EMULATED = "recipe.emulation.engine.EmulatedExtension"
 RAY_FOLDER = "+ray_kwargs.ray_init._temp_dir"
 
 
@@ -65,14 +67,22 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     ]
 
 
-def long_answers(folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str = "losing.LongAnswers") -> list[str]:
+def decode_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have the engine steps of `EMULATED` engines take so long, on no core."""
+    for name, value in Emulation(decode_step_s=seconds).environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def long_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str = "losing.LongAnswers", extension: str = EMULATED
+) -> list[str]:
     """Overrides for answers of 24 tokens, or of another agent loop, with decode steps of 0.08 s."""
-    monkeypatch.setenv("DECODE_STEP_S", "0.08")
+    decode_steps(monkeypatch, 0.08)
     loops = folder / "agent_loops.yaml"
     loops.write_text(f"- name: long\n  _target_: {loop}\n")
     rollout = "actor_rollout_ref.rollout"
     return [
-        f"{rollout}.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        f"{rollout}.engine_kwargs.vllm.worker_extension_cls={extension}",
         f"{rollout}.agent.agent_loop_config_path={loops}",
         f"{rollout}.agent.default_agent_loop=long",
     ]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from odd_reward import way
-from slow_decode import SlowDecodeExtension
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_engine.platform.vllm_cpu import CPUWorkerExtension
+from recipe.emulation.engine import EmulatedExtension
 
 
 class OddAnswers(SingleTurnAgentLoop):
@@ -36,7 +36,7 @@ class OddAnswers(SingleTurnAgentLoop):
         return output
 
 
-class OneSlowReplica(SlowDecodeExtension):
+class OneSlowReplica(EmulatedExtension):
     """Of the engines of a run, the one that is first to create the file ``SLOW_ONE`` decodes slowly."""
 
     def __new__(cls, **kwargs: Any) -> OneSlowReplica:

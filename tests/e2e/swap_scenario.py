@@ -148,7 +148,7 @@ def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaMa
 
 
 def play(path: str, seconds: float) -> dict[str, Any]:
-    extension = "engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension"
+    extension = "engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension"
     manager, publisher = start(path, [f"actor_rollout_ref.rollout.{extension}"], replicas=2)
     versions = itertools.count()
     publisher.publish(next(versions))

@@ -74,6 +74,7 @@ def test_only_replica_dying_in_a_sync_ends_the_run_and_the_resumed_run_trains_ev
         *small(task, tmp_path / "run", ray_dir),
         *dying_receiver(monkeypatch, mark, version=4),
         "async_training.staleness_threshold=2",
+        "async_training.max_staleness=2",
         "async_training.timeouts.weight_sync=15",
         "trainer.save_freq=1",
         f"trainer.total_training_steps={steps}",

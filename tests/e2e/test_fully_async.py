@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from accounts import check_account
-from main_runs import FULLY_ASYNC, FinishedRun, dying_receiver, run_main, small
+from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
+from recipe.emulation.devices import Emulation, records
 from recipe.report.__main__ import main as report
 
 DECOUPLED = "algorithm.rollout_correction.bypass_mode=false"
+CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+EMULATED_DEVICES = [
+    "actor_rollout_ref.model.external_lib=recipe.emulation.trainer",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+    f"{CHECKPOINT_ENGINE}.backend=emulated_gloo",
+    f"{CHECKPOINT_ENGINE}.custom_backend_module=recipe.emulation.transfer",
+]
 
 
 def check_books(run: FinishedRun, steps: int, bound: int, groups: int = 4) -> None:
@@ -57,13 +66,35 @@ def test_bound_zero_is_on_policy_and_both_engines_agree_to_fp32(
     assert 0 <= run.summary["validation"]["last"] <= 1
 
 
+def check_devices(devices: Emulation, steps: int, versions: int) -> None:
+    """Each piece of work of the run was a device's, and took as long."""
+    assert devices.record is not None
+    lines = [line for found in records(Path(devices.record)).values() for line in found]
+    kinds = Counter(line["kind"] for line in lines)
+    assert kinds["update"] == steps
+    assert kinds["transfer"] == versions + 1
+    # Of the trainer's own policy and of the reference policy.
+    assert kinds["log_probs"] == 2 * steps
+    assert kinds["step"] > steps
+    times = devices.times(1)
+    assert {line["device_s"] for line in lines if line["kind"] == "transfer"} == {times.transfer_s()}
+    assert all(0 < line["sequences"] <= 64 for line in lines if line["kind"] == "step")
+    assert all(0 < line["answer_tokens"] < line["tokens"] for line in lines if line["kind"] == "update")
+    assert all(line["device_s"] > 0 and line["late_s"] >= 0 for line in lines)
+
+
 @pytest.mark.e2e
 def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several batches a version, a fractional depth, KL to a reference policy; no answer is interrupted."""
+    """Several batches a version, a fractional depth, KL to a reference policy; no answer is interrupted.
+
+    All on emulated accelerators.
+    """
     steps = 6
-    monkeypatch.setenv("FAILING_INDEX", "2")
+    devices = Emulation(model="qwen2.5-0.5b", token_scale=2, record=str(tmp_path / "devices"))
+    for name, value in {"FAILING_INDEX": "2", **devices.environment()}.items():
+        monkeypatch.setenv(name, value)
     loops = tmp_path / "agent_loops.yaml"
     loops.write_text("- name: user_loop\n  _target_: user_agent_loop.UserAgentLoop\n")
     overrides = [
@@ -73,7 +104,9 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
         "actor_rollout_ref.rollout.agent.default_agent_loop=user_loop",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "async_training.partial_rollout=false",
+        *EMULATED_DEVICES,
         "async_training.staleness_threshold=0.5",
+        "async_training.max_staleness=1",
         "async_training.trigger_parameter_sync_step=2",
         "async_training.max_group_retries=1",
         "data.shuffle=false",
@@ -82,6 +115,7 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
     run = run_main(FULLY_ASYNC, overrides, tmp_path)
     check_books(run, steps, bound=1)
     assert run.summary["versions"] == steps // 2
+    check_devices(devices, steps, versions=steps // 2)
     # Tried twice, then counted and replaced; the run went on.
     assert run.summary["ledger"]["failed"] == 1
     assert run.summary["ledger"]["issued"] == steps * 4 + 1
@@ -106,7 +140,7 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
     slower than training and some answers always run when a step is done.
     """
     steps = 8
-    monkeypatch.setenv("DECODE_STEP_S", "0.03")
+    decode_steps(monkeypatch, 0.03)
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         "data.max_response_length=96",
@@ -115,8 +149,9 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
         # The one that died stays lost, and each token takes a time of its own: on any machine some answers run when a
         # step is done.
         "async_training.max_replica_restarts=0",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
         "async_training.staleness_threshold=3",
+        "async_training.max_staleness=3",
         "async_training.timeouts.weight_sync=20",
         "async_training.weights.encoding=delta",
         "algorithm.rollout_correction.rollout_is=token",

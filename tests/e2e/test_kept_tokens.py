@@ -82,7 +82,7 @@ def test_kill_in_the_middle_of_long_answers_costs_no_token_of_the_checkpoint(
     monkeypatch.setenv("ENGINE_RECORD", str(tmp_path / "first.jsonl"))
     overrides = [
         *small(task, folder, ray_dir),
-        *long_answers(tmp_path, monkeypatch, loop),
+        *long_answers(tmp_path, monkeypatch, loop, "recorded_requests.RecordedRequests"),
         "trainer.save_freq=1",
         f"trainer.total_training_steps={STEPS}",
     ]

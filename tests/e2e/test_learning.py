@@ -41,7 +41,7 @@ def test_preset_learns_the_builtin_task(tmp_path: Path, ray_dir: Path) -> None:
     assert summary["validation"]["last"] >= 0.9
     assert summary["first_step_seconds"] <= 180
     assert summary["peak_memory_gib"] <= 12
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] == 1
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] == 4
 
 
 @pytest.mark.e2e

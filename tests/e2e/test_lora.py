@@ -166,6 +166,7 @@ def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_tw
         "trainer.n_gpus_per_node=2",
         "rollout.n_gpus_per_node=2",
         "async_training.staleness_threshold=2",
+        "async_training.max_staleness=2",
         "async_training.concurrent_samples_per_replica=2",
     ]
     run = run_main(FULLY_ASYNC, overrides, tmp_path)
@@ -196,6 +197,7 @@ def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(
         *how,
         "async_training.trigger_parameter_sync_step=2",
         "async_training.staleness_threshold=1",
+        "async_training.max_staleness=1",
         "trainer.save_freq=1",
     ]
     check_books(run_main(FULLY_ASYNC, overrides, tmp_path), stopped, bound=1)

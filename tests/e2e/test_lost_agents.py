@@ -15,7 +15,7 @@ from test_fully_async import check_books
 from recipe.async_engine.task import TaskPaths
 
 STEPS = 12
-FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.staleness_threshold=1", 1)
+FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.max_staleness=1", 1)
 PARTIAL = ("partial_rollout:losing_agents.LosingPartialRollout", "async_training.max_staleness=2", 2)
 
 

@@ -13,7 +13,7 @@ from test_fully_async import check_books
 from recipe.async_engine.task import TaskPaths
 
 STEPS = 12
-APART = ["rollout.n_gpus_per_node=2", "async_training.staleness_threshold=1"]
+APART = ["rollout.n_gpus_per_node=2", "async_training.max_staleness=1"]
 
 
 @pytest.mark.e2e

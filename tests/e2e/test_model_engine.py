@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
+from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, run_main, small
 from test_fully_async import check_books
 from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
     A batch takes longer to generate than to train, whatever the machine: decode steps of 0.05 s, two groups at once.
     """
     steps = 3
-    monkeypatch.setenv("DECODE_STEP_S", "0.05")
+    decode_steps(monkeypatch, 0.05)
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     monkeypatch.setenv("RECORDED", str(recorded))
@@ -98,9 +98,10 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
         "model_engine_server.n_gpus_per_node=2",
         "model_engine_server.replicas=2",
         "data.max_response_length=96",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
         "async_training.concurrent_samples_per_replica=1",
         "async_training.staleness_threshold=2",
+        "async_training.max_staleness=2",
         f"trainer.total_training_steps={steps}",
     ]
     run = run_main("fully_async:recording.RecordingApart", overrides, tmp_path)
@@ -144,6 +145,7 @@ def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes
         "model_engine_server.reference_replicas=1",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "async_training.staleness_threshold=1",
+        "async_training.max_staleness=1",
         "async_training.trigger_parameter_sync_step=2",
         f"trainer.total_training_steps={steps}",
     ]
@@ -220,6 +222,7 @@ def test_sources_without_a_forward_pass_report_the_same_mismatch(
         f"async_training.proximal_log_probs={source}",
         "algorithm.rollout_correction.rollout_is=token",
         "async_training.staleness_threshold=1",
+        "async_training.max_staleness=1",
         "actor_rollout_ref.actor.optim.lr=3e-3",
         f"trainer.total_training_steps={steps}",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import odd_reward
 import pytest
 from drilled_run import check_books
-from main_runs import FULLY_ASYNC, run_main, small
+from main_runs import FULLY_ASYNC, decode_steps, run_main, small
 from odd_reward import way
 
 from recipe.async_engine.task import TaskPaths
@@ -28,7 +28,7 @@ HARMLESS = ("reward hangs once", "reward leaks", "answer garbage")
 def test_whatever_a_reward_or_an_answer_is_costs_its_own_group(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DECODE_STEP_S", "0.05")
+    decode_steps(monkeypatch, 0.05)
     monkeypatch.setenv("REWARD_HUNG", str(tmp_path / "hung"))
     monkeypatch.setenv("SLOW_ONE", str(tmp_path / "slow_one"))
     loops = tmp_path / "agent_loops.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from accounts import check_account
-from main_runs import FinishedRun, run_main, small, trained_answers
+from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
@@ -32,7 +32,7 @@ def tail_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
 
 @pytest.fixture(autouse=True)
 def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DECODE_STEP_S", str(DECODE_STEP_S))
+    decode_steps(monkeypatch, DECODE_STEP_S)
 
 
 def turns(task: TaskPaths, folder: Path, ray_dir: Path, steps: int) -> list[str]:
@@ -41,7 +41,7 @@ def turns(task: TaskPaths, folder: Path, ray_dir: Path, steps: int) -> list[str]
         *small(task, folder, ray_dir)[1:],
         "preset=tiny_cpu_long_tail",
         "data.shuffle=false",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
         f"async_training.max_staleness={BOUND}",
         f"trainer.total_training_steps={steps}",
     ]

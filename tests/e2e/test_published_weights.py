@@ -40,6 +40,7 @@ def test_each_log_prob_is_the_named_versions_also_after_a_resume_within_a_versio
         "model_engine_server=fsdp2",
         "async_training.trigger_parameter_sync_step=4",
         "async_training.staleness_threshold=1",
+        "async_training.max_staleness=1",
         "actor_rollout_ref.actor.optim.lr=3e-3",
     ]
     trainer = "fully_async:recording.RecordingApart"

@@ -25,6 +25,7 @@ def test_killed_replica_log_prob_server_and_agent_loop_worker_are_replaced_and_s
         "rollout.n_gpus_per_node=2",
         "model_engine_server=fsdp2",
         "async_training.staleness_threshold=1",
+        "async_training.max_staleness=1",
         "actor_rollout_ref.rollout.agent.num_workers=2",
         "trainer.test_freq=3",
         "data.val_max_samples=16",

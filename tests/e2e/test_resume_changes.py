@@ -28,7 +28,7 @@ REFUSED = {
     "data.seed=1": "data.seed = 1, but the checkpoint was made with 0",
 }
 NOTED = {
-    "async_training.staleness_threshold=2": "async_training.max_staleness: ",
+    "async_training.max_staleness=2": "async_training.max_staleness: ",
     "trainer.total_epochs=20": "trainer.total_epochs: ",
 }
 

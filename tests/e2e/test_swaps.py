@@ -17,6 +17,7 @@ from surroundings import ray_folder, shared_forks, usual_environment
 from swap_scenario import WAYS, token_of
 
 from recipe.async_engine.task import TaskPaths
+from recipe.emulation.devices import Emulation
 
 SECONDS = 5.0
 STAGED = [way for way, weights in WAYS.items() if weights.staging == "device"]
@@ -24,7 +25,7 @@ HELD = [way for way, weights in WAYS.items() if weights.at_swap == "keep"]
 
 
 def played(task: TaskPaths, folder: Path, seconds: float) -> dict[str, Any]:
-    environment = {**usual_environment(), "DECODE_STEP_S": "0.01"}
+    environment = {**usual_environment(), **Emulation(decode_step_s=0.01).environment()}
     forks, result = str(shared_forks(usual_environment())), folder / "seen.json"
     with ray_folder() as ray_dir:
         arguments = [str(task.model), str(ray_dir), forks, str(result), str(seconds)]

@@ -107,7 +107,7 @@ def test_the_presets_of_a_laptop_need_one_place_for_both_sides(preset: str) -> N
     config = composed(FSDP, [f"preset={preset}"])
     assert validate(config, available=Resources(accelerators=1)) == []
     plan = derive(config)
-    assert (plan.batch_groups, plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (16, 1, 1, 1)
+    assert (plan.batch_groups, plan.trainer_ranks, plan.rollout_replicas, plan.max_staleness) == (16, 1, 1, 4)
 
 
 def test_the_preset_of_one_gpu_validates_on_one() -> None:

@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError, Problem
+from recipe.async_engine.settings.rules.batches import tight_bound
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
-from recipe.async_engine.settings.validation import validate
+from recipe.async_engine.settings.validation import judge, validate
 from tools.config_docs import main as write_documentation
 from tools.config_docs import render_document
 
@@ -268,7 +270,7 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"rollout.zzz": 1}, "rollout.zzz", "Remove it"),
         ({"builtin_task": {"lengths": "long_tail"}}, "data.max_response_length", "preset=tiny_cpu_long_tail"),
         ({"builtin_task": {"family": "gpt2"}}, "builtin_task.family", "qwen3 or qwen2"),
-        ({"async_training.pipeline_depth": 1.5}, "async_training.pipeline_depth", "async_training.max_staleness=2"),
+        ({"async_training.pipeline_depth": 4.5}, "async_training.pipeline_depth", "async_training.max_staleness=5"),
         (
             {"async_training.max_staleness": 1, "async_training.staleness_threshold": 2.5},
             "async_training.staleness_threshold",
@@ -508,9 +510,10 @@ def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None
     ("given", "bound", "depth"),
     [
         ({"staleness_threshold": 0}, 0, 0.0),
-        ({"staleness_threshold": 0.1}, 1, 0.1),
-        ({"staleness_threshold": 1.0}, 1, 1.0),
-        ({"staleness_threshold": 2.1}, 3, 2.1),
+        ({"staleness_threshold": 0.1}, 4, 0.1),
+        ({"staleness_threshold": 1.0}, 4, 1.0),
+        ({"staleness_threshold": 2.1}, 4, 2.1),
+        ({"staleness_threshold": 4.5}, 5, 4.5),
         ({"staleness_threshold": 0.5, "max_staleness": 4}, 4, 0.5),
         ({"staleness_threshold": 0.5, "max_staleness": 4, "pipeline_depth": 3.5}, 4, 3.5),
         ({"staleness_threshold": 1.0, "max_staleness": 0, "pipeline_depth": 0}, 0, 0.0),
@@ -521,6 +524,24 @@ def test_the_bound_and_the_depth_follow_from_the_threshold(given: dict[str, Any]
     plan = derive(config)
     assert (plan.max_staleness, plan.pipeline_depth) == (bound, depth)
     assert validate(config) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"staleness_threshold": 1, "max_staleness": 1}, ["max_staleness=1 .* longer than 1 version. 3 lets"]),
+        ({"staleness_threshold": 1.5, "max_staleness": 2}, ["max_staleness=2 .* longer than 2 versions. 4 lets"]),
+        ({"staleness_threshold": 0.5, "max_staleness": 2}, []),
+        ({"staleness_threshold": 1}, []),
+        ({"staleness_threshold": 0}, []),
+        ({"staleness_threshold": 1, "max_staleness": 1, "whole_batches": True, "partial_rollout": False}, []),
+    ],
+)
+def test_a_bound_as_tight_as_the_depth_says_what_it_costs(given: dict[str, Any], said: list[str]) -> None:
+    _, context = judge(configured({"async_training": given}), None, ())
+    found = list(tight_bound(context))
+    assert len(found) == len(said)
+    assert all(re.search(pattern, text) for pattern, text in zip(said, found, strict=True))
 
 
 def test_a_plan_has_the_amounts_of_the_run() -> None:

@@ -136,6 +136,7 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("steps of a version (k)", steps)
     yield _row("prompts of a version (B = k b)", version, f"{version * answers} samples")
     yield _row("staleness bound in versions (S)", bound, f"pipeline depth {soft_depth(training):g}")
+    yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
     yield _row("prompts live at most", version + math.floor(depth * version), "by the pipeline's depth, (1 + depth) B")
     yield _row("slots of the gate", (1 + bound) * version, "at a version's begin, (1 + S) B")
     under_way = replicas * slots_per_replica(config, training)

@@ -13,6 +13,10 @@ from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SHARED, AsyncTraining, Settings, lookup, read_settings
 
+# Versions that a group may be old by default: more than a long answer needs, and no more than learning allows
+# (docs/benchmarks.md, "Learning by mode and bound").
+USUAL_BOUND = 4
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -40,10 +44,15 @@ def has_critic(config: Mapping[str, Any]) -> bool:
 
 
 def staleness_bound(training: AsyncTraining) -> int:
-    """S, the hard bound in versions."""
+    """S, the hard bound in versions; by default wide enough for answers that are generated for several versions.
+
+    The depth alone decides how old samples usually are. A bound as tight as the depth makes training wait for the
+    slowest answer of each batch, which the depth of stock verl, a count of samples, does not.
+    """
     if training.max_staleness is not None:
         return training.max_staleness
-    return 0 if training.staleness_threshold == 0 else max(1, math.ceil(training.staleness_threshold))
+    depth = math.ceil(training.staleness_threshold)
+    return depth if depth == 0 or training.whole_batches else max(USUAL_BOUND, depth)
 
 
 def soft_depth(training: AsyncTraining) -> float:

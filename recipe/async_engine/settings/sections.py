@@ -132,7 +132,8 @@ class AsyncTraining:
     max_staleness: int | None = field(
         None,
         "The hard bound: no group is trained more versions after its oldest token than this, and nothing is dropped"
-        " for it. null: 0 if `staleness_threshold` is 0, else the threshold rounded up.",
+        " for it. null: 0 if `staleness_threshold` is 0; with whole batches the threshold; else 4, or the threshold"
+        " rounded up if that is more.",
         **VERSIONS,
     )
     pipeline_depth: float | None = field(

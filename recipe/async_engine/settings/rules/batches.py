@@ -25,6 +25,23 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("async_training.use_dynamic_resource_scheduling", "false", advice)
 
 
+def tight_bound(context: RuleContext) -> Iterator[str]:
+    """What a bound costs that leaves running answers no version more than the depth gives them."""
+    training = context.settings.async_training
+    bound, depth = staleness_bound(training), soft_depth(training)
+    if depth == 0 or training.whole_batches or bound > math.ceil(depth):
+        return
+    yield (
+        f"async_training.max_staleness={bound} is as tight as the pipeline is deep ({depth:g} versions): training "
+        f"waits for each answer that takes longer than {_versions(bound)}. {bound + 2} lets long ones pass, and the "
+        "usual sample is no older for it: the depth decides that"
+    )
+
+
+def _versions(count: int) -> str:
+    return f"{count} version{'s' * (count != 1)}"
+
+
 def batch(context: RuleContext) -> Iterator[Problem]:
     training = context.settings.async_training
     whole, train = synchronous_batch(training), context.get("data.train_batch_size")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The race: stock verl's trainers and ours on the same emulated accelerators, the same tasks, as many devices.
+
+    python benchmarks/race.py runs/race.jsonl [--tasks uniform long_tail] [--settings defaults "threshold 1"]
+        [--sides "stock fully_async" fully_async] [--repeats 1]
+    python benchmarks/race.py runs/race.jsonl --table
+
+A cell is a run of a main. Each appends a line to the file when it ends; a cell that has its repeats there is passed
+over, so a race goes on where it stopped. ``--table`` writes the table of docs/benchmarks.md from the file and runs
+nothing. All figures come from what the devices record, whoever's main runs above them:
+
+- tokens: trained tokens of answers, real ones (a token of the run stands for `TOKEN_SCALE`), a device and second of
+  emulated time, from the end of the update after the first ones to that of the third last.
+- generation, trainer: the part of that time in which generation slots, and the trainer's devices, were at work.
+- load: processes of the machine that wanted a core, a mean of 15 minutes. With more of them than cores, the parts of a
+  run that are not emulated wait for each other and for other work: compare no such cell.
+- late: by how much the real work of the emulated devices took longer than theirs; above `MOST_LATE` of it the cell
+  measures the machine, and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mains import ray_folder, run, short_run, stock, with_helpers
+from race_sides import (
+    ANSWERS,
+    BATCH,
+    DEVICES,
+    SETTINGS,
+    SIDES,
+    SLOTS,
+    TASKS,
+    TOKEN_SCALE,
+    Task,
+    common,
+    overrides,
+    own_preset,
+    reward,
+)
+
+from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.task import TaskSettings, ensure_task
+from recipe.emulation.devices import Emulation, records
+
+CHECKOUT = Path(__file__).parents[1]
+DOCUMENT = CHECKOUT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- made by benchmarks/race.py -->\n", "<!-- end of what benchmarks/race.py made -->\n"
+LAST = 2
+# Past this part of the devices' time the real work was what took the time, not they.
+MOST_LATE = 0.1
+STALENESS = ("fully_async/staleness/oldest_token_max", "training/off_policy/trajectory_staleness_worst/max")
+
+
+def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any]:
+    """Run a side once and read what its devices did."""
+    task, side = TASKS[task_name], SIDES[name]
+    devices = DEVICES if side.shared else DEVICES // 2
+    paths = ensure_task(folder / task.lengths, TaskSettings(lengths=task.lengths))
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
+        record = Path(out) / "devices"
+        emulation = Emulation(
+            replica_devices=devices,
+            trainer_devices=devices,
+            shared=side.shared,
+            token_scale=TOKEN_SCALE,
+            time_scale=task.time_scale,
+            record=str(record),
+        )
+        loops = Path(out) / "agent_loops.yaml"
+        loops.write_text(f"- name: race\n  _target_: {task.loop}\n")
+        settings = [
+            own_preset(task, name),
+            *short_run(paths, Path(out), ray_dir),
+            *common(task, task.steps, loops),
+            *overrides(name, setting, task),
+            *reward(task, paths, Path(out)),
+        ]
+        steps = _run(name, settings, Path(out), emulation)
+        row = measure(records(record), task)
+        if side.ours:
+            row["account"] = json.loads((Path(out) / "summary.json").read_text())["account"]
+    seen = [step[key] for step in steps for key in STALENESS if key in step]
+    return {
+        "task": task_name,
+        "setting": setting,
+        "side": name,
+        **row,
+        "staleness": max(seen, default=None),
+        "load": round(os.getloadavg()[2], 1),
+    }
+
+
+def _run(name: str, settings: list[str], out: Path, emulation: Emulation) -> list[dict[str, Any]]:
+    """Run a main to its end; returns the metrics of its steps."""
+    here = str(Path(__file__).parent)
+    ours = SIDES[name].ours
+    environment = with_helpers(os.environ if ours else stock.stock_environment(CHECKOUT)) | emulation.environment()
+    environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
+    if ours:
+        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
+        return [step for _, step in finished.steps]
+    metrics = out / "stock.jsonl"
+    environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    with Prefork(environment) as forks:
+        settings = [*settings, f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}"]
+        finished = run(SIDES[name].main, settings, metrics, out, environment)
+    return [line["data"] for _, line in finished.steps]
+
+
+def measure(devices: dict[str, list[dict[str, Any]]], task: Task) -> dict[str, Any]:
+    """The figures of a run from what its devices recorded."""
+    trainer = [line for lines in devices.values() for line in lines if line["kind"] in ("update", "log_probs")]
+    engine = [line for lines in devices.values() for line in lines if line["kind"] == "step"]
+    updates = sorted((line for line in trainer if line["kind"] == "update"), key=_end)
+    first, counted = updates[task.skip - 1], updates[task.skip : -LAST]
+    began, ended = _end(first), _end(counted[-1])
+    seconds = ended - began
+    tokens = sum(line["answer_tokens"] for line in counted) * TOKEN_SCALE
+    steps = [line for line in engine if began <= line["began"] <= ended]
+    work = [line for line in trainer if began <= _end(line) <= ended and line is not first]
+    both = [*steps, *work]
+    return {
+        "step_s": round(seconds / len(counted), 3),
+        "tokens_per_device_s": round(tokens * task.time_scale / seconds / DEVICES, 1),
+        "generation": round(sum(_took(line) * line["sequences"] for line in steps) / (SLOTS * seconds), 3),
+        "trainer": round(sum(map(_took, work)) / seconds, 3),
+        "late": round(sum(line["late_s"] for line in both) / sum(line["device_s"] for line in both), 3),
+    }
+
+
+def _took(line: dict[str, Any]) -> float:
+    return line["device_s"] + line["late_s"]
+
+
+def _end(line: dict[str, Any]) -> float:
+    return line["began"] + _took(line)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """One row a cell; below them the cells without a run that counts."""
+    rows = [
+        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots;",
+        "tokens a device and second are medians, with lowest and highest where there are repeats.",
+        "",
+        "| task | setting | side | tokens a device-second | slots at work | trainer at work | oldest token, versions "
+        "| late | load | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    missing = []
+    for task in TASKS:
+        for setting in SETTINGS:
+            without = []
+            for name in (side for side in SIDES if setting in SIDES[side].settings):
+                found = [
+                    line for line in lines if (line["task"], line["setting"], line["side"]) == (task, setting, name)
+                ]
+                if counted := [line for line in found if line["late"] <= MOST_LATE]:
+                    rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted)} |")
+                else:
+                    without.append(f"{name} (not counted: the machine was busy)" if found else name)
+            if without:
+                missing.append(f"- `{task}`, {setting}: {', '.join(without)}")
+    return "\n".join([*rows, "", "Not run:", "", *missing]) + "\n"
+
+
+def _figures(found: list[dict[str, Any]]) -> str:
+    tokens = [line["tokens_per_device_s"] for line in found]
+    spread = f" ({min(tokens):.0f} to {max(tokens):.0f})" if len(found) > 1 else ""
+    shares = [f"{100 * statistics.median(line[key] for line in found):.0f}%" for key in ("generation", "trainer")]
+    ages = [line["staleness"] for line in found if line["staleness"] is not None]
+    late = f"{100 * max(line['late'] for line in found):.0f}%"
+    age = f"{max(ages):g}" if ages else "not told"
+    load = f"{max(line['load'] for line in found):g}"
+    return " | ".join([f"{statistics.median(tokens):.0f}{spread}", *shares, age, late, load, str(len(found))])
+
+
+def write_table(lines: list[dict[str, Any]]) -> None:
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + table(lines) + END + rest.split(END)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["defaults", "threshold 1"])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="write the table of docs/benchmarks.md and run nothing")
+    arguments = parser.parse_args()
+    lines = (
+        [json.loads(line) for line in arguments.results.read_text().splitlines()] if arguments.results.exists() else []
+    )
+    if arguments.table:
+        write_table(lines)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    folder = arguments.results.parent / "race_tasks"
+    for turn in range(arguments.repeats):
+        for task in arguments.tasks:
+            for setting in arguments.settings:
+                for name in (side for side in arguments.sides if setting in SIDES[side].settings):
+                    key = (task, setting, name)
+                    if sum((line["task"], line["setting"], line["side"]) == key for line in lines) > turn:
+                        continue
+                    lines.append(cell(name, setting, task, folder))
+                    with arguments.results.open("a") as results:
+                        results.write(json.dumps(lines[-1]) + "\n")
+                    print(json.dumps(lines[-1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent loop with a tool that takes time: half of an answer, the tool, the other half."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fixed_lengths import SHORT_TOKENS
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+TOOL_S = 1.0
+
+
+class ToolLoop(SingleTurnAgentLoop):
+    """The tool answers nothing that the model would read; its time is what counts here."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        half = {**sampling_params, "max_tokens": SHORT_TOKENS // 2, "ignore_eos": True}
+        await super().run(half, **kwargs)
+        await asyncio.sleep(TOOL_S)
+        return await super().run(half, **kwargs)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sides of the race and their overrides: stock verl's five asynchronous and synchronous trainers, and our modes.
+
+All have `DEVICES` accelerators: apart, the trainer has half of them and one replica the other half; sharing, both have
+all of them in turns. Everything else is the same preset, task and agent loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mains import stock
+
+from recipe.async_engine.task import TaskPaths
+
+DEVICES = 8
+BATCH, ANSWERS, SLOTS = 16, 4, 32
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is generated: a preset, an agent loop of `race_loops`, steps that a run has, and the scale of time.
+
+    A token stands for `TOKEN_SCALE`, so answers of 6 are of 1,536 tokens and those of 120 of 30,720.
+    """
+
+    preset: str
+    loop: str
+    steps: int
+    skip: int
+    time_scale: float
+    reward_s: float = 0.0
+
+    @property
+    def lengths(self) -> str:
+        return "long_tail" if self.preset.endswith("long_tail") else "uniform"
+
+
+TOKEN_SCALE = 256
+TASKS: Mapping[str, Task] = {
+    "uniform": Task("tiny_cpu", "fixed_lengths.FixedLengthLoop", steps=18, skip=4, time_scale=0.16),
+    "long_tail": Task("tiny_cpu_long_tail", "fixed_lengths.FixedLengthLoop", steps=26, skip=6, time_scale=0.08),
+    "tools": Task("tiny_cpu", "race_loops.ToolLoop", steps=18, skip=4, time_scale=0.16),
+    "slow_rewards": Task("tiny_cpu", "fixed_lengths.FixedLengthLoop", steps=18, skip=4, time_scale=0.16, reward_s=2.0),
+}
+
+# Settings that both have, by name: what is generated ahead, batches a version, and our bound.
+ASYNC = "async_training"
+SETTINGS: Mapping[str, tuple[float, int, int | None]] = {
+    "defaults": (0.1, 4, None),
+    "threshold 1": (1, 1, None),
+    "threshold 1, bound 1": (1, 1, 1),
+    "threshold 1, bound 2": (1, 1, 2),
+    "threshold 1, bound 8": (1, 1, 8),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trainer: its main and its own overrides.
+
+    settings: those that make a difference to it; a side with one of its own runs only that.
+    """
+
+    main: str
+    ours: bool
+    shared: bool
+    settings: tuple[str, ...]
+    own: tuple[str, ...] = ()
+
+
+V1 = "verl.trainer.main_ppo"
+WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
+BOTH, OURS = ("defaults", "threshold 1"), tuple(SETTINGS)
+SIDES: Mapping[str, Side] = {
+    "stock fully_async": Side(stock.FULLY_ASYNC_MAIN, False, False, BOTH),
+    "stock one_step_off": Side(stock.ONE_STEP_MAIN, False, False, ("threshold 1",)),
+    "stock separate_async": Side(V1, False, False, BOTH, ("trainer.v1.trainer_mode=separate_async", WAIT)),
+    "stock colocate_async": Side(V1, False, True, BOTH, ("trainer.v1.trainer_mode=colocate_async", WAIT)),
+    "stock synchronous": Side(V1, False, True, ("threshold 1",), ("trainer.v1.trainer_mode=sync",)),
+    "fully_async": Side("recipe.fully_async.main", True, False, OURS),
+    "one_step_off": Side("recipe.one_step_off.main", True, False, ("threshold 1",)),
+    "partial_rollout": Side("recipe.partial_rollout.main", True, True, OURS),
+}
+
+
+def common(task: Task, steps: int, loops: Path) -> list[str]:
+    length = 256 if task.lengths == "long_tail" else 128
+    return [
+        "algorithm.adv_estimator=grpo",
+        "data.shuffle=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
+        "actor_rollout_ref.model.external_lib=recipe.emulation.trainer",
+        f"{ROLLOUT}.n={ANSWERS}",
+        f"{ROLLOUT}.max_num_seqs={SLOTS}",
+        f"{ROLLOUT}.max_num_batched_tokens={SLOTS * length}",
+        f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
+        f"{ROLLOUT}.agent.default_agent_loop=race",
+        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+        f"trainer.total_training_steps={steps}",
+    ]
+
+
+APART = [
+    f"{ROLLOUT}.checkpoint_engine.backend=emulated_gloo",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=recipe.emulation.transfer",
+]
+
+
+def overrides(name: str, setting: str, task: Task) -> list[str]:
+    """What a side needs beside what all have in common."""
+    side, (threshold, batches, bound) = SIDES[name], SETTINGS[setting]
+    found = [*side.own, *([] if side.shared else APART)]
+    depth = [f"{ASYNC}.staleness_threshold={threshold}", f"{ASYNC}.trigger_parameter_sync_step={batches}"]
+    if name in ("fully_async", "stock fully_async"):
+        found += [*depth, f"rollout.total_rollout_steps={task.steps * BATCH}"]
+    if name == "partial_rollout" and setting != "defaults":
+        found += [depth[0]]
+    if side.ours and name != "one_step_off" and bound is not None:
+        found += [f"{ASYNC}.max_staleness={bound}"]
+    if not side.ours:
+        found += _stock(name, setting)
+    return found
+
+
+def _stock(name: str, setting: str) -> list[str]:
+    found = ["trainer.logger=[console,file]", "trainer.resume_mode=disable"]
+    if name in ("stock fully_async", "stock one_step_off"):
+        # Set by our mains, to be set by hand in stock's; the search path is right in a checkout of verl only.
+        found += ["hydra.searchpath=[pkg://verl.trainer.config]", "actor_rollout_ref.hybrid_engine=false"]
+    if name == "stock fully_async":
+        return [*found, "data.gen_batch_size=1", f"rollout.n={ANSWERS}"]
+    found.append(f"data.train_batch_size={BATCH}")
+    if name in ("stock separate_async", "stock colocate_async"):
+        # Read by its client where the section is there, which the preset brings.
+        found.append("+async_training.partial_rollout=true")
+        found.append("trainer.v1.sampler.custom_sampler.path=pkg://quick_replay_buffer")
+        found.append("trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer")
+        if setting != "defaults":
+            found.append("trainer.v1.sampler.max_off_policy_threshold=2")
+    if name == "stock separate_async":
+        found += ["data.gen_batch_size=1", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1"]
+        if setting != "defaults":
+            found.append("trainer.v1.separate_async.parameter_sync_step=1")
+    return found
+
+
+def own_preset(task: Task, name: str) -> str:
+    return f"{'' if SIDES[name].ours else '+'}preset={task.preset}"
+
+
+def reward(task: Task, paths: TaskPaths, folder: Path) -> list[str]:
+    """A reward that takes a time; the task's own where that is none."""
+    if not task.reward_s:
+        return []
+    file = folder / "slow_reward.py"
+    file.write_text(
+        "import asyncio\n\n\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        f"    await asyncio.sleep({task.reward_s})\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    return [f"reward.custom_reward_function.path={file}"]

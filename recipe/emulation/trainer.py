@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's FSDP2 engine on the CPU, taking the time of an emulated accelerator for updates and log-probs.
+
+Importing this module registers it for the vendor ``emulated`` of the device "cpu", which `Emulation.environment` has
+verl choose; any main has it imported in its training workers by::
+
+    actor_rollout_ref.model.external_lib=recipe.emulation.trainer
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from verl.workers.engine import EngineRegistry
+
+from recipe.async_engine.platform.engines import CPUFSDPEngineWithLMHead
+from recipe.emulation.devices import Device, emulation
+
+
+@functools.cache
+def device() -> Device:
+    """This process's."""
+    found = emulation()
+    return Device(found, "trainer", found.trainer_devices)
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu", vendor="emulated")
+class EmulatedEngine(CPUFSDPEngineWithLMHead):
+    """One rank; it waits on the thread that called it, as for a device."""
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        found = lengths(data)
+        answers = int(data["loss_mask"].sum())
+        with device().work("update", device().times.update_s(found), tokens=sum(found), answer_tokens=answers):
+            return super().train_batch(data, loss_function)
+
+    def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
+        found = lengths(data)
+        with device().work("log_probs", device().times.log_probs_s(found), tokens=sum(found)):
+            return super().infer_batch(data, loss_function)
+
+
+def lengths(data: Any) -> list[int]:
+    """Tokens of each sequence of verl's batch, in which they are nested."""
+    return data["input_ids"].offsets().diff().tolist()

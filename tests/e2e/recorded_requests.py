@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An emulated engine that adds a line to the file ``ENGINE_RECORD`` for each request that reaches it: its tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from recipe.emulation.engine import EmulatedExtension
+
+
+class RecordedRequests(EmulatedExtension):
+    def __new__(cls, **kwargs: Any) -> RecordedRequests:
+        extension = super().__new__(cls, **kwargs)
+        execute = GPUModelRunner.execute_model
+
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            lines = [json.dumps(request.prompt_token_ids) + "\n" for request in scheduler_output.scheduled_new_reqs]
+            with Path(os.environ["ENGINE_RECORD"]).open("a") as file:
+                file.writelines(lines)
+            return execute(self, scheduler_output, *args, **kwargs)
+
+        GPUModelRunner.execute_model = execute_model
+        return extension
