@@ -34,7 +34,7 @@ from recipe.report.page import what_happened
 from recipe.report.run import load
 
 STEPS, STEP_S = 6, 4
-CHARTS = 14
+CHARTS = 15
 
 
 def run_of(folder: Path, ago: float = 0.0, summary: dict[str, Any] | None = None) -> EventFile:
@@ -83,7 +83,7 @@ def test_report_of_a_run_that_ended_has_its_account_its_advice_and_every_chart(t
     assert f"The run ended after {STEPS} steps and 24.0 s. Useful, without the start-up: trainer 50%, rollout 5" in text
     assert "most of the rest was wait batch" in text
     assert "accelerator-seconds, which close" in text
-    assert text.index("<b>wait batch</b> of the trainer: 50%") < text.index("<b>idle places</b> of the rollout")
+    assert text.index("<b>wait batch</b>: ") < text.index("<b>wait gate</b>: ")
     assert "240" in text and "rollout 0" in text
     documents = re.findall(r"const docs_json = '(.*)';", text)
     assert len(documents) == 1
