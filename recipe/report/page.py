@@ -30,12 +30,12 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; } .chart { min-width: 0; overflow: hidden; } nav a { margin-right: 1rem; }
+.wide { overflow-x: auto; } .chart { min-width: 0; overflow: hidden; margin: 0; } nav a { margin-right: 1rem; }
 .advice li { margin-bottom: .8rem; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 1rem; }
 code { background: #f0f0f0; padding: .1rem .3rem; overflow-wrap: anywhere; }
 .swatch { display: inline-block; width: .9em; height: .9em; }
-a:focus-visible, [tabindex]:focus-visible { outline: 3px solid #1a1a1a; }
+a:focus-visible, [tabindex]:focus-visible, .chart:focus-within { outline: 3px solid #1a1a1a; }
 """
 
 
@@ -58,7 +58,7 @@ def document(title: str, top: str, sections: list[Section], bottom: str = "") ->
         f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>'
         f'<div class="{"columns" if len(of_section) > 2 else "stacked"}">'
         + "".join(
-            f'<div class="chart" role="img" tabindex="0" aria-label="{escape(plot.title.text)}">{next(of_plot)}</div>'
+            f'<figure class="chart" aria-label="{escape(plot.title.text)}">{next(of_plot)}</figure>'
             for plot in of_section
         )
         + "</div></section>"

@@ -124,10 +124,17 @@ class Planting(AsyncPPOTrainer):
             return super()._validate(*args, **kwargs)
 
     def _save_training_side(self) -> None:
+        if os.environ.get("CAUSE") == "save":
+            time.sleep(planted_s())
+        super()._save_training_side()
+
+    def _save_checkpoint(self) -> None:
         with noted("save"):
-            if os.environ.get("CAUSE") == "save":
-                time.sleep(planted_s())
-            super()._save_training_side()
+            super()._save_checkpoint()
+
+    def _finish_saving(self) -> None:
+        with noted("save"):
+            super()._finish_saving()
 
     def _assemble(self, groups: Any) -> Any:
         if os.environ.get("CAUSE") == "driver":
