@@ -16,6 +16,7 @@ import pytest
 from main_runs import run_main, small
 
 from recipe.async_engine.core.events import Class
+from recipe.async_engine.rollout.trajectory_worker import REWARD_AT_ONCE_S
 from recipe.async_engine.task import TaskPaths
 from recipe.report.run import Run, load
 
@@ -46,11 +47,14 @@ def at_once(planted: Planted, what: str) -> float:
 
 
 def of_rewards(planted: Planted) -> tuple[float, float]:
-    """Seconds of each step in which its last reward was computed, and from its last answer to the end of that."""
+    """Seconds of each step in which its last reward was computed, and from its last answer to the end of that.
+
+    The scheduler hears of a last token when its reward does not come at once.
+    """
     begun, ended, answered = (
         of_steps(planted, what, which) for what, which in (("reward", "start"), ("reward", "end"), ("answered", "end"))
     )
-    computed = sum(ends[-1] - starts[-1] for starts, ends in zip(begun, ended, strict=True))
+    computed = sum(ends[-1] - starts[-1] - REWARD_AT_ONCE_S for starts, ends in zip(begun, ended, strict=True))
     return computed, sum(ends[-1] - last[-1] for last, ends in zip(answered, ended, strict=True))
 
 
