@@ -80,9 +80,9 @@ def seconds(run: Run, device: str, *classes: Class) -> float:
 
 
 def of_tail(run: Run, planted: Planted) -> tuple[float, float]:
-    """While the four long ones of 16 answers decode alone, 12 of 16 places are free; the last step is the end."""
-    tails = sum(answered[-1] - answered[11] for answered in of_steps(planted, "answered", "end")[:-1])
-    return seconds(run, "rollout 0", Class.WAIT_TAIL), tails * 12 / 16
+    """From its answer on, the place of each of 16 answers is free until the last one; the last step is the end."""
+    free = sum(answered[-1] - each for answered in of_steps(planted, "answered", "end")[:-1] for each in answered)
+    return seconds(run, "rollout 0", Class.WAIT_TAIL), free / ANSWERS
 
 
 def of_gate(run: Run, planted: Planted) -> tuple[float, float]:
