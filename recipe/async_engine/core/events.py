@@ -252,6 +252,8 @@ class ToolTime:
 
     def asks(self) -> None:
         """A request begins."""
+        if self._activity is not None and self._is_in:
+            self.seconds += self._activity.clock() - self._since
         self.leave()
         self._requests += 1
 
@@ -263,10 +265,9 @@ class ToolTime:
             self._is_in, self._since = True, self._activity.clock()
 
     def leave(self) -> None:
-        """It is in no tool any more."""
+        """It is in no tool any more; after its last answer it was in none."""
         if self._activity is not None and self._is_in:
             self._activity.change(Away.TOOLS, -1)
-            self.seconds += self._activity.clock() - self._since
             self._is_in = False
 
 
