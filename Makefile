@@ -63,6 +63,7 @@ $(STAMP): requirements/cpu.lock setup.py pyproject.toml | $(BIN)/python
 
 demo: setup
 	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu trainer.default_local_dir=runs/demo
+	@$(BIN)/python -m recipe.report runs/demo
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30

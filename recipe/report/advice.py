@@ -1,53 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run lost most time to, and the setting to change for it.
 
-Contract: pure. Each piece of advice names the seconds that it is about, why they were lost as far as the account can
-tell, and one setting; what is expected of a change is an upper bound, since a wait that ends may begin elsewhere.
-Shown by tests/core/test_advice.py.
+Contract: pure. Time that one side waits for the other is charged to what the other one did meanwhile, so that a cause
+is named, and not the waits that it makes elsewhere. Each piece of advice names the seconds that it is about, why they
+were lost as far as the account can tell, and one setting; what is expected of a change is an upper bound, since a wait
+that ends may begin elsewhere. Shown by tests/core/test_advice.py and, of runs with planted causes,
+tests/e2e/test_planted_causes.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from recipe.async_engine.core.account import KINDS, Account, Kind
-from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, TRAINER, Class
+from recipe.async_engine.core.events import LOG_PROBS, TRAINER, Class
 
 WORTH_SAYING = 0.03
-"""The share of a side's time, without its start-up, from which on a loss is named."""
+"""The share of all time, without start-ups, from which on a loss is named."""
 LITTLE = 0.1
+SLOW = 0.75
+"""An engine that decodes with less than this part of the others' speed is a slow one."""
+
+CHARGED_TO_TRAINER = frozenset(
+    {
+        Class.LOG_PROBS,
+        Class.WAIT_RANKS,
+        Class.WAIT_DRIVER,
+        Class.WAIT_WEIGHTS,
+        Class.WAIT_LOG_PROBS,
+        Class.WAIT_VALIDATION,
+        Class.WAIT_CHECKPOINT,
+        Class.DOWN,
+    }
+)
+"""What the trainer does while the gate holds an engine back, and is the cause of it."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """seconds: accelerator-seconds that it is about; share: of its side's time without the start-up."""
+    """seconds: accelerator-seconds that it is about; share: of all devices' time without the start-up."""
 
-    side: str
     what: Class
     seconds: float
     share: float
     reason: str
     change: str
+    device: str | None = None
 
 
-Shares = Mapping[str, Mapping[str, float]]
-"""By side, each class's share of its time without the start-up."""
+@dataclass(frozen=True)
+class Facts:
+    """What advice is given on.
+
+    account: of the run. settings: of the record's header. meanwhile: see `recipe.async_engine.core.account.meanwhile`.
+    speeds: of each rollout engine, the tokens that it sampled for a second of decoding.
+    """
+
+    account: Account
+    settings: Mapping[str, Any]
+    meanwhile: Mapping[Class, Mapping[Class, float]] = field(default_factory=dict)
+    speeds: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, side: str, what: Class) -> float:
+        """Of a side's time without its start-up."""
+        return _shares(sides(self.account).get(side, {})).get(what, 0.0)
+
+    @property
+    def trainer_waits(self) -> bool:
+        """Whether a faster rollout would make the run faster; where both sides share, it always would."""
+        waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
+        return TRAINER not in sides(self.account) or waits >= LITTLE / 2
 
 
-def advise(account: Account, settings: Mapping[str, Any]) -> list[Advice]:
-    """What to change, the greatest loss first; ``settings``: of the run, from the record's header."""
-    seconds = sides(account)
-    shares = {side: _shares(of_side) for side, of_side in seconds.items()}
+def advise(facts: Facts) -> list[Advice]:
+    """What to change, the greatest loss first."""
+    total = sum(_running(facts.account.total).values())
+    if total <= 0:
+        return []
     found = []
-    for side, of_side in shares.items():
-        for name, share in of_side.items():
-            rule = RULES.get(Class(name))
-            if rule is not None and share >= WORTH_SAYING and (said := rule(side, shares, settings)) is not None:
-                found.append(Advice(side, Class(name), seconds[side][name], share, *said))
-    return sorted(found, key=lambda advice: -advice.seconds)
+    causes = charged(facts)
+    if (slow := _slow_engine(facts, causes)) is not None:
+        device, seconds, why = slow
+        causes.pop(Class.WAIT_TAIL, None)
+        found.append(Advice(Class.DECODING, seconds, seconds / total, *why, device=device))
+    for what, seconds in causes.items():
+        rule = RULES.get(what)
+        if rule is not None and seconds >= WORTH_SAYING * total and (said := rule(facts)) is not None:
+            found.append(Advice(what, seconds, seconds / total, *said))
+    return sorted((advice for advice in found if advice.seconds > 0), key=lambda advice: -advice.seconds)
+
+
+def charged(facts: Facts) -> dict[Class, float]:
+    """Accelerator-seconds by the class that is their cause."""
+    seconds = defaultdict(float, {Class(what): value for what, value in _running(facts.account.total).items()})
+    for waited, by in facts.meanwhile.items():
+        for what, value in by.items():
+            if what in CHARGED_TO_TRAINER if waited != Class.WAIT_BATCH else KINDS[what] is not Kind.USEFUL:
+                seconds[waited] -= value
+                seconds[what] += value
+    # Where the two sides take turns because of the gate, it costs the shorter of the two.
+    training = facts.meanwhile.get(Class.WAIT_GATE, {}).get(Class.TRAINING, 0.0)
+    if training:
+        held = min(seconds[Class.WAIT_GATE], seconds[Class.WAIT_BATCH])
+        seconds[Class.WAIT_BATCH] -= held
+        seconds[Class.WAIT_GATE] += held
+    return dict(seconds)
 
 
 def sides(account: Account) -> dict[str, dict[str, float]]:
@@ -65,18 +126,36 @@ def useful_share(seconds: Mapping[str, float]) -> float:
     return sum(share for name, share in _shares(seconds).items() if KINDS[Class(name)] is Kind.USEFUL)
 
 
+def _running(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in seconds.items() if name != Class.START_UP}
+
+
 def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    running = {name: value for name, value in seconds.items() if name != Class.START_UP}
+    running = _running(seconds)
     total = sum(running.values())
     return {name: value / total for name, value in running.items()} if total > 0 else {}
 
 
-Said = tuple[str, str] | None
-Rule = Callable[[str, Shares, Mapping[str, Any]], Said]
+Said = tuple[str, str]
+Rule = Callable[[Facts], Said | None]
 
 
-def _of(shares: Shares, side: str, what: Class) -> float:
-    return shares.get(side, {}).get(what, 0.0)
+def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, float, Said] | None:
+    """The slowest engine, if the others are that much faster; what its slowness costs it, and them at its tails."""
+    if len(facts.speeds) < 2:
+        return None
+    device = min(facts.speeds, key=lambda name: facts.speeds[name])
+    usual = median(speed for name, speed in facts.speeds.items() if name != device)
+    if facts.speeds[device] >= SLOW * usual:
+        return None
+    of_device = facts.account.devices[device]
+    part = 1 - facts.speeds[device] / usual
+    seconds = part * of_device.seconds.get(Class.DECODING, 0.0) * of_device.accelerators
+    seconds += causes.get(Class.WAIT_TAIL, 0.0)
+    reason = (
+        f"it decodes with {facts.speeds[device] / usual:.0%} of the other engines' speed, and they wait for its answers"
+    )
+    return device, seconds, (reason, f"look at the machine of {device}; until it is mended, leave its node out")
 
 
 def _wider_gate(settings: Mapping[str, Any]) -> str:
@@ -86,62 +165,78 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
     return f"async_training.max_staleness {bound} -> {bound + 1}, with staleness_threshold as much"
 
 
-def _gate(side: str, shares: Shares, settings: Mapping[str, Any]) -> tuple[str, str]:
-    if TRAINER in shares and _of(shares, TRAINER, Class.WAIT_BATCH) < LITTLE * 0.5:
+MORE_TRAINER = "give the trainer accelerators of the rollout (trainer.n_gpus_per_node up, rollout.n_gpus_per_node down)"
+MORE_ROLLOUT = "give the rollout accelerators of the trainer (rollout.n_gpus_per_node up, trainer.n_gpus_per_node down)"
+
+
+def _gate(facts: Facts) -> Said:
+    if not facts.trainer_waits:
         return (
             "the staleness gate holds prompts back while the trainer hardly ever waits for a batch: training is the "
             "slower side, and a wider gate would only make its batches older",
-            "give the trainer accelerators of the rollout (trainer.n_gpus_per_node up, rollout.n_gpus_per_node down)",
+            MORE_TRAINER,
         )
-    return "the staleness gate holds prompts back until the trainer has taken older ones", _wider_gate(settings)
+    return "the staleness gate holds prompts back until the trainer has taken older ones", _wider_gate(facts.settings)
 
 
-def _batch(side: str, shares: Shares, settings: Mapping[str, Any]) -> Said:
-    gate, idle = (_of(shares, ROLLOUT, what) for what in (Class.WAIT_GATE, Class.IDLE_PLACES))
-    if gate > max(idle, LITTLE):
-        return "engines stand still, since the staleness gate holds prompts back", _wider_gate(settings)
-    if idle > LITTLE:
-        return _idle(side, shares, settings)
+def _tail(facts: Facts) -> Said:
+    if not facts.trainer_waits:
+        return "the last answers of a batch are few and long, but the trainer hardly ever waits for them", MORE_TRAINER
     return (
-        "the engines are busy: generation is the slower side",
-        "give the rollout accelerators of the trainer (rollout.n_gpus_per_node up), or data.max_response_length down",
+        "the last answers of a batch are few and long, and the staleness gate lets nothing begin beside them",
+        _wider_gate(facts.settings),
     )
 
 
-def _idle(side: str, shares: Shares, settings: Mapping[str, Any]) -> Said:
-    groups = settings.get("concurrent_samples_per_replica")
-    slots, places = settings.get("max_concurrent_trajectories", 0), settings.get("engine_places", 0)
-    if _of(shares, ROLLOUT, Class.WAIT_GATE) > LITTLE:
-        return "engines have free places because the staleness gate holds prompts back", _gate(side, shares, settings)[
-            1
-        ]
-    if groups is not None and slots <= places:
+def _batch(facts: Facts) -> Said:
+    groups, places, room = _slots(facts)
+    if groups is not None and places < room:
         return (
-            "engines decode with free places, since an answer that ends is followed by the next one from farther away",
-            f"async_training.concurrent_samples_per_replica {groups} -> null: answers then wait at each engine",
+            f"the engines are busy with the {places} answers that they are given at once, and have room for {room}",
+            f"async_training.concurrent_samples_per_replica {groups} -> null",
+        )
+    return "the engines are busy: generation is the slower side", MORE_ROLLOUT
+
+
+def _slots(facts: Facts) -> tuple[int | None, int, int]:
+    """Groups that a replica is given, where that is set; places of all engines that are used; places they have."""
+    settings = facts.settings
+    places = int(settings.get("engine_places", 0))
+    room = int(settings.get("max_num_seqs") or 0) * int(settings.get("rollout_replicas", 1))
+    return settings.get("concurrent_samples_per_replica"), places, max(room, places)
+
+
+def _idle(facts: Facts) -> Said:
+    groups, _, _ = _slots(facts)
+    if groups is None:
+        return (
+            "engines decode with free places although as many answers run as may: these are in tools or on their way",
+            "actor_rollout_ref.rollout.agent.num_workers up; if tools are slow, async_training."
+            "concurrent_samples_per_replica above what an engine has places for",
         )
     return (
-        "engines decode with free places: the last answers of a batch are few and long, or prompts come too slowly",
-        "async_training.max_staleness up, so that the next prompts begin beside a tail",
+        "engines decode with free places, since no more answers than these may run at once",
+        f"async_training.concurrent_samples_per_replica {groups} -> null: answers then wait at each engine",
     )
 
 
-def _weights(side: str, shares: Shares, settings: Mapping[str, Any]) -> Said:
+def _weights(facts: Facts) -> Said:
+    settings = facts.settings
     every = settings.get("trigger_parameter_sync_step", 1)
-    rarer = f"async_training.trigger_parameter_sync_step {every} -> {2 * every}"
-    if side == TRAINER and settings.get("publish") == "inline":
+    if settings.get("publish") == "inline" and facts.share(TRAINER, Class.WAIT_WEIGHTS) >= WORTH_SAYING:
         return "the trainer stands still while weights travel", "async_training.weights.publish inline -> beside"
-    if side == TRAINER:
-        return "the trainer waits for the version before to arrive at the replicas", rarer
     if settings.get("staging") == "none":
         return "engines stand still while weights are loaded", "async_training.weights.staging none -> device"
     if settings.get("at_swap") == "drain" and not settings.get("whole_batches"):
         return "engines run empty before each swap of weights", "async_training.partial_rollout false -> true"
-    return "engines stand still for each swap of weights", rarer
+    return (
+        "a version takes long to arrive, and engines or trainer stand still for it",
+        f"async_training.trigger_parameter_sync_step {every} -> {2 * every}",
+    )
 
 
-def _reward(side: str, shares: Shares, settings: Mapping[str, Any]) -> Said:
-    processes = settings.get("reward_processes", 0)
+def _reward(facts: Facts) -> Said:
+    processes = facts.settings.get("reward_processes", 0)
     return (
         "nothing generates and the trainer has no batch: only rewards keep the run from going on",
         f"reward.num_workers up, or async_training.reward_processes {processes} -> {2 * max(1, processes)}; a wider "
@@ -149,23 +244,46 @@ def _reward(side: str, shares: Shares, settings: Mapping[str, Any]) -> Said:
     )
 
 
+def _trainers_log_probs(facts: Facts) -> Said | None:
+    if facts.share(TRAINER, Class.LOG_PROBS) <= 2 * LITTLE or LOG_PROBS in sides(facts.account):
+        return None
+    return (
+        "the trainer computes log-probs of the batch before it trains it",
+        "async_training.proximal_log_probs=bypass or loglinear, or log-prob servers (model_engine_server=fsdp2)",
+    )
+
+
 def _fixed(reason: str, change: str) -> Rule:
-    return lambda side, shares, settings: (reason, change)
+    return lambda facts: (reason, change)
 
 
 RULES: Mapping[Class, Rule] = {
     Class.WAIT_GATE: _gate,
+    Class.WAIT_TAIL: _tail,
     Class.WAIT_BATCH: _batch,
     Class.IDLE_PLACES: _idle,
     Class.WAIT_WEIGHTS: _weights,
     Class.WAIT_REWARD: _reward,
+    Class.LOG_PROBS: _trainers_log_probs,
+    Class.WAIT_LOG_PROBS: _fixed(
+        "the trainer has no batch, or no log-probs for it: only log-prob servers keep the run from going on",
+        "model_engine_server.nnodes or n_gpus_per_node up, or async_training.proximal_log_probs=loglinear",
+    ),
+    Class.WAIT_RANKS: _fixed(
+        "trainer ranks wait for the slowest of them",
+        "trainer.balance_batch=true; if it is, look at the machine of the slowest rank",
+    ),
     Class.WAIT_DRIVER: _fixed(
         "between the trainer's calls its accelerators wait for the driver: batches are put together, advantages "
         "computed, metrics logged",
         "larger steps: async_training.require_batches up; rollout_data_dir and dumps off",
     ),
+    Class.WAIT_TOOLS: _fixed(
+        "engines are empty although trajectories run: these are in tools",
+        "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or quicker tools",
+    ),
     Class.WAIT_AGENTS: _fixed(
-        "engines are empty although trajectories run: these are in tools, tokenization, or on their way",
+        "engines are empty although trajectories run: these are in tokenization, or on their way",
         "actor_rollout_ref.rollout.agent.num_workers up, and async_training.concurrent_samples_per_replica, so that "
         "others generate meanwhile",
     ),
@@ -183,13 +301,5 @@ RULES: Mapping[Class, Rule] = {
     Class.LOST: _fixed("a device died with its work", "async_training.partial_tokens_interval down"),
     Class.DOWN: _fixed(
         "a lost device was missed until another one took its place", "async_training.max_replica_restarts"
-    ),
-    Class.LOG_PROBS: lambda side, shares, settings: (
-        (
-            "the trainer computes log-probs of the batch before it trains it",
-            "async_training.proximal_log_probs=bypass or loglinear, or log-prob servers (model_engine_server=fsdp2)",
-        )
-        if side == TRAINER and _of(shares, side, Class.LOG_PROBS) > 2 * LITTLE and LOG_PROBS not in shares
-        else None
     ),
 }

@@ -25,6 +25,10 @@ BINS = 400
 WIDE_BINS = 80
 MOST_LANES = 24
 MOST_VERSIONS = 60
+MOST_LIVES = 150
+VERSIONS = "versions"
+SWAPPED = (WEIGHTS, "swap")
+VERSION_COLORS = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
 
 COLORS: Mapping[Class, str] = {
     Class.TRAINING: "#1b7837",
@@ -35,12 +39,16 @@ COLORS: Mapping[Class, str] = {
     Class.RE_PREFILL: "#8c2d04",
     Class.RETRY: "#cc4c02",
     Class.LOST: "#662506",
+    Class.WAIT_RANKS: "#3f007d",
     Class.WAIT_BATCH: "#6a51a3",
     Class.WAIT_REWARD: "#9e9ac8",
+    Class.WAIT_LOG_PROBS: "#1d91c0",
     Class.WAIT_DRIVER: "#54278f",
     Class.WAIT_WEIGHTS: "#c51b8a",
     Class.WAIT_GATE: "#e0a100",
+    Class.WAIT_TAIL: "#f0c75e",
     Class.WAIT_PROMPTS: "#8c6d31",
+    Class.WAIT_TOOLS: "#7a0177",
     Class.WAIT_AGENTS: "#dd1c77",
     Class.WAIT_REQUESTS: "#cbc9e2",
     Class.WAIT_VALIDATION: "#3182bd",
@@ -156,7 +164,8 @@ def lanes(run: Run) -> figure:
         (WEIGHTS, event.start, event.end, f"{event.what} of version {event.version}", parts.get(event.what, "#636363"))
         for event in shown
     ]
-    order = [WEIGHTS, *names[::-1]] if syncs else names[::-1]
+    rows += versions(run)
+    order = [VERSIONS, WEIGHTS, *names[::-1]] if syncs else names[::-1]
     plot = _time_figure(run, "Lanes: what took most of each moment", 120 + 30 * len(order), y_range=order)
     columns = dict(zip(("lane", "start", "end", "what", "color"), zip(*rows, strict=True), strict=True)) if rows else {}
     bars = plot.hbar(y="lane", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
@@ -173,6 +182,72 @@ def lanes(run: Run) -> figure:
             color="#d7301f",
             line_width=3,
         )
+    return plot
+
+
+def versions(run: Run) -> list[tuple[str, float, float, str, str]]:
+    """A lane of which version generates from when to when, several as one where they are many."""
+    swaps = sorted((event.end, event.version or 0) for event in run.events if (event.lane, event.what) == SWAPPED)
+    if not swaps:
+        return []
+    begins = [(0.0, swaps[0][1] - 1), *swaps]
+    shown = begins[:: -(-len(begins) // BINS)]
+    ends = [*(begin for begin, _ in shown[1:]), run.until]
+    last = [*(version - 1 for _, version in shown[1:]), swaps[-1][1]]
+    return [
+        (VERSIONS, begin, end, f"version {first}" if first == until else f"versions {first} to {until}", color(first))
+        for (begin, first), end, until in zip(shown, ends, last, strict=True)
+    ]
+
+
+def color(version: int) -> str:
+    """Of a version, told from its neighbours."""
+    return VERSION_COLORS[version % len(VERSION_COLORS)]
+
+
+def one_by_one(run: Run) -> figure | None:
+    """The lives of some trajectories, evenly taken, one line each, colored by the version that they began at."""
+    begun = run.trajectories.filter(pc.equal(run.trajectories["what"], "generating")).sort_by("start")
+    if not begun.num_rows:
+        return None
+    taken = begun.take(np.unique(np.linspace(0, begun.num_rows - 1, MOST_LIVES).astype(int)))
+    ready = run.groups.filter(pc.equal(run.groups["what"], "ready"))
+    waits = dict(
+        zip(
+            ready["group"].to_pylist(),
+            zip(ready["start"].to_pylist(), ready["end"].to_pylist(), strict=True),
+            strict=True,
+        )
+    )
+    rewards = run.trajectories.filter(pc.equal(run.trajectories["what"], "reward"))
+    keys = zip(
+        rewards["group"].to_pylist(), rewards["trajectory"].to_pylist(), rewards["start"].to_pylist(), strict=True
+    )
+    ends = dict(zip(keys, rewards["end"].to_pylist(), strict=True))
+    rows = []
+    for line, life in enumerate(taken.to_pylist()):
+        name = f"group {life['group']}, answer {life['trajectory']}"
+        rows.append(
+            (
+                line,
+                life["start"],
+                life["end"],
+                f"{name}: generating from version {life['version']}",
+                color(life["version"]),
+            )
+        )
+        scored = ends.get((life["group"], life["trajectory"], life["end"]))
+        if scored is not None:
+            rows.append((line, life["end"], scored, f"{name}: reward", "#9e9ac8"))
+        if scored is not None and life["group"] in waits:
+            rows.append((line, *waits[life["group"]], f"{name}: ready, not yet trained", "#d9d9d9"))
+    plot = _time_figure(run, "Trajectories, one line each: colored while they generate", 360)
+    columns = dict(zip(("line", "start", "end", "what", "color"), zip(*rows, strict=True), strict=True))
+    bars = plot.hbar(y="line", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
+    plot.add_tools(
+        HoverTool(renderers=[bars], tooltips=[("", "@what"), ("from", "@start{0.00} s"), ("to", "@end{0.00} s")])
+    )
+    plot.yaxis.visible = False
     return plot
 
 
@@ -233,7 +308,7 @@ def histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | 
 
 
 def histograms(run: Run) -> list[figure]:
-    """Length, staleness by token, wait of ready groups, time to the reward."""
+    """Length, staleness by token, wait of ready groups, time in tools and to the reward."""
     trajectories, groups = run.trajectories, run.groups
 
     def seconds(table: pa.Table, what: str) -> np.ndarray:
@@ -247,38 +322,45 @@ def histograms(run: Run) -> list[figure]:
         histogram("Staleness of trained tokens", "versions", ages, run.tokens["tokens"].to_numpy()),
         histogram("Wait of a ready group until it is trained", "seconds", seconds(groups, "ready")),
         histogram("From the last token to the reward", "seconds", seconds(trajectories, "reward")),
+        histogram("In tools, of an answer that used some", "seconds", seconds(trajectories, "tools")),
     ]
     return [plot for plot in found if plot is not None]
 
 
-def curves(run: Run, keys: Sequence[str], title: str) -> list[figure]:
-    """Metrics of the steps against steps, time and tokens; keys that the run does not have are left out."""
-    present = [key for key in keys if any(step.get(key) is not None for step in run.metrics)]
-    if not present:
-        return []
+def axes(run: Run) -> dict[str, list[Any]]:
+    """Of each step: its number, when it ended, and the tokens trained by then."""
     tokens = np.cumsum([step.get("fully_async/sampled_tokens") or 0 for step in run.metrics])
-    axes = {
+    return {
         "step": [step.get("training/global_step") for step in run.metrics],
         "seconds since the start": [step.get("wall_seconds") for step in run.metrics],
         "tokens trained": tokens.tolist(),
     }
-    every = max(1, len(run.metrics) // 2000)
+
+
+def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[figure]:
+    """Metrics of the runs' steps against steps, time and tokens; keys that no run has are left out.
+
+    ``runs``: by the name that their lines have, "" for one alone.
+    """
+    present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
+    lines = [(f"{name}: {key}" if name else key, run, key) for key in present for name, run in runs.items()]
     plots = []
-    for label, axis in axes.items():
+    for label in axes(next(iter(runs.values()))) if lines else ():
         plot = _figure(title, height=240)
-        for number, key in enumerate(present):
+        for number, (named, run, key) in enumerate(lines):
+            every = max(1, len(run.metrics) // 2000)
             points = [
                 (x, step[key])
-                for x, step in list(zip(axis, run.metrics, strict=True))[::every]
+                for x, step in list(zip(axes(run)[label], run.metrics, strict=True))[::every]
                 if x is not None and step.get(key) is not None
             ]
             if points:
                 xs, ys = zip(*points, strict=True)
-                color = ("#1b7837", "#c51b8a", "#2c7fb8", "#e0a100", "#54278f")[number % 5]
-                plot.line(xs, ys, color=color, line_width=2, legend_label=key)
-                plot.scatter(xs, ys, color=color, size=4, legend_label=key)
+                shade = ("#1b7837", "#c51b8a", "#2c7fb8", "#cc4c02", "#54278f", "#006d77")[number % 6]
+                plot.line(xs, ys, color=shade, line_width=2, legend_label=named)
+                plot.scatter(xs, ys, color=shade, size=4, legend_label=named)
         plot.xaxis.axis_label = label
-        plots.append(_with_legend(plot, below=True))
+        plots.append(_with_legend(plot, columns=1))
     return plots
 
 
@@ -306,12 +388,12 @@ def _time_figure(run: Run, title: str, height: int, **options: Any) -> figure:
     return plot
 
 
-def _with_legend(plot: figure, below: bool = False) -> figure:
-    """The legend beside the chart, or below it, never on its data."""
+def _with_legend(plot: figure, columns: int = 6) -> figure:
+    """The legend below the chart, never on its data."""
     if plot.legend:
         legend = plot.legend[0]
         legend.label_text_font_size = "11px"
-        legend.ncols = 6
+        legend.ncols = columns
         plot.add_layout(legend, "below")
-        plot.height += 24 * -(-len(legend.items) // 6)
+        plot.height += 24 * -(-len(legend.items) // columns)
     return plot

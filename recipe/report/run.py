@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recipe.async_engine.core.account import Account, Devices, Piece, close, pieces
-from recipe.async_engine.core.events import GROUPS, TOKENS, TRAJECTORIES, Event
+from recipe.async_engine.core.account import Account, Devices, Piece, close, meanwhile, pieces
+from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, TOKENS, TRAJECTORIES, Class, Event
 from recipe.async_engine.storage.event_file import events_of, files, read
+from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
 """A run whose newest event is older than this, and that left no summary, was killed."""
@@ -52,8 +55,37 @@ class Run:
     metrics: list[dict[str, Any]]
 
     @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
     def settings(self) -> dict[str, Any]:
         return dict(self.header.get("settings", {}))
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """The greatest loss first."""
+        return advise(Facts(self.account, self.settings, meanwhile(self.pieces, self.devices), speeds(self)))
+
+
+HARDLY = 0.02
+"""Of an engine that decoded for less than this part of its life no speed is known."""
+
+
+def speeds(run: Run) -> dict[str, float]:
+    """Tokens that each rollout engine sampled for a second of decoding in all its places."""
+    counts: dict[str, list[int]] = {}
+    for event in run.events:
+        if event.lane == RUN and event.what == "sampled":
+            counts.setdefault(str(event.text), []).append(event.tokens or 0)
+    found = {}
+    for name, device in run.account.devices.items():
+        seconds, of_device = device.seconds.get(Class.DECODING, 0.0), [0, *counts.get(name, [])]
+        # A process in a dead one's place counts from 0.
+        tokens = sum(now - before if now >= before else now for before, now in pairwise(of_device))
+        if name.startswith(ROLLOUT) and tokens and seconds > HARDLY * device.life:
+            found[name] = tokens / seconds
+    return found
 
 
 def load(folder: Path) -> Run:

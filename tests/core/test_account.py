@@ -4,21 +4,38 @@
 from __future__ import annotations
 
 import pytest
+from accounts import check_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.async_engine.core import event_context
 from recipe.async_engine.core.account import (
     BEGINS,
-    EMPTY_FOR,
     ENDS,
     KINDS,
-    PHASES,
     Account,
     Devices,
     TokenBooks,
     close,
+    meanwhile,
+    pieces,
 )
-from recipe.async_engine.core.events import EMPTY, LOG_PROBS, ROLLOUT, RUN, SCHEDULER, TRAINER, Class, Event, Why
+from recipe.async_engine.core.event_context import PHASES
+from recipe.async_engine.core.events import (
+    EMPTY,
+    LAST_OF,
+    LOG_PROBS,
+    NOWHERE,
+    RANKS,
+    ROLLOUT,
+    RUN,
+    SCHEDULER,
+    TRAINER,
+    Away,
+    Class,
+    Event,
+    Why,
+)
 
 APART = Devices({TRAINER: 2, ROLLOUT: 1, LOG_PROBS: 1})
 SHARED = Devices({TRAINER: 2, ROLLOUT: 1}, shared=True)
@@ -123,31 +140,147 @@ def test_nothing_after_the_end_counts() -> None:
     assert account.closes
 
 
-def test_every_class_has_a_kind_and_can_be_recorded() -> None:
-    assert KINDS.keys() == set(Class)
-    recorded = {Class(what) for what in Class} & {*PHASES.values(), *EMPTY_FOR.values()}
-    # The others are said by servers and by whoever asks them, in their own name.
-    by_name = {
-        Class.DECODING,
-        Class.PREFILL,
-        Class.VALIDATING,
-        Class.RE_PREFILL,
-        Class.RETRY,
-        Class.LOST,
-        Class.WAIT_REQUESTS,
-        Class.IDLE_PLACES,
-        Class.DOWN,
-        Class.NOT_KNOWN,
+def scene(what: Class) -> tuple[list[Event], str]:
+    """What parts of a run record while a device is in this class for 4 of 10 seconds, and that device."""
+    update = lane(TRAINER, ("update", 0, 10))
+    if what in BY_PHASE:
+        return lane(TRAINER, ("update", 0, 6), (BY_PHASE[what], 6, 10)), TRAINER
+    if what in BY_WHY:
+        free = [*lane(ENGINE, (Class.DECODING, 0, 6), (EMPTY, 6, 10)), *update]
+        return [*free, *lane(SCHEDULER, (Why.GENERATING, 0, 6), (BY_WHY[what], 6, 10))], ENGINE
+    scenes: dict[Class, tuple[list[Event], str]] = {
+        Class.TRAINING: (lane(TRAINER, ("wait", 0, 6), ("update", 6, 10)), TRAINER),
+        Class.WAIT_RANKS: ([*update, Event(RANKS, "wait", 0, 8, 0.5)], TRAINER),
+        Class.WAIT_REWARD: (
+            [
+                *lane(TRAINER, ("update", 0, 6), ("wait", 6, 10)),
+                *lane(SCHEDULER, (Why.REWARD, 6, 10)),
+                *lane("agents 0", (f"{Away.REWARD}+{Away.LOG_PROBS}", 6, 10)),
+            ],
+            TRAINER,
+        ),
+        Class.WAIT_LOG_PROBS: (
+            [
+                *lane(ENGINE, (Class.DECODING, 0, 6), (EMPTY, 6, 10)),
+                *lane(SCHEDULER, (Why.GENERATING, 0, 6), (Why.REWARD, 6, 10)),
+                *lane("agents 0", (NOWHERE, 0, 6), (Away.LOG_PROBS, 6, 10)),
+            ],
+            ENGINE,
+        ),
+        Class.WAIT_TAIL: (
+            [
+                *lane(ENGINE, (Class.DECODING, 0, 6), (EMPTY, 6, 10)),
+                *lane(OTHER, (Class.DECODING, 0, 10)),
+                *lane(SCHEDULER, (Why.GENERATING, 0, 6), (Why.LAST_OF_GATE, 6, 10)),
+            ],
+            ENGINE,
+        ),
+        Class.WAIT_TOOLS: (
+            [
+                *lane(ENGINE, (Class.DECODING, 0, 6), (EMPTY, 6, 10)),
+                *lane(SCHEDULER, (Why.GENERATING, 0, 10)),
+                *lane("agents 0", (NOWHERE, 0, 6), (Away.TOOLS, 6, 10)),
+            ],
+            ENGINE,
+        ),
+        Class.WAIT_AGENTS: (
+            [*lane(ENGINE, (Class.DECODING, 0, 6), (EMPTY, 6, 10)), *lane(SCHEDULER, (Why.GENERATING, 0, 10))],
+            ENGINE,
+        ),
+        Class.IDLE_PLACES: (
+            [
+                Event(ENGINE, Class.DECODING, 0, 10, 0.6),
+                Event(ENGINE, Class.IDLE_PLACES, 0, 10, 0.4),
+                *lane(SCHEDULER, (Why.GENERATING, 0, 10)),
+            ],
+            ENGINE,
+        ),
+        Class.START_UP: (lane(TRAINER, ("update", 4, 10)), TRAINER),
+        Class.NOT_KNOWN: (lane(TRAINER, ("update", 0, 6), ("something new", 6, 10)), TRAINER),
     }
-    assert recorded | by_name == set(Class)
-    for what in by_name - {Class.NOT_KNOWN}:
-        assert seconds(close(lane(ENGINE, (what, 0, 1)), APART, 1.0), ENGINE) == {what: 1}
-    for phase, what in PHASES.items():
-        assert seconds(close(lane(TRAINER, (phase, 0, 1)), APART, 1.0), TRAINER) == {what: 1}
-    for why, what in EMPTY_FOR.items():
-        events = [*lane(ENGINE, (EMPTY, 0, 1)), *lane(SCHEDULER, (why, 0, 1))]
-        assert seconds(close(events, APART, 1.0), ENGINE) == {what: 1}
-    assert set(EMPTY_FOR) == {*Why, Class.START_UP}
+    other = Class.PREFILL if what is Class.DECODING else Class.DECODING
+    return scenes.get(what, (lane(ENGINE, (other, 0, 6), (what, 6, 10)), ENGINE))
+
+
+BY_PHASE = {
+    Class.LOG_PROBS: "log_probs",
+    Class.WAIT_DRIVER: "train",
+    Class.WAIT_CHECKPOINT: "save",
+    Class.WAIT_VALIDATION: "validate",
+    Class.WAIT_BATCH: "wait",
+}
+BY_WHY = {
+    Class.WAIT_GATE: Why.GATE,
+    Class.WAIT_PROMPTS: Why.PROMPTS,
+    Class.WAIT_WEIGHTS: Why.DRAIN,
+    Class.WAIT_OTHER_SIDE: Why.TURN,
+    Class.WAIT_END: Why.END,
+}
+
+
+@pytest.mark.parametrize("what", list(Class))
+def test_every_class_has_its_seconds_and_a_kind(what: Class) -> None:
+    events, device = scene(what)
+    account = close(events, APART, 10.0)
+    assert seconds(account, device)[what] == pytest.approx(4.0)
+    assert account.closes
+    assert what in KINDS
+    if what is not Class.NOT_KNOWN:
+        check_seconds(account.summary())
+
+
+@pytest.mark.parametrize("what", [what for what in Class if what is not Class.NOT_KNOWN])
+def test_a_class_that_nothing_has_any_more_is_noticed(what: Class) -> None:
+    """By what is checked of every run's account."""
+    events, _ = scene(what)
+    without = [piece for piece in pieces(events, APART, 10.0) if piece.what is not what]
+    with pytest.raises(AssertionError, match="not_known"):
+        check_seconds(close(events, APART, 10.0, found=without).summary())
+
+
+@pytest.mark.parametrize("table", ["PHASES", "FREE_FOR", "EMPTY_FOR"])
+def test_a_row_that_a_table_lacks_is_not_known(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FREE_FOR alone has an answer for what it lacks: the place is free, whatever for."""
+    rows = dict(getattr(event_context, table))
+    for name, what in rows.items():
+        monkeypatch.setattr(event_context, table, {key: value for key, value in rows.items() if key != name})
+        events, device = {
+            "PHASES": (lane(TRAINER, (name, 0, 10)), TRAINER),
+            "FREE_FOR": ([*lane(ENGINE, (Class.IDLE_PLACES, 0, 10)), *lane(SCHEDULER, (name, 0, 10))], ENGINE),
+            "EMPTY_FOR": ([*lane(ENGINE, (EMPTY, 0, 10)), *lane(SCHEDULER, (name, 0, 10))], ENGINE),
+        }[table]
+        assert seconds(close(events, APART, 10.0), device) == (
+            {Class.IDLE_PLACES: 10} if table == "FREE_FOR" else {Class.NOT_KNOWN: 10}
+        ), name
+        monkeypatch.setattr(event_context, table, rows)
+        assert seconds(close(events, APART, 10.0), device) == {what: 10}
+
+
+def test_what_the_scheduler_says_has_a_meaning_for_an_engine() -> None:
+    # For rewards agents have the rest of the answer.
+    assert {*event_context.EMPTY_FOR, *event_context.FREE_FOR, Why.REWARD} == {*Why, Class.START_UP}
+    assert {*LAST_OF.values(), Why.GENERATING} == set(event_context.FREE_FOR)
+
+
+def test_while_one_side_waits_it_is_known_what_the_other_did() -> None:
+    events = [
+        *lane(TRAINER, ("wait", 0, 4), ("update", 4, 7), ("validate", 7, 10)),
+        *lane(SCHEDULER, (Why.GENERATING, 0, 3), (Why.GATE, 3, 10)),
+        *lane(ENGINE, (Class.DECODING, 0, 3), (EMPTY, 3, 10)),
+        *lane(OTHER, (Class.WAIT_WEIGHTS, 0, 2), (Class.DECODING, 2, 3), (EMPTY, 3, 10)),
+    ]
+    found = meanwhile(pieces(events, APART, 10.0), APART)
+    # Two accelerators train; each engine is half of the rollout.
+    assert found[Class.WAIT_BATCH] == {
+        Class.DECODING: pytest.approx(3 + 1),
+        Class.WAIT_WEIGHTS: pytest.approx(2),
+        Class.WAIT_GATE: pytest.approx(2),
+    }
+    assert found[Class.WAIT_GATE] == {
+        Class.WAIT_BATCH: pytest.approx(2),
+        Class.TRAINING: pytest.approx(6),
+        Class.WAIT_VALIDATION: pytest.approx(6),
+    }
 
 
 LENGTHS = st.lists(st.floats(0.01, 50), min_size=1, max_size=25)

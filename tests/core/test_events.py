@@ -4,13 +4,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.events import EMPTY, Class, EngineActivity, Lane, Span, Work
+from recipe.async_engine.core.events import (
+    EMPTY,
+    NOWHERE,
+    Away,
+    AwayActivity,
+    Class,
+    EngineActivity,
+    Lane,
+    Span,
+    ToolTime,
+    Work,
+)
 from recipe.async_engine.core.one_clock import Exchange, OtherClock
 
 
@@ -208,6 +220,44 @@ def test_another_clock_is_followed_within_a_round_trip(
             assert clock.here(before) == pytest.approx(last, abs=1e-6)
         before, last = exchange.answered, clock.here(exchange.answered)
         assert exchange.asked - 1e-6 <= last <= exchange.came + 1e-6
+
+
+def test_agents_say_what_their_trajectories_are_at_when_at_no_engine() -> None:
+    clock = Clock()
+    activity = AwayActivity(clock)
+    activity.lane.take()
+    first, second = ToolTime(activity), ToolTime(activity)
+
+    def after(seconds: float, *steps: Callable[[], None]) -> None:
+        clock.now += seconds
+        for step in steps:
+            step()
+
+    after(1, first.asks, second.asks)
+    after(2, first.is_answered)
+    # Of several requests at once only the last one's answer sends a trajectory to its tools.
+    after(1, second.asks, second.is_answered)
+    with activity.at(Away.REWARD):
+        after(3, first.asks)
+    after(1, second.is_answered)
+    after(1, first.is_answered, first.leave, first.leave, second.leave)
+    assert [(span.what, span.end - span.start) for span in activity.lane.take()] == [
+        (NOWHERE, 3),
+        (Away.TOOLS, 1),
+        (f"{Away.TOOLS}+{Away.REWARD}", 3),
+        (NOWHERE, 1),
+        (Away.TOOLS, 1),
+    ]
+    # What follows the last answer is no tool.
+    assert (first.seconds, second.seconds) == (4, 0)
+
+
+def test_tool_time_of_a_trajectory_that_nobody_records_is_none() -> None:
+    tools = ToolTime()
+    tools.asks()
+    tools.is_answered()
+    tools.leave()
+    assert tools.seconds == 0
 
 
 def test_spans_of_another_clock_keep_their_order() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from accounts import check_if_recorded
 from main_runs import FinishedRun, as_module, trainer_log
 from surroundings import user_environment, with_helpers
 
@@ -157,14 +158,16 @@ class DrilledRun:
         return found[0]
 
     def end_within(self, timeout_s: float, left_s: float = LEFT_S) -> FinishedRun:
-        """The run when its main has ended; nothing of it may outlive that by more than ``left_s``."""
+        """The run when its main has ended, its account checked; nothing of it outlives that by more than ``left_s``."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run has not ended within {timeout_s:g} s:\n{self.said()[-6000:]}") from None
         wait_for(lambda: not self.left(), left_s, "no process left")
         sys.stdout.write(f"{self.said()}\n{trainer_log(self.overrides)}\n")  # pytest shows it where a test fails
-        return FinishedRun(status, self.said(), self.folder)
+        run = FinishedRun(status, self.said(), self.folder)
+        check_if_recorded(run)
+        return run
 
     def left(self) -> list[psutil.Process]:
         """Of the processes seen, and of those that have the run's folder or Ray's in their command line."""

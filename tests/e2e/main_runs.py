@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accounts import check_if_recorded
 from main_process import run_module, short_run
 from surroundings import shared_forks, user_environment, with_helpers
 
@@ -99,7 +100,7 @@ def dying_receiver(monkeypatch: pytest.MonkeyPatch, mark: Path, version: int) ->
 def run_main(
     main: str, overrides: list[str], folder: Path, timeout_s: float = RUN_S, shared: bool = True
 ) -> FinishedRun:
-    """Run ``main`` to its end; helpers in this folder can be named in ``overrides``.
+    """Run ``main`` to its end, and check its account; helpers in this folder can be named in ``overrides``.
 
     Args:
         main: a module, or "mode:trainer": that mode's main with a trainer of a module in this folder.
@@ -117,7 +118,9 @@ def run_main(
     finished = run_module(module, overrides, folder, environment, timeout_s, forks)
     (folder / "output.txt").write_text(finished.stdout)
     sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
-    return FinishedRun(finished.returncode, finished.stdout, folder)
+    run = FinishedRun(finished.returncode, finished.stdout, folder)
+    check_if_recorded(run)
+    return run
 
 
 def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, str]]:

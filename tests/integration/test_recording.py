@@ -17,7 +17,7 @@ from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Eve
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.async_engine.trainer.record_stage import RecordStage
-from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, Recording, is_kept
+from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
 
 SOON = 30.0
 DEVICES = Devices({TRAINER: 1, ROLLOUT: 1})
@@ -97,7 +97,12 @@ def test_devices_on_other_clocks_die_and_are_replaced_and_the_account_closes(clu
     assert lost[Class.DECODING] > 0.5 and lost[Class.DOWN] > 0
     # What the dead one left and what came in its place are one accelerator's life.
     assert devices["rollout 1"].life + devices["rollout 2"].life == pytest.approx(account.duration)
-    assert {(event.what, event.text) for event in recorded(tmp_path) if event.lane == "run"} == {
+    news = [event for event in recorded(tmp_path) if event.lane == "run"]
+    assert {(event.text, event.tokens) for event in news if event.what == SAMPLED} == {
+        ("rollout 0", 3),
+        ("rollout 2", 3),
+    }
+    assert {(event.what, event.text) for event in news if event.what != SAMPLED} == {
         (LOST, "rollout 1"),
         ("ends", "rollout 1"),
         ("begins", "rollout 2"),

@@ -28,26 +28,34 @@ from recipe.async_engine.core.events import (
     Why,
 )
 from recipe.async_engine.storage.event_file import EventFile
+from recipe.report import charts
 from recipe.report.__main__ import main
 from recipe.report.charts import COLORS
 from recipe.report.page import what_happened
-from recipe.report.run import load
+from recipe.report.run import load, speeds
 
 STEPS, STEP_S = 6, 4
-CHARTS = 14
+CHARTS = 15
 
 
-def run_of(folder: Path, ago: float = 0.0, summary: dict[str, Any] | None = None) -> EventFile:
-    """A run of six steps: half of each the trainer waits, and half of its wait the engine is held by the gate."""
+def run_of(
+    folder: Path,
+    ago: float = 0.0,
+    summary: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    waits: float = 2.0,
+) -> EventFile:
+    """A run of six steps of 4 s: in each the trainer waits first, and at its end the gate holds the engine."""
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"accelerators": {"trainer": 2, "rollout": 1}, "shared": False, "began": time.time() - ago, "settings": {}}
+    about = {"accelerators": {"trainer": 2, "rollout": 1}, "shared": False, "settings": settings or {}}
+    header = {**about, "began": time.time() - ago}
     file = EventFile(folder, header)
     for step in range(STEPS):
         at = step * STEP_S
         file.write(
             [
-                Event(TRAINER, "wait", at, at + 2),
-                Event(TRAINER, "update", at + 2, at + 4),
+                Event(TRAINER, "wait", at, at + waits),
+                Event(TRAINER, "update", at + waits, at + 4),
                 Event(SCHEDULER, Why.GENERATING, at, at + 3),
                 Event(SCHEDULER, Why.GATE, at + 3, at + 4),
                 Event("rollout 0", Class.DECODING, at, at + 3, 0.75),
@@ -83,13 +91,61 @@ def test_report_of_a_run_that_ended_has_its_account_its_advice_and_every_chart(t
     assert f"The run ended after {STEPS} steps and 24.0 s. Useful, without the start-up: trainer 50%, rollout 5" in text
     assert "most of the rest was wait batch" in text
     assert "accelerator-seconds, which close" in text
-    assert text.index("<b>wait batch</b> of the trainer: 50%") < text.index("<b>idle places</b> of the rollout")
+    assert text.index("<b>wait batch</b>: ") < text.index("<b>wait gate</b>: ")
     assert "240" in text and "rollout 0" in text
     documents = re.findall(r"const docs_json = '(.*)';", text)
     assert len(documents) == 1
     models = json.loads(documents[0].encode().decode("unicode_escape"))
     (document,) = models.values()
     assert len(document["roots"]) == CHARTS == len(re.findall(r"data-root-id=", text))
+
+
+def test_report_says_the_three_lines_that_matter_and_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, summary={"error": None, "account": {"duration": 24.0}}).close()
+    assert main([str(tmp_path)]) == 0
+    happened, account, advice, where = capsys.readouterr().out.splitlines()
+    assert happened.startswith(f"The run ended after {STEPS} steps")
+    assert account == "accelerators: wait batch 33%, training 33%, decoding 19%, wait gate 8%, idle places 6%"
+    assert advice.startswith("advice: the engines are busy") and "rollout.n_gpus_per_node" in advice
+    assert where == str(tmp_path / "report.html")
+
+
+def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "before" / "run", tmp_path / "after" / "run"
+    run_of(first, settings={"max_staleness": 1, "publish": "beside"}).close()
+    run_of(second, settings={"max_staleness": 2, "publish": "beside"}, waits=0.5).close()
+    assert main([str(first), str(second)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(second / "compared.html")
+    text = (second / "compared.html").read_text()
+    assert "<code>max_staleness</code></td>" in text and "<code>publish</code></td>" not in text
+    # The trainer waited 1.5 s less in each step, on two accelerators: what differs most is first.
+    rows = re.findall(r"</span> ([a-z ]+)</td><td[^>]*>([\d.]+)</td><td[^>]*>([\d.]+)</td><td[^>]*>([+-][\d.]+)", text)
+    assert rows[:2] == [("training", "4.000", "7.000", "+3.000"), ("wait batch", "4.000", "1.000", "-3.000")]
+    # Both are called "run".
+    assert "A: run: critic/rewards/mean" in text and "B: run: critic/rewards/mean" in text
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
+
+
+def test_lane_of_versions_says_which_one_generates(tmp_path: Path) -> None:
+    run_of(tmp_path).close()
+    lane = charts.versions(load(tmp_path))
+    assert [row[1:4] for row in lane] == [
+        (0.0, 4.0, "version 0"),
+        *[(4.0 * version, 4.0 * version + 4, f"version {version}") for version in range(1, STEPS)],
+        (24.0, 24.0, f"version {STEPS}"),
+    ]
+
+
+def test_a_slow_engine_is_seen_by_its_tokens(tmp_path: Path) -> None:
+    file = run_of(tmp_path)
+    counts = [(0.0, 0), (5.0, 300), (6.0, 60), (24.0, 1320)]
+    # It was started again in between, and counted from 0.
+    file.write([Event(RUN, "sampled", at, at, text="rollout 0", tokens=count) for at, count in counts])
+    file.close()
+    decoding = STEPS * 3 * 0.75
+    assert speeds(load(tmp_path)) == {"rollout 0": pytest.approx((300 + 1320) / decoding)}
 
 
 def test_every_class_has_a_color() -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from remote_fakes import make_source
@@ -36,7 +37,8 @@ def test_lane_says_why_nothing_begins(running: list[RolloutScheduler]) -> None:
     scheduler.lane.take()
     scheduler.start()
     first = pool.of(0)
-    assert whys(scheduler) == [Class.START_UP, Why.PROMPTS, Why.GENERATING]
+    # There are slots for more, and the gate has none.
+    assert whys(scheduler) == [Class.START_UP, Why.PROMPTS, Why.LAST_OF_GATE]
     taking = threading.Thread(target=scheduler.take_batch, args=[SOON])
     taking.start()
     first.generate()
@@ -55,6 +57,38 @@ def test_lane_says_why_nothing_begins(running: list[RolloutScheduler]) -> None:
     pool.of(1).finish()
     assert scheduler.take_batch(SOON) is not None
     assert whys(scheduler)[-1] == Why.END
+
+
+def test_lane_says_whether_slots_or_something_else_keeps_others_from_beginning(
+    running: list[RolloutScheduler],
+) -> None:
+    pool = ScriptedPool()
+    scheduler = new_scheduler(new_ledger(b=1, bound=8, depth=8, target=4), make_source(3), pool, slots=2)
+    running.append(scheduler)
+    scheduler.lane.take()
+    scheduler.start()
+    pool.of(1)
+    assert whys(scheduler)[-1] == Why.GENERATING
+    pool.of(0).finish()
+    pool.of(1).finish()
+    pool.of(2)
+    settled(scheduler)
+    # The data has no more.
+    assert whys(scheduler)[-1] == Why.LAST_OF_END
+    assert scheduler.take_batch(SOON) is not None
+    drain = threading.Thread(target=scheduler.pause_until_drained, args=[SOON])
+    drain.start()
+    until(lambda: whys(scheduler)[-1:] == [Why.LAST_OF_DRAIN])
+    pool.of(2).finish()
+    drain.join(SOON)
+    assert whys(scheduler)[-1] == Why.DRAIN
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_attempts_and_groups_are_told_with_their_end(running: list[RolloutScheduler]) -> None:

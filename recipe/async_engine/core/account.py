@@ -3,8 +3,10 @@
 
 Contract: each second of a device's life is in exactly one class. What its events do not cover before its first one is
 start-up; what they do not cover later is `Class.NOT_KNOWN`, which no other class ever takes in. An engine without a
-request waits for whatever the scheduler says it gives nothing for; a trainer that waits for a batch waits for rewards
-while only these keep the run from going on. Where both sides share their accelerators, a second is the engine's while
+request, and a free place of one that has some, waits for whatever the scheduler says it gives nothing for, or for what
+the trajectories that have its slots are at. A trainer that waits for a batch waits for rewards or log-prob servers
+while only these keep the run from going on; while its ranks compute, they wait for the slowest of them for the share
+of the time that they say. Where both sides share their accelerators, a second is the engine's while
 the trainer waits or validates, and the trainer's otherwise. Events that overlap make the sum exceed the life:
 :attr:`Account.closes` is False then, as it is where a device's unknown time or the tokens do not come out.
 
@@ -15,12 +17,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from recipe.async_engine.core.events import EMPTY, LOG_PROBS, ROLLOUT, RUN, SCHEDULER, TRAINER, Class, Event, Why
+from recipe.async_engine.core.event_context import Context
+from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, RUN, TRAINER, Class, Event
 
 OFF_BY = 0.005
 """The share of a device's life by which its seconds may miss it: two clocks are compared."""
@@ -47,12 +51,16 @@ KINDS: Mapping[Class, Kind] = {
     Class.RE_PREFILL: Kind.REPEATED,
     Class.RETRY: Kind.REPEATED,
     Class.LOST: Kind.REPEATED,
+    Class.WAIT_RANKS: Kind.WAITING,
     Class.WAIT_BATCH: Kind.WAITING,
     Class.WAIT_REWARD: Kind.WAITING,
+    Class.WAIT_LOG_PROBS: Kind.WAITING,
     Class.WAIT_DRIVER: Kind.WAITING,
     Class.WAIT_WEIGHTS: Kind.WAITING,
     Class.WAIT_GATE: Kind.WAITING,
+    Class.WAIT_TAIL: Kind.WAITING,
     Class.WAIT_PROMPTS: Kind.WAITING,
+    Class.WAIT_TOOLS: Kind.WAITING,
     Class.WAIT_AGENTS: Kind.WAITING,
     Class.WAIT_REQUESTS: Kind.WAITING,
     Class.WAIT_VALIDATION: Kind.WAITING,
@@ -64,34 +72,6 @@ KINDS: Mapping[Class, Kind] = {
     Class.DOWN: Kind.DOWN,
     Class.NOT_KNOWN: Kind.NOT_KNOWN,
 }
-
-WAIT, VALIDATE = "wait", "validate"
-"""Phases of the trainer in which the accelerators that it shares are the engine's."""
-
-PHASES: Mapping[str, Class] = {
-    "update": Class.TRAINING,
-    "log_probs": Class.LOG_PROBS,
-    "train": Class.WAIT_DRIVER,
-    "other": Class.WAIT_DRIVER,
-    "sync": Class.WAIT_WEIGHTS,
-    "save": Class.WAIT_CHECKPOINT,
-    VALIDATE: Class.WAIT_VALIDATION,
-    WAIT: Class.WAIT_BATCH,
-    Class.START_UP: Class.START_UP,
-}
-"""What a phase of the trainer's timeline is to its accelerators."""
-
-EMPTY_FOR: Mapping[str, Class] = {
-    Why.GENERATING: Class.WAIT_AGENTS,
-    Why.DRAIN: Class.WAIT_WEIGHTS,
-    Why.TURN: Class.WAIT_OTHER_SIDE,
-    Why.GATE: Class.WAIT_GATE,
-    Why.REWARD: Class.WAIT_REWARD,
-    Why.PROMPTS: Class.WAIT_PROMPTS,
-    Why.END: Class.WAIT_END,
-    Class.START_UP: Class.START_UP,
-}
-"""What an engine without a request waits for, by what the scheduler says."""
 
 BEGINS, ENDS = "begins", "ends"
 """On the run's lane: a device's life begins later than the run, or ends before it."""
@@ -242,41 +222,71 @@ def close(
 
 def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[Piece]:
     """What each device did, its start-up included, up to ``until``; gaps in between are left out."""
-    context = _Context(events)
+    context = Context.of(events)
     lives = _lives(events, devices, until)
     starting = dict(lives)
-    known: dict[tuple[bool, str, str | None, str | None], Class] = {}
     for event in sorted(events, key=lambda event: event.start):
         if event.lane not in lives:
             continue
         if event.lane in starting:
             begins, _ = starting.pop(event.lane)
             yield Piece(event.lane, begins, min(event.start, until), Class.START_UP, 1.0)
-        for start, end, phase, why in context.during(event.start, min(event.end, until)):
-            key = event.lane == TRAINER, event.what, phase, why
-            if (what := known.get(key)) is None:
-                what = known[key] = _classify(event, phase, why, devices.shared)
-            yield Piece(event.lane, start, end, what, event.share)
+        for start, end, what, share in context.during(event, min(event.end, until), devices.shared):
+            yield Piece(event.lane, start, end, what, event.share * share)
     for device, (begins, ends) in starting.items():
         yield Piece(device, begins, ends, Class.START_UP, 1.0)
 
 
-def _classify(event: Event, phase: str | None, why: str | None, shared: bool) -> Class:
-    if event.lane == TRAINER:
-        if event.what == WAIT and why == Why.REWARD:
-            return Class.WAIT_REWARD
-        return PHASES.get(event.what, Class.NOT_KNOWN)
-    if shared and phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
-        return Class.START_UP
-    if shared and phase not in (WAIT, VALIDATE, Class.START_UP, None):
-        return PHASES.get(phase or "", Class.NOT_KNOWN)
-    if event.what == EMPTY:
-        # Before the scheduler begins.
-        return EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
-    try:
-        return Class(event.what)
-    except ValueError:
-        return Class.NOT_KNOWN
+def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Class, float]]:
+    """What the other side did while one side waited for it.
+
+    Of the trainer's accelerator-seconds in `Class.WAIT_BATCH`, how many had which class of the engines, their mean; of
+    the engines' in `Class.WAIT_GATE` and `Class.WAIT_TAIL`, how many had which class of the trainer.
+    """
+    trainer = _Waits({Class.WAIT_BATCH})
+    engines = _Waits({Class.WAIT_GATE, Class.WAIT_TAIL})
+    by_side: dict[bool, list[Piece]] = {True: [], False: []}
+    for piece in found:
+        kind = piece.device.partition(" ")[0]
+        if kind in (TRAINER, ROLLOUT):
+            by_side[kind == TRAINER].append(piece)
+            (trainer if kind == TRAINER else engines).note(piece)
+    replicas = len({piece.device for piece in by_side[False]}) or 1
+    size = devices.size(ROLLOUT)
+    seconds = {what: trainer.beside(what, by_side[False], devices.size(TRAINER) / replicas) for what in trainer.kinds}
+    return seconds | {what: engines.beside(what, by_side[True], size) for what in engines.kinds}
+
+
+class _Waits:
+    """When a side's devices were in some classes, and what others did then; pieces come by their starts."""
+
+    def __init__(self, kinds: Collection[Class]) -> None:
+        self.kinds = kinds
+        self._changes: dict[Class, defaultdict[float, float]] = {what: defaultdict(float) for what in kinds}
+
+    def note(self, piece: Piece) -> None:
+        """Take in what a device of the side did."""
+        if piece.what in self.kinds and piece.end > piece.start:
+            changes = self._changes[piece.what]
+            changes[piece.start] += piece.share
+            changes[piece.end] -= piece.share
+
+    def beside(self, what: Class, others: Iterable[Piece], each: float) -> dict[Class, float]:
+        """Seconds of this class by the others' classes, ``each`` for a second of one of the others."""
+        times = sorted(self._changes[what])
+        levels = [0.0, *accumulate(self._changes[what][time] for time in times)]
+        # Seconds of the class up to each of these times.
+        lengths = [level * (end - start) for level, start, end in zip(levels[1:], times, times[1:], strict=False)]
+        sums = [0.0, *accumulate(lengths)]
+
+        def up_to(time: float) -> float:
+            index = bisect_right(times, time)
+            return sums[index - 1] + levels[index] * (time - times[index - 1]) if index else 0.0
+
+        found: defaultdict[Class, float] = defaultdict(float)
+        for other in others if times else ():
+            found[other.what] += (up_to(other.end) - up_to(other.start)) * other.share * each
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:
@@ -297,41 +307,3 @@ def _place(lane: str) -> tuple[bool, bool, str, int]:
     """Where a device stands in an account: the trainer, then rollout engines by their numbers, then the others."""
     kind, _, number = lane.partition(" ")
     return lane != TRAINER, kind != ROLLOUT, kind, int(number) if number.isdigit() else 0
-
-
-class _Context:
-    """What trainer and scheduler did at any moment."""
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: []}
-        for event in events:
-            if event.lane in lanes and event.end > event.start:
-                lanes[event.lane].append(event)
-        phases, whys = _changes(lanes[TRAINER]), _changes(lanes[SCHEDULER])
-        self._times = sorted({*phases, *whys})
-        self._does: list[tuple[str | None, str | None]] = [(None, None)]
-        phase = why = None
-        for time in self._times:
-            phase, why = phases.get(time, phase), whys.get(time, why)
-            self._does.append((phase or None, why or None))
-
-    def during(self, start: float, end: float) -> Iterator[tuple[float, float, str | None, str | None]]:
-        """Stretches of this time in which neither changed, with what they did."""
-        index = bisect_right(self._times, start)
-        while start < end:
-            stop = min(end, self._times[index]) if index < len(self._times) else end
-            if stop > start:
-                yield start, stop, *self._does[index]
-            start, index = stop, index + 1
-
-
-NOTHING = ""
-
-
-def _changes(events: list[Event]) -> dict[float, str]:
-    """What a lane does from each of these times on."""
-    changes: dict[float, str] = {}
-    for event in sorted(events, key=lambda event: event.start):
-        changes[event.start] = event.what
-        changes.setdefault(event.end, NOTHING)
-    return changes

@@ -10,7 +10,8 @@ Plain state; a lane may be told and asked on different threads.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import Lock
@@ -19,7 +20,7 @@ from typing import NamedTuple
 Clock = Callable[[], float]
 
 TRAINER, SCHEDULER, RUN = "trainer", "scheduler", "run"
-ROLLOUT, LOG_PROBS = "rollout", "log-probs"
+ROLLOUT, LOG_PROBS, AGENTS, RANKS = "rollout", "log-probs", "agents", "ranks"
 TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "tokens"
 
 
@@ -56,12 +57,16 @@ class Class(StrEnum):
     RE_PREFILL = "re_prefill"
     RETRY = "retry"
     LOST = "lost_with_replica"
+    WAIT_RANKS = "wait_slowest_rank"
     WAIT_BATCH = "wait_batch"
     WAIT_REWARD = "wait_reward"
+    WAIT_LOG_PROBS = "wait_log_probs"
     WAIT_DRIVER = "wait_driver"
     WAIT_WEIGHTS = "wait_weights"
     WAIT_GATE = "wait_gate"
+    WAIT_TAIL = "wait_tail"
     WAIT_PROMPTS = "wait_prompts"
+    WAIT_TOOLS = "wait_tools"
     WAIT_AGENTS = "wait_agents"
     WAIT_REQUESTS = "wait_requests"
     WAIT_VALIDATION = "wait_validation"
@@ -79,15 +84,46 @@ EMPTY = "empty"
 
 
 class Why(StrEnum):
-    """Why the scheduler gives an engine nothing: what happens on its lane."""
+    """Why the scheduler gives an engine nothing more: what happens on its lane.
+
+    GENERATING: all slots are taken. LAST_...: trajectories generate, and for this reason no other one begins beside
+    them. The others: none generates.
+    """
 
     GENERATING = "generating"
+    LAST_OF_DRAIN = "generating, drain"
+    LAST_OF_TURN = "generating, turn"
+    LAST_OF_GATE = "generating, gate"
+    LAST_OF_PROMPTS = "generating, prompts"
+    LAST_OF_END = "generating, end"
     DRAIN = "drain"
     TURN = "turn"
     GATE = "gate"
     REWARD = "reward"
     PROMPTS = "prompts"
     END = "end"
+
+
+LAST_OF = {
+    Why.DRAIN: Why.LAST_OF_DRAIN,
+    Why.TURN: Why.LAST_OF_TURN,
+    Why.GATE: Why.LAST_OF_GATE,
+    Why.PROMPTS: Why.LAST_OF_PROMPTS,
+    Why.END: Why.LAST_OF_END,
+}
+"""While trajectories generate, for each reason that keeps others from beginning."""
+
+
+class Away(StrEnum):
+    """What a trajectory is at when it is at no engine: what happens on the lane of an agent-loop worker."""
+
+    TOOLS = "tools"
+    REWARD = "reward"
+    LOG_PROBS = "log_probs"
+
+
+NOWHERE = "none"
+"""On the lane of an agent-loop worker: none of its trajectories is away."""
 
 
 class Work(StrEnum):
@@ -173,6 +209,66 @@ class Lane:
         if self._spans is not None and now > self._since:
             self._spans.append(Span(self._what, self._since, now))
         self._since = now
+
+
+class AwayActivity:
+    """What the trajectories of an agent-loop worker are at; one event loop tells it.
+
+    Attributes:
+        lane: names everything that at least one of them is at, joined by "+".
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.lane = Lane(clock, NOWHERE)
+        self._at: Counter[Away] = Counter()
+
+    def change(self, what: Away, by: int) -> None:
+        """So many more are at this from now on."""
+        self._at[what] += by
+        self.lane.turn_to("+".join(name for name in Away if self._at[name] > 0) or NOWHERE)
+
+    @contextmanager
+    def at(self, what: Away) -> Iterator[None]:
+        """A trajectory is at this meanwhile."""
+        self.change(what, 1)
+        try:
+            yield
+        finally:
+            self.change(what, -1)
+
+
+class ToolTime:
+    """How long one trajectory was in its tools: the time between an answer and its next request.
+
+    Attributes:
+        seconds: so far, without the stay under way.
+    """
+
+    def __init__(self, activity: AwayActivity | None = None) -> None:
+        self._activity, self.seconds = activity, 0.0
+        self._requests, self._since = 0, 0.0
+        self._is_in = False
+
+    def asks(self) -> None:
+        """A request begins."""
+        if self._activity is not None and self._is_in:
+            self.seconds += self._activity.clock() - self._since
+        self.leave()
+        self._requests += 1
+
+    def is_answered(self) -> None:
+        """A request has its whole answer: without another one the trajectory is in a tool from now on."""
+        self._requests -= 1
+        if self._activity is not None and self._requests == 0:
+            self._activity.change(Away.TOOLS, 1)
+            self._is_in, self._since = True, self._activity.clock()
+
+    def leave(self) -> None:
+        """It is in no tool any more; after its last answer it was in none."""
+        if self._activity is not None and self._is_in:
+            self._activity.change(Away.TOOLS, -1)
+            self._is_in = False
 
 
 @dataclass

@@ -141,7 +141,11 @@ class PromptManager:
 
     def wants_prompt(self) -> bool:
         """Whether slots are free for a new prompt; ask when `next` gives nothing."""
-        return self.is_open and self._fits(self.group_size) and not self.anything_waits() and self.ledger.can_issue()
+        return self.is_open and self.has_room() and not self.anything_waits() and self.ledger.can_issue()
+
+    def has_room(self) -> bool:
+        """Whether slots are free for a new prompt."""
+        return self._fits(self.group_size)
 
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt; its trajectories wait for slots."""

@@ -186,6 +186,7 @@ class ResumingClient(LLMServerClient):
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
         patience = Patience(self._timeout_s)
+        recorder.tools.asks()
         while merged.stop_reason is None:
             part = await self._request(
                 request_id,
@@ -219,6 +220,7 @@ class ResumingClient(LLMServerClient):
                 self._check_may_be_cut(request_id, cut_by, len(merged.token_ids))
                 recorder.interruptions += cut_by != CHECKPOINT
                 recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
+        recorder.tools.is_answered()
         for ours in (GOES_ON, VERSION_RUNS, RECOMPUTED):
             merged.extra_fields.pop(ours, None)
         merged.extra_fields.update(

@@ -10,7 +10,7 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from recipe.async_engine.core.events import Work
+from recipe.async_engine.core.events import AwayActivity, ToolTime, Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.part_scores import PartScorer
 from recipe.async_engine.rollout.turns import Ticket
@@ -32,6 +32,7 @@ class TrajectoryRecorder:
         sampled: done with its last token.
         ticket: admits its requests to generation turns; None where generation is a stream.
         work: what its requests are for.
+        tools: how long it was in tools.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class TrajectoryRecorder:
     text_only: bool = True
     ticket: Ticket | None = None
     work: Work = Work.NEW
+    tools: ToolTime = field(default_factory=ToolTime)
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def mark_multimodal(self) -> None:
@@ -73,9 +75,12 @@ def start_recording(
     answers: TrajectoryAnswers | None = None,
     ticket: Ticket | None = None,
     work: Work = Work.NEW,
+    away: AwayActivity | None = None,
 ) -> TrajectoryRecorder:
-    """Begin a trajectory in this context and return its recorder."""
-    recorder = TrajectoryRecorder(scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket, work=work)
+    """Begin a trajectory in this context and return its recorder; ``away`` is told of its stays in tools."""
+    recorder = TrajectoryRecorder(
+        scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket, work=work, tools=ToolTime(away)
+    )
     if ticket is not None:
         ticket.sampled, ticket.answers = recorder.sampled, recorder.answers
     _current.set(recorder)

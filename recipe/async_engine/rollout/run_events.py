@@ -30,5 +30,7 @@ def of_attempt(run: GroupRun, n: int, began: float, sampled: float | None) -> It
     yield attempt._replace(tokens=tokens, text=f"attempt {run.attempts[n] + 1}{ended}")
     if sampled is not None:
         yield attempt._replace(what="reward", start=sampled, end=now)
+    if scored is not None and scored.tool_s and sampled is not None:
+        yield attempt._replace(what="tools", start=sampled - scored.tool_s, end=sampled, tokens=None)
     if scored is not None and scored.interruptions:
         yield attempt._replace(what="interrupted", tokens=scored.reprefilled_tokens)

@@ -18,11 +18,12 @@ import math
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from uuid import uuid4
 
 import hydra
 import numpy as np
@@ -42,7 +43,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import Work
+from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
@@ -107,6 +108,7 @@ class TrajectoryScored:
         filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
         sampled_tokens: of the response, those that a policy sampled.
         received_tokens: of all answers of servers in this process, whatever the agent loop made of them.
+        tool_s: seconds that it was in tools.
     """
 
     score: float | None
@@ -122,6 +124,7 @@ class TrajectoryScored:
     filter_metric: float | None = None
     sampled_tokens: int = 0
     received_tokens: int = 0
+    tool_s: float = 0.0
 
 
 @dataclass
@@ -167,6 +170,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._scoring: ScoringClient | None = None
         self._score_parts = False
         self._reference: ScoringClient | None = None
+        self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -235,7 +239,7 @@ class TrajectoryWorker(AgentLoopWorker):
         context = copy_context()
         ticket = None if turn is None else self._turns.begin(key, turn)
         purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
-        recorder = context.run(start_recording, scorer, answers, ticket, purpose)
+        recorder = context.run(start_recording, scorer, answers, ticket, purpose, self._away)
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
         work = self._run_agent_loop(self._sampling_params(), trajectory, **fields)
@@ -258,6 +262,7 @@ class TrajectoryWorker(AgentLoopWorker):
             task.cancel()
             if scorer is not None:
                 scorer.cancel()
+            recorder.tools.leave()
             self._running.pop(key, None)
             self._turns.end(key)
             self._answers.end(key, complete)
@@ -295,6 +300,10 @@ class TrajectoryWorker(AgentLoopWorker):
             raise
         except Exception as error:  # a user's agent loop may raise anything
             raise _explained(AgentLoopError, "", error) from error
+
+    async def activity(self) -> Activity:
+        """What its trajectories were at, when at no engine, since this was asked last."""
+        return Activity(time.monotonic(), self._life, self._away.lane.take())
 
     async def describe(self) -> list[str]:
         """Lines: what runs and where the coroutines wait."""
@@ -369,6 +378,7 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder = current_recorder()
         if recorder is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        recorder.tools.leave()
         recorder.sampled.set_result(None)
         rollout = self.rollout_config
         check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
@@ -380,12 +390,13 @@ class TrajectoryWorker(AgentLoopWorker):
         reference = asyncio.create_task(self._reference_scores(recorder, output))
         try:
             padded = await super()._agent_loop_postprocess(output, validate, **kwargs)
-            scores = {REFERENCE: await reference}
+            with self._away.at(Away.LOG_PROBS):
+                scores = {REFERENCE: await reference}
+                if recorder.scorer is not None:
+                    collected = recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
+                    scores[SCORES] = await collected
         finally:
             reference.cancel()
-        if recorder.scorer is not None:
-            collected = recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
-            scores[SCORES] = await collected
         padded.extra_fields.update({name: found for name, found in scores.items() if found is not None})
         return padded
 
@@ -409,7 +420,8 @@ class TrajectoryWorker(AgentLoopWorker):
         """
         for attempt in range(1, self._reward_attempts + 1):
             try:
-                await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
+                with self._away.at(Away.REWARD) if current_recorder() is not None else nullcontext():
+                    await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
                 self._check_reward(outputs[-1])
                 return
             except NonFiniteReward:
@@ -474,6 +486,7 @@ class TrajectoryWorker(AgentLoopWorker):
             filter_metric=self._metric_of(output),
             sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
             received_tokens=recorder.answers.received_tokens,
+            tool_s=recorder.tools.seconds,
         )
 
 

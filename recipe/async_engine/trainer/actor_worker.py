@@ -30,6 +30,7 @@ from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.platform import lora_engine
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.trainer.collectives import CollectiveTime
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.encoded_engine import DELTA, EncodedSender
 from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
@@ -60,6 +61,7 @@ class ActorWorker(DetachActorWorker):
 
     checkpoint_engine: Any
     _snapshot: WeightSnapshot | None = None
+    _collectives: CollectiveTime | None = None
     _device: Any = None
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -78,10 +80,18 @@ class ActorWorker(DetachActorWorker):
         lora_engine.register(get_device_name(), get_vendor())
         super().init_model()
         self._device = get_platform().current_device()
+        if self.world_size > 1 and get_platform().device_name == "cpu" and self.actor is not None:
+            self._collectives = CollectiveTime()
+            self._collectives.watch(self.actor.engine.module)
         engine = getattr(self, "checkpoint_engine", None)
         if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
             delta = OmegaConf.select(self.config, "rollout.custom.recipe.encoding") == DELTA
             self.checkpoint_engine = EncodedSender(engine) if delta else SummedSender(engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collective_seconds(self) -> float | None:
+        """What this rank has spent in collectives so far; None where that cannot be said."""
+        return None if self._collectives is None else self._collectives.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:

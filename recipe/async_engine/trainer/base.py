@@ -105,7 +105,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         self._interrupted_tokens = TokenAccount()
         self.publication = self._new_publication()
         self.saving = new_saving(self.timeouts.checkpoint)
-        self._log_probs = source(self.plan.proximal, self._recompute, self.plan.settings.servers)
+        self._log_probs = self._while_scored(source(self.plan.proximal, self._recompute, self.plan.settings.servers))
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}

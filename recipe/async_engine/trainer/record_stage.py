@@ -2,8 +2,9 @@
 """What the run's record of events has of the trainer, and the account that is made of it at the end.
 
 Contract: verl's calls of its worker groups are phases of the timeline, in which the trainer's accelerators compute;
-within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one: which of
-them waits for the slowest, inside a collective, is not told apart. With ``async_training.events=false`` nothing is
+within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one; the part
+of it that they wait for the slowest one, in the mean, is told apart where a rank can say (`collectives`). With
+``async_training.events=false`` nothing is
 recorded and there is no account. Shown by tests/integration/test_recording.py and tests/e2e/accounts.py.
 """
 
@@ -19,12 +20,28 @@ from omegaconf import OmegaConf
 from verl import DataProto
 
 from recipe.async_engine.core.account import NO_TOKENS, Devices, TokenBooks
-from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, SCHEDULER, TOKENS, TRAINER, WEIGHTS, Event, Tell, ignore
+from recipe.async_engine.core.event_context import SCORES
+from recipe.async_engine.core.events import (
+    AGENTS,
+    LOG_PROBS,
+    RANKS,
+    ROLLOUT,
+    SCHEDULER,
+    TOKENS,
+    TRAINER,
+    WEIGHTS,
+    Event,
+    Tell,
+    ignore,
+)
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.logprobs.sources import LogProbSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan, replica_size
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.trainer.batch import token_ages
+from recipe.async_engine.trainer.collectives import mean_wait
 from recipe.async_engine.trainer.recording import Recording
 from recipe.async_engine.trainer.staged import StagedTrainer
 from recipe.async_engine.weights.replica_set import generates
@@ -42,6 +59,7 @@ class RecordStage(StagedTrainer):
     scheduler: RolloutScheduler | None
     references: Sequence[Any]
     recording: Recording | None = None
+    _spent: Sequence[float] | None = None
     _tell: Tell = staticmethod(ignore)
 
     def _begin_recording(self) -> None:
@@ -49,7 +67,7 @@ class RecordStage(StagedTrainer):
         if not self.plan.settings.async_training.events:
             return
         devices = _devices(self.config, self.plan)
-        folder, header = self.config.trainer.default_local_dir, {"settings": _advised(self.plan)}
+        folder, header = self.config.trainer.default_local_dir, {"settings": _advised(self.config, self.plan)}
         try:
             self.recording = Recording(folder, devices, header, self._recorded)
         except OSError as error:
@@ -64,14 +82,16 @@ class RecordStage(StagedTrainer):
             self.recording.ask()
 
     def _recorded(self) -> Mapping[str, Any]:
-        """The servers that are asked what they did, by the names of their lanes."""
+        """Servers and agent-loop workers, which are asked what they did, by the names of their lanes."""
         if not self.is_up:
             return {}
         replicas = [*self.publisher.replicas, *self.references]
-        return {
+        servers = {
             f"{ROLLOUT if generates(replica) else LOG_PROBS} {replica.replica_rank}": replica.server_handle
             for replica in replicas
         }
+        workers = self.async_rollout_manager.agent_loop_workers
+        return servers | {f"{AGENTS} {number}": worker for number, worker in enumerate(workers)}
 
     def end_recording(self, failed: bool = False) -> None:
         """End generation and make the account; what goes wrong with it is logged and costs the account alone."""
@@ -120,7 +140,7 @@ class RecordStage(StagedTrainer):
             return super()._compute_ref_log_prob(batch)
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
-        with self.timeline.phase(COMPUTE):
+        with self.timeline.phase(COMPUTE), self._ranks_compared():
             return super()._compute_old_log_prob(batch)
 
     def _update_critic(self, batch: DataProto) -> DataProto:
@@ -128,8 +148,34 @@ class RecordStage(StagedTrainer):
             return super()._update_critic(batch)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(UPDATE):
+        with self.timeline.phase(UPDATE), self._ranks_compared():
             return super()._update_actor(batch)
+
+    @contextmanager
+    def _ranks_compared(self) -> Iterator[None]:
+        """A call of the actor's ranks, of which each may wait for the slowest one."""
+        began = time.monotonic()
+        yield
+        if self.recording is None or self.plan.trainer_ranks < 2:
+            return
+        ended = time.monotonic()
+        spent = self.actor_rollout_wg.collective_seconds()
+        if None in spent:
+            return
+        before, self._spent = self._spent or [0.0] * len(spent), spent
+        wait = mean_wait([now - then for now, then in zip(spent, before, strict=True)])
+        self._tell(Event(RANKS, "wait", began, ended, min(1.0, wait / (ended - began))))
+
+    def _while_scored(self, source: LogProbSource) -> LogProbSource:
+        """A source of log-probs; the trainer waits for its servers while it is asked."""
+        if self.plan.proximal is not Proximal.SERVER:
+            return source
+
+        def scored(batch: DataProto, version: int) -> dict[str, float]:
+            with self.timeline.phase(SCORES):
+                return source(batch, version)
+
+        return scored
 
 
 def _devices(config: Any, plan: RunPlan) -> Devices:
@@ -141,7 +187,7 @@ def _devices(config: Any, plan: RunPlan) -> Devices:
     return Devices(sizes, shared=plan.settings.async_training.placement == SHARED)
 
 
-def _advised(plan: RunPlan) -> dict[str, Any]:
+def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
     """What the report's advice may name, as it was in this run."""
     training = plan.settings.async_training
     return {
@@ -151,6 +197,7 @@ def _advised(plan: RunPlan) -> dict[str, Any]:
         "trigger_parameter_sync_step": training.trigger_parameter_sync_step,
         "max_concurrent_trajectories": plan.max_concurrent_trajectories,
         "engine_places": plan.engine_places,
+        "max_num_seqs": OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs"),
         "trainer_ranks": plan.trainer_ranks,
         "rollout_replicas": plan.rollout_replicas,
         "publish": plan.settings.weights.publish,

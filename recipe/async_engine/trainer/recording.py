@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError
 
 from recipe.async_engine.core.account import BEGINS, ENDS, Account, Devices, TokenBooks, close
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.core.events import GROUPS, RUN, TRAJECTORIES, Activity, Class, Event, Lane
+from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, TRAJECTORIES, Activity, Class, Event, Lane
 from recipe.async_engine.core.one_clock import Exchange, OtherClock
 from recipe.async_engine.storage.event_file import EventFile, events_of, read
 
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 ASK_S, LONGEST_ASK_S = 1.0, 30.0
 # One question for each 2,000th part of the run so far.
 ASKED_IN_ALL = 2_000
-ANSWER_S = 2.0
+ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
 WRITE_S, MANY = 5.0, 5_000
 GROUPS_IN_FULL = 10_000
 
-LOST, JOINED = "lost", "joined"
-"""On the run's lane, `text` says what: a device died, or came in a lost one's place."""
+LOST, JOINED, SAMPLED = "lost", "joined", "sampled"
+"""On the run's lane, `text` says what: a device died, came in a lost one's place, or has sampled `tokens` so far."""
 
 
 def is_kept(group: int) -> bool:
@@ -64,6 +64,11 @@ class _Device:
     @property
     def kind(self) -> str:
         return self.name.partition(" ")[0]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is a device of the account; agents are asked only for what their trajectories are at."""
+        return self.kind != AGENTS
 
 
 class Recording:
@@ -147,10 +152,11 @@ class Recording:
         """Sums over the counts of all engines, which are asked now; None if one has died or does not answer."""
         with self._lock:
             self._ask_all()
-            if self.deaths or any(device.asked is not None for device in self._known.values()):
+            devices = [device for device in self._known.values() if device.is_counted]
+            if self.deaths or any(device.asked is not None for device in devices):
                 return None
             sums: dict[str, int] = {}
-            for device in self._known.values():
+            for device in devices:
                 for name, count in device.tokens.items():
                     sums[name] = sums.get(name, 0) + count
         return sums
@@ -180,6 +186,8 @@ class Recording:
         for device in (*self._known.values(), *self._gone):
             if device.down:
                 self._fill(device, Class.DOWN, self._now)
+            elif "sampled" in device.tokens:
+                self._tell(Event(RUN, SAMPLED, self._now, self._now, tokens=device.tokens["sampled"], text=device.name))
         self._file.write([self._told.popleft() for _ in range(len(self._told))])
 
     def _ask_all(self) -> None:
@@ -201,9 +209,12 @@ class Recording:
             if device.asked is None:
                 device.asked = self._clock(), device.handle.activity.remote()
             asked[device.asked[1]] = device
-        deadline = self._clock() + ANSWER_S
-        waiting = list(asked)
-        while waiting and (left := deadline - self._clock()) > 0:
+        began, waiting = self._clock(), list(asked)
+        while waiting:
+            # An agent loop may keep its worker from answering; nothing else waits for that.
+            limit = ANSWER_S if any(asked[reference].is_counted for reference in waiting) else AGENTS_ANSWER_S
+            if (left := began + limit - self._clock()) <= 0:
+                break
             answered, waiting = ray.wait(waiting, timeout=left)
             for reference in answered:
                 self._take(asked[reference], reference)
@@ -244,7 +255,9 @@ class Recording:
         assert device.clock is not None
         first = answer.spans[0].start if answer.spans else answer.now
         start = max(0.0, device.clock.here(first) - self._began)
-        if device.life:
+        if not device.is_counted:
+            device.known_until = max(device.known_until, start)
+        elif device.life:
             # The same place: it is the lost one's account that goes on.
             if not device.down:
                 self._dies(device)
@@ -260,7 +273,7 @@ class Recording:
         device.life, device.down = answer.life, False
 
     def _dies(self, device: _Device) -> None:
-        if device.down:
+        if device.down or not device.is_counted:
             return
         device.down = True
         self.deaths += 1
