@@ -17,7 +17,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.rollout.reports import joined
 from recipe.async_engine.rollout.soundness import (
     NonFinite,
     NonFiniteReward,
@@ -428,15 +429,8 @@ class TrajectoryWorker(AgentLoopWorker):
         outputs[-1].reward_score, outputs[-1].extra_fields[REPORTED] = math.nan, None
 
     def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> DataProto:
-        """As verl's, with what the rewards reported in one column, for :func:`spread_reports` to be told of all rows.
-
-        verl takes the names of the first row, and fails where another one lacks them or is of a worker that has others.
-        No state of a worker is used.
-        """
-        reports = [output.extra_fields.pop(REPORTED, {}) for output in inputs]
-        batch = AgentLoopWorker._postprocess(self, inputs, *arguments, **options)
-        batch.non_tensor_batch[REPORTED] = np.fromiter(reports, dtype=object)
-        return batch
+        """As verl's, with what the rewards reported in one column, for `spread_reports` to be told of all rows."""
+        return joined(self, inputs, *arguments, **options)
 
     def _check_reward(self, output: AgentLoopOutput) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
@@ -475,25 +469,6 @@ class TrajectoryWorker(AgentLoopWorker):
             sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
             received_tokens=recorder.answers.received_tokens,
         )
-
-
-def reported_names(batch: DataProto) -> dict[str, None]:
-    """What any reward of the batch reported, in the order of the rows."""
-    return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
-
-
-def spread_reports(batch: DataProto, names: Iterable[str]) -> None:
-    """Give each of these names its column, as verl's trainers expect it.
-
-    A row whose reward did not report it has None, which verl's validation leaves out of its means.
-    """
-    columns = [name for name in names if name not in batch.non_tensor_batch]
-    for name in columns:
-        values = [None if report is None else report.get(name) for report in batch.non_tensor_batch[REPORTED]]
-        are_numbers = all(isinstance(value, bool | int | float | np.number) for value in values)
-        batch.non_tensor_batch[name] = np.array(values) if are_numbers else np.fromiter(values, dtype=object)
-    if "rm_scores" in batch.batch:
-        batch.meta_info["reward_extra_keys"] = columns
 
 
 def is_first_attempt(key: str) -> bool:

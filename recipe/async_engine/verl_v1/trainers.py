@@ -110,6 +110,11 @@ class BoundedTrainer(PPOTrainer):
         client.log_prob_servers = self._scoring
         return client
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether log-prob servers score answers."""
+        return self._scoring is not None
+
     def on_init_end(self) -> None:
         """Publish the first weights, to the log-prob servers and to the rollout."""
         self._publish_to_servers()
@@ -167,7 +172,7 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if self._scoring is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
+        if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
             # verl computes later batches of a version with these; it may have to.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)
