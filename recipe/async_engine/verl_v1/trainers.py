@@ -39,7 +39,7 @@ from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
-from recipe.async_engine.replicas.server import GatedVLLMReplica
+from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
