@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in tasks and the folders that end-to-end tests share."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,9 @@ from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    """Answers of 6 tokens; the processes that share the tests share it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return ensure_task(folder / "uniform" / "task", TaskSettings(train_size=256, val_size=32))
+def task(shared_folder: Path) -> TaskPaths:
+    """Answers of 6 tokens."""
+    return ensure_task(shared_folder / "uniform" / "task", TaskSettings(train_size=256, val_size=32))
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
         "model_engine_server=fsdp2",
         "model_engine_server.n_gpus_per_node=2",
         "model_engine_server.replicas=2",
-        "data.max_response_length=96",
+        "data.max_response_length=64",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=slow_decode.SlowDecodeExtension",
         "async_training.concurrent_samples_per_replica=1",
         "async_training.staleness_threshold=2",
