@@ -45,3 +45,12 @@ def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) ->
 def ray_dir() -> Iterator[Path]:
     with ray_folder() as folder:
         yield folder
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that trainers of `recording` and `lora_trainer` write to."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    monkeypatch.setenv("RECORDED", str(folder))
+    return folder

@@ -80,7 +80,7 @@ def check_served(run: FinishedRun, steps: int) -> None:
 
 @pytest.mark.e2e
 def test_two_servers_score_each_token_by_the_version_that_sampled_it(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers are interrupted by weight syncs and go on: their tokens have several versions.
 
@@ -88,9 +88,6 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
     """
     steps = 3
     monkeypatch.setenv("DECODE_STEP_S", "0.05")
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         *HF_CHECKPOINTS,
@@ -130,12 +127,9 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 8
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     monkeypatch.setenv("RECOMPUTE_TOO", "1")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
@@ -172,13 +166,10 @@ def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_one_of_two_servers_dies_then_the_other_and_no_sample_is_lost(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One-step-off; without any server the trainer computes the log-probs, as without servers at all."""
     steps, first, second = 9, 3, 6
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     monkeypatch.setenv("KILL_SERVERS", f"{first}:0 {second}:1")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
