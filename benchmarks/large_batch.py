@@ -185,7 +185,7 @@ class Call:
         self.done = pool.loop.create_future()
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
-        from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+        from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
         self._pool.begun.append(self)
         await self.done

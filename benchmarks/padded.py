@@ -14,14 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.utils.debug import marked_timer
 
-from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
-from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 
@@ -42,17 +38,15 @@ class PaddedReplica(ModelEngineReplica):
 
 
 class PaddedFullyAsync(AsyncPPOTrainer):
+    server_class = PaddedReplica
+
     def _fit_update_actor(self, batch: Any) -> Any:
         time.sleep(float(os.environ["TRAINING_PAD_S"]))
         return super()._fit_update_actor(batch)
 
-    def _recompute(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with marked_timer("old_log_prob", self.timing_raw):
-            time.sleep(log_prob_pad(len(batch)))
-        return super()._recompute(batch)
-
-    def _launch_servers(self, servers: LogProbServers) -> list[ModelEngineReplica]:
-        return launch(self.config, servers, self.timeouts.weight_sync, PaddedReplica)
+    def by_published_weights(self, batch: Any) -> tuple[Any, float]:
+        time.sleep(log_prob_pad(len(batch)))
+        return super().by_published_weights(batch)
 
 
 def log_prob_pad(trajectories: int) -> float:

@@ -7,13 +7,17 @@ imported by path, not through `sys.path`, so the folders of their helpers are ad
 
 import os
 import sys
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from surroundings import end_shared_forks, shared_forks, take_forks, usual_environment
 
 from recipe.async_engine.platform.detect import choose_platform, inspect_machine
+from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
 ROOMS = ("core", "settings", "integration", "e2e", "contracts", "gpu")
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
@@ -38,6 +42,37 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["forks"] = node.gateway.spec.python
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_yaml() -> Iterator[None]:
+    """Hundreds of tests compose the same configuration files: each is parsed once in a process."""
+    parse, parsed = yaml.load, {}
+
+    def load(stream: Any, Loader: Any) -> Any:
+        text = stream.read() if hasattr(stream, "read") else stream
+        if (text, Loader.__name__) not in parsed:
+            parsed[text, Loader.__name__] = parse(text, Loader)
+        return deepcopy(parsed[text, Loader.__name__])
+
+    yaml.load = load
+    yield
+    yaml.load = parse
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the processes that share the tests share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def long_tail_task(shared_folder: Path) -> TaskPaths:
+    """Every twentieth prompt, the eleventh first, has an answer of 121 tokens; the others of 6."""
+    return ensure_task(
+        shared_folder / "long_tail" / "task", TaskSettings(lengths="long_tail", train_size=400, val_size=200)
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,10 +31,10 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
 
     def init_workers(self) -> None:
         """Start every process of the run; engines follow the models, whose memory they share."""
-        self._reserve()
+        self.reserve()
         started = side_by_side(
             {
-                "the training workers": self._start_training,
+                "the training workers": self.start_training,
                 "the agent loops": lambda: start_agents(self.config, self.reservations),
             },
             self.timeouts.startup,
@@ -43,7 +43,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         side_by_side(
             {"the rollout engines": lambda: rollout.replicas.launch(self.actor_rollout_wg)}, self.timeouts.startup
         )
-        self._use_rollout(rollout)
+        self.use_rollout(rollout)
         self.publisher.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
         self.publisher.pause()
         self.publisher.release()
@@ -76,14 +76,12 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.release()
         return super()._train(groups)
 
-    def _publish(self) -> None:
-        """As the base trainer's; a checkpoint of this version is written before its weights go to the engines."""
-        self._seal()
+    def sealed(self) -> None:
+        """Write a checkpoint of this version, if one is due, before its weights go to the engines."""
         if self.stopped_by is None:
-            self._save_if_due()
+            self.save_if_due()
         elif self.config.trainer.save_freq > 0:
-            self._save_once()
-        self._send_sealed()
+            self.save_once()
 
     def _save_checkpoint(self) -> None:
         """As the base trainer's, with the engines' memory free, also where the run ends without a further version."""

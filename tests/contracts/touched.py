@@ -24,7 +24,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 NCCL_GROUP = "ray.util.collective.collective_group.nccl_collective_group:NCCLGroup"
 
-REPLICA = "recipe.async_engine.replicas.server:GatedVLLMReplica"
+REPLICA = "recipe.async_engine.replicas.replica:GatedVLLMReplica"
 TRAINER_RANK = "verl.workers.engine_workers:TrainingWorker"
 FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"

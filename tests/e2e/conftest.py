@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in tasks and the folders that end-to-end tests share."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,9 @@ from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    """Answers of 6 tokens; the processes that share the tests share it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return ensure_task(folder / "uniform" / "task", TaskSettings(train_size=256, val_size=32))
+def task(shared_folder: Path) -> TaskPaths:
+    """Answers of 6 tokens."""
+    return ensure_task(shared_folder / "uniform" / "task", TaskSettings(train_size=256, val_size=32))
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +45,12 @@ def untrained_task(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory) ->
 def ray_dir() -> Iterator[Path]:
     with ray_folder() as folder:
         yield folder
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that trainers of `recording` and `lora_trainer` write to."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    monkeypatch.setenv("RECORDED", str(folder))
+    return folder

@@ -62,7 +62,7 @@ class Recording:
         self.actor_rollout_wg.dump_adapter(str(self._folder / f"after_{self.ledger.version}.pt"))
 
     def _publish_again(self) -> None:
-        if not self._is_within_version:
+        if not self.is_within_version:
             self._dump(self.ledger.version)
         super()._publish_again()
 

@@ -154,11 +154,17 @@ class Nodes:
 
 
 class Loopback(Nodes):
-    """See the module's contract. A dead node is noticed in seconds, and not in half a minute as by default."""
+    """See the module's contract.
 
-    def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False) -> None:
+    Args:
+        loses_nodes: a dead node is noticed in seconds, and not in half a minute as by default; on a busy machine Ray
+            may then take a living one for dead.
+    """
+
+    def __init__(self, folder: Path, forked: bool = True, dashboard: bool = False, loses_nodes: bool = True) -> None:
         super().__init__(folder, forked, dashboard)
-        self.environment |= QUICK
+        if loses_nodes:
+            self.environment |= QUICK
 
     def _address(self, number: int) -> str:
         return f"127.0.0.{number + 1}"  # for the first one Ray takes the host's own address

@@ -19,6 +19,7 @@ import torch
 
 from recipe.async_engine.core.columns import SCORES
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 
 COLUMNS = (
     "input_ids",
@@ -48,8 +49,23 @@ def kill(replica: Any) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+class KeepingStage(LogProbStage):
+    """Keeps the entropies of a batch, and what the trainer computes of it, as asked."""
+
+    def report_entropy(self, batch: Any, metrics: dict[str, Any]) -> None:
+        self.kept = {"entropy": batch.batch["entropys"].clone()}
+        if os.environ.get("RECOMPUTE_TOO"):
+            log_probs, entropy = self.recompute(batch, {}, {})
+            self.kept |= {"recomputed_log_probs": log_probs, "recomputed_entropy": entropy}
+        super().report_entropy(batch, metrics)
+
+
 class Recording:
     """Mixed into a trainer."""
+
+    def init_workers(self) -> None:
+        self.log_probs = KeepingStage(self.config, self.plan, self.by_published_weights)
+        super().init_workers()
 
     def _use_servers(self, replicas: list[Any], servers: Any) -> None:
         super()._use_servers(replicas, servers)
@@ -67,18 +83,9 @@ class Recording:
             batch.non_tensor_batch[SCORES][:: int(os.environ["LOSE_SCORES"])] = None
         return batch
 
-    def _report_entropy(self, batch: Any) -> None:
-        self.kept = {"entropy": batch.batch["entropys"].clone()}
-        if os.environ.get("RECOMPUTE_TOO"):
-            timing = dict(self.timing_raw)
-            log_probs, entropy = self._recompute(batch)
-            self.kept |= {"recomputed_log_probs": log_probs, "recomputed_entropy": entropy}
-            self.timing_raw.update(timing)
-        super()._report_entropy(batch)
-
     def _fit_update_actor(self, batch: Any) -> Any:
         kept = {name: batch.batch[name].clone() for name in (*COLUMNS, *VERSIONS) if name in batch.batch}
-        kept |= self.kept | {"version": self.ledger.version}
+        kept |= self.log_probs.kept | {"version": self.ledger.version}
         torch.save(kept, Path(os.environ["RECORDED"]) / f"{self.global_steps}.pt")
         return super()._fit_update_actor(batch)
 

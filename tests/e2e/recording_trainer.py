@@ -48,7 +48,7 @@ class Recording:
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()
         if self.global_steps == int(os.environ.get("CRASH_AFTER_STEP", "0")):
-            self._finish_saving()
+            self.saving.finish()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from main_process import FORKS, short_run
+from main_runs import FinishedRun
 from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
@@ -23,12 +23,10 @@ CASES = [
     *(("examples/qwen2_5_0_5b_gsm8k_2", mode) for mode in ALL if mode != "fully_async_servers"),
     *(("examples/qwen2_5_3b_gsm8k_8", mode) for mode in ALL),
     *(("examples/qwen2_5_7b_gsm8k_16", mode) for mode in ALL),
-    (SERVERS, "fully_async_servers"),
     (DAPO, "partial_rollout"),
 ]
-# The others, too, compose and validate in every run of the tests (test_documented_commands); they train in `make
-# test-all`.
-IN_CI = {(SERVERS, "fully_async_servers")}
+# `SERVERS` trains in test_program_rewards. All of them compose and validate in every run of the tests
+# (test_documented_commands).
 MORE = {
     SERVERS: ["model_engine_server.replicas=1"],
     DAPO: [
@@ -61,14 +59,11 @@ SCALED_DOWN = [
 ]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("name", "mode"), [pytest.param(*case, marks=[] if case in IN_CI else pytest.mark.slow) for case in CASES]
-)
-def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+def run_example(name: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Path, *more: str) -> FinishedRun:
+    """A script with the tiny model's sizes in the place of its own, and ``more`` arguments; it must end well."""
     places = [f"{place}.{key}=1" for place in PLACES[mode] for key in ("nnodes", "n_gpus_per_node")]
     batch = [] if mode.startswith("fully_async") else [f"data.train_batch_size={GROUPS}"]
-    overrides = [*SCALED_DOWN, *MORE.get(name, ()), *places, *batch, *short_run(task, tmp_path, ray_dir)]
+    overrides = [*SCALED_DOWN, *MORE.get(name, ()), *places, *batch, *short_run(task, folder, ray_dir), *more]
     environment = with_helpers(user_environment())
     # The scripts' `python` is what makes forks.
     forks = shared_forks(environment)
@@ -76,7 +71,7 @@ def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tm
     environment |= {"MODE": mode, "PATH": os.pathsep.join([str(forks.parent), environment["PATH"]])}
     finished = subprocess.run(
         ["bash", str(CHECKOUT / f"{name}.sh"), *overrides],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -85,6 +80,14 @@ def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tm
         check=False,
     )
     assert finished.returncode == 0, finished.stdout[-8000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["steps"], summary["error"]) == (STEPS, None)
-    assert summary["ledger"]["trained"] == STEPS * GROUPS
+    run = FinishedRun(finished.returncode, finished.stdout, folder)
+    assert (run.summary["steps"], run.summary["error"]) == (STEPS, None)
+    assert run.summary["ledger"]["trained"] == STEPS * GROUPS
+    return run
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_example_trains_the_tiny_model(name: str, mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    run_example(name, mode, task, tmp_path, ray_dir)

@@ -45,6 +45,7 @@ def test_everything_that_cannot_run_is_refused_at_once_before_any_process_starts
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_reward_function_that_raises_ends_the_run_with_its_message(
     task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

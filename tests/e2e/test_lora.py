@@ -64,12 +64,6 @@ def lora(task: TaskPaths, folder: Path, ray_dir: Path, steps: int) -> list[str]:
     ]
 
 
-def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RECORDED", str(folder / "recorded"))
-    (folder / "recorded").mkdir()
-    return folder / "recorded"
-
-
 def check_rollout(run: FinishedRun, adapters: Adapters, folder: Path, steps: int) -> set[int]:
     """Each token's log-prob is that of PEFT's forward by its version; returns the versions that sampled some."""
     sampled: set[int] = set()
@@ -126,21 +120,20 @@ def test_the_rollout_samples_with_the_adapter_of_each_version_in_each_mode(
     untrained_task: TaskPaths,
     tmp_path: Path,
     ray_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    recorded: Path,
 ) -> None:
     """The reference policy of the KL term is the actor without its adapter."""
     steps = 4
-    folder = recorded(tmp_path, monkeypatch)
     overrides = [*lora(untrained_task, tmp_path, ray_dir, steps), *how, "actor_rollout_ref.actor.use_kl_loss=true"]
     run = run_main(trainer, overrides, tmp_path)
     late = int(trainer == ONE_STEP_OFF)
     check_books(run, steps, bound=late)
-    adapters = Adapters(untrained_task, folder)
-    assert check_rollout(run, adapters, folder, steps) == set(range(steps - late))
-    check_versions_differ(adapters, folder, steps)
+    adapters = Adapters(untrained_task, recorded)
+    assert check_rollout(run, adapters, recorded, steps) == set(range(steps - late))
+    check_versions_differ(adapters, recorded, steps)
     check_untouched(adapters, steps)
     for step in range(1, steps + 1):
-        batch = torch.load(folder / f"batch_{step}.pt")
+        batch = torch.load(recorded / f"batch_{step}.pt")
         there = batch["token_versions"][0] >= 0
         assert (batch["ref_log_prob"][0] - adapters.base(batch, 0))[there].abs().max() <= CLOSE
 
@@ -155,10 +148,14 @@ SWAPS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SWAPS)
 def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_two_replicas(
-    how: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    how: list[str],
+    untrained_task: TaskPaths,
+    tmp_path: Path,
+    recorded: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = 4
-    folder = recorded(tmp_path, monkeypatch)
     overrides = [
         *lora(untrained_task, tmp_path, ray_dir, steps),
         *how,
@@ -171,8 +168,8 @@ def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_tw
     ]
     run = run_main(FULLY_ASYNC, overrides, tmp_path)
     check_books(run, steps, bound=2)
-    adapters = Adapters(untrained_task, folder)
-    check_rollout(run, adapters, folder, steps)
+    adapters = Adapters(untrained_task, recorded)
+    check_rollout(run, adapters, recorded, steps)
     check_untouched(adapters, steps)
     assert sum(run.column("fully_async/partial/total_partial_num")) > 0
 
@@ -187,11 +184,10 @@ def test_an_answer_goes_on_under_the_next_adapter_with_two_training_ranks_and_tw
     ],
 )
 def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(
-    how: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    how: list[str], untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, recorded: Path
 ) -> None:
     """Versions of two batches; the proximal log-probs are of the versions that they name, or of the newest one."""
     stopped, steps = 3, 6
-    folder = recorded(tmp_path, monkeypatch)
     overrides = [
         *lora(untrained_task, tmp_path, ray_dir, stopped),
         *how,
@@ -204,11 +200,11 @@ def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(
     run = run_main(FULLY_ASYNC, [*overrides, f"trainer.total_training_steps={steps}"], tmp_path)
     check_books(run, steps, bound=1)
     assert run.summary["resumed"]["step"] == stopped
-    adapters = Adapters(untrained_task, folder)
-    check_rollout(run, adapters, folder, steps)
-    check_versions_differ(adapters, folder, steps // 2)
+    adapters = Adapters(untrained_task, recorded)
+    check_rollout(run, adapters, recorded, steps)
+    check_versions_differ(adapters, recorded, steps // 2)
     for step in range(1, steps + 1):
-        batch = torch.load(folder / f"batch_{step}.pt")
+        batch = torch.load(recorded / f"batch_{step}.pt")
         assert batch["version"] == (step - 1) // 2
         for row in range(len(batch["responses"])):
             sampled = batch["token_versions"][row] >= 0

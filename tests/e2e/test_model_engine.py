@@ -80,7 +80,7 @@ def check_served(run: FinishedRun, steps: int) -> None:
 
 @pytest.mark.e2e
 def test_two_servers_score_each_token_by_the_version_that_sampled_it(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers are interrupted by weight syncs and go on: their tokens have several versions.
 
@@ -88,16 +88,13 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
     """
     steps = 3
     decode_steps(monkeypatch, 0.05)
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
         *HF_CHECKPOINTS,
         "model_engine_server=fsdp2",
         "model_engine_server.n_gpus_per_node=2",
         "model_engine_server.replicas=2",
-        "data.max_response_length=96",
+        "data.max_response_length=64",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
         "async_training.concurrent_samples_per_replica=1",
         "async_training.staleness_threshold=2",
@@ -131,12 +128,9 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 8
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     monkeypatch.setenv("RECOMPUTE_TOO", "1")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),
@@ -174,13 +168,10 @@ def test_newest_version_for_every_batch_of_it_equals_what_the_trainer_recomputes
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_one_of_two_servers_dies_then_the_other_and_no_sample_is_lost(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One-step-off; without any server the trainer computes the log-probs, as without servers at all."""
     steps, first, second = 9, 3, 6
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     monkeypatch.setenv("KILL_SERVERS", f"{first}:0 {second}:1")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),

@@ -12,7 +12,7 @@ from accounts import check_account
 from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.async_engine.task import TaskPaths
 from recipe.report.run import load
 
 MAIN = "partial_rollout:recording_trainer.RecordingTrainer"
@@ -21,13 +21,6 @@ BOUND = 4
 LONG_PROMPT = 10
 RESPONSE = 160
 DECODE_STEP_S = 0.02
-
-
-@pytest.fixture(scope="module")
-def tail_task(tmp_path_factory: pytest.TempPathFactory) -> TaskPaths:
-    """Every twentieth prompt, the eleventh first, has an answer of 121 tokens; the others of 6."""
-    settings = TaskSettings(train_size=256, val_size=16, lengths="long_tail")
-    return ensure_task(tmp_path_factory.mktemp("tail") / "task", settings)
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +61,13 @@ def accounted_tokens(run: FinishedRun) -> dict[str, int]:
 
 @pytest.mark.e2e
 def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
-    tail_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    long_tail_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, crash = 10, 4
     folder, record = tmp_path / "run", tmp_path / "answers"
     monkeypatch.setenv("RECORD_FOLDER", str(record))
     monkeypatch.setenv("CRASH_AFTER_STEP", str(crash))
-    overrides = [*turns(tail_task, folder, ray_dir, steps), "trainer.save_freq=1"]
+    overrides = [*turns(long_tail_task, folder, ray_dir, steps), "trainer.save_freq=1"]
     first = run_main(MAIN, overrides, folder)
     assert first.returncode == 1
     assert load(folder).account.closes, "as far as it had been written"
@@ -107,7 +100,7 @@ def test_cached_work_survives_a_kill_and_no_kept_token_is_generated_again(
     tokens = accounted_tokens(second)
     assert tokens == {"cut": tokens["trained"], "trained": tokens["trained"], "lost": 0, "cached": 0}
     assert tokens["trained"] > 0
-    check_answers(trained, tail_task)
+    check_answers(trained, long_tail_task)
     assert check_account(second)["tokens"]["restored"] >= given_back
 
 
@@ -166,16 +159,17 @@ def test_a_loop_with_a_tool_gives_the_same_transcripts_interrupted_or_not(
 
 @pytest.mark.e2e
 def test_two_ranks_share_with_two_replicas_and_validation_disturbs_nothing(
-    tail_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    long_tail_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 5
     folder, record = tmp_path / "run", tmp_path / "answers"
     monkeypatch.setenv("RECORD_FOLDER", str(record))
     overrides = [
-        *turns(tail_task, folder, ray_dir, steps),
+        *turns(long_tail_task, folder, ray_dir, steps),
         "trainer.n_gpus_per_node=2",
         "trainer.val_before_train=true",
         "trainer.test_freq=1",
+        "data.val_max_samples=8",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "algorithm.rollout_correction.rollout_is=sequence",
         "async_training.off_policy_mask=1",
@@ -188,7 +182,7 @@ def test_two_ranks_share_with_two_replicas_and_validation_disturbs_nothing(
     assert set(run.column("fully_async/count/live_replicas")) == {2}
     # Validation comes between two turns: it interrupts nothing, and what waits at its end is what waited before.
     assert run.column("partial_rollout/lost_tokens")[-1] == 0
-    check_answers(trained_answers(record), tail_task)
+    check_answers(trained_answers(record), long_tail_task)
     # Weights of whole answers, and no gradient of tokens that are more than one version old.
     assert all(step["rollout_corr/rollout_is_mean"] > 0 for step in run.metrics)
     assert sum(run.column("fully_async/off_policy/masked_tokens")) > 0

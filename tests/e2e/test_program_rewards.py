@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose answers are scored by running them: slow rewards in processes, hidden behind generation and training."""
+"""An example script trains, with log-prob servers, on answers that are scored by running them in processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from main_runs import FULLY_ASYNC, run_main, small
+from test_example_runs import SERVERS, run_example
 
 from examples.program_task import write
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.task import TaskPaths
-
-STEPS = 3
 
 
 def expect_little(path: Path) -> None:
@@ -31,8 +29,9 @@ def test_programs_are_scored_in_processes_beside_generation(task: TaskPaths, tmp
     train, val = write(tmp_path / "data", train_size=64, val_size=8, seed=0)
     for path in (train, val):
         expect_little(path)
+    folder = tmp_path / "run"
+    folder.mkdir()
     overrides = [
-        *small(task, tmp_path / "run", ray_dir),
         f"data.train_files={train}",
         f"data.val_files={val}",
         "data.max_prompt_length=256",
@@ -40,11 +39,8 @@ def test_programs_are_scored_in_processes_beside_generation(task: TaskPaths, tmp
         "actor_rollout_ref.rollout.max_num_seqs=16",
         f"reward.custom_reward_function.path={programs.__file__}",
         "+reward.custom_reward_function.reward_kwargs={limits: {wall_s: 12, cpu_s: 2}, max_tests: 2, answer_s: 15}",
-        f"trainer.total_training_steps={STEPS}",
     ]
-    run = run_main(FULLY_ASYNC, overrides, tmp_path / "run")
-    assert run.returncode == 0, run.output[-8000:]
-    assert run.summary["ledger"]["trained"] == STEPS * 4
+    run = run_example(SERVERS, "fully_async_servers", task, folder, ray_dir, *overrides)
     assert run.summary["ledger"]["failed"] == 0
     last = run.metrics[-1]
     assert last["fully_async/rewards/scored"] >= 16

@@ -26,13 +26,10 @@ class WeightsOfVersions(Weights):
 
 @pytest.mark.e2e
 def test_each_log_prob_is_the_named_versions_also_after_a_resume_within_a_version(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One answer in three loses its scores on the way, so that the trainer computes them in every batch."""
     stopped, steps = 6, 10
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    monkeypatch.setenv("RECORDED", str(recorded))
     monkeypatch.setenv("LOSE_SCORES", "3")
     overrides = [
         *small(untrained_task, tmp_path, ray_dir),

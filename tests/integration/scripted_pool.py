@@ -19,7 +19,7 @@ from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 
 SOON = 10.0
 

@@ -35,7 +35,8 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from recipe.async_engine.replicas.server import GatedVLLMHttpServer, GatedVLLMReplica
+from recipe.async_engine.replicas.replica import GatedVLLMReplica
+from recipe.async_engine.replicas.server import GatedVLLMHttpServer
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import gloo_engine, staged_model
 from recipe.async_engine.weights import publisher as publisher_module

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import resource
 import subprocess
 import sys
 import threading
@@ -37,43 +36,32 @@ def short_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def long_task(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskPaths, float]:
-    """A fully warm-started long-tailed task and the CPU seconds it took; short answers are as in a uniform one."""
-    import torch  # noqa: F401  counted apart: the import is measured by no test
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    paths = ensure_task(
-        tmp_path_factory.mktemp("long") / "task", TaskSettings(lengths="long_tail", train_size=400, val_size=200)
-    )
-    return paths, resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     from pyarrow import parquet
 
     return parquet.read_table(path).to_pylist()
 
 
-def sample_answers(paths: TaskPaths, max_tokens: int) -> list[tuple[dict[str, Any], list[int], str]]:
+@pytest.fixture(scope="module")
+def answers(long_tail_task: TaskPaths) -> list[tuple[dict[str, Any], list[int], str]]:
     """One answer at temperature 1.0 to each validation prompt: the row, the tokens with the end token, the text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    model = AutoModelForCausalLM.from_pretrained(paths.model, dtype=torch.float32)
-    rows = read_rows(paths.val)
+    tokenizer = AutoTokenizer.from_pretrained(long_tail_task.model)
+    model = AutoModelForCausalLM.from_pretrained(long_tail_task.model, dtype=torch.float32)
+    rows = read_rows(long_tail_task.val)
     prompts = tokenizer.apply_chat_template(
         [row["prompt"] for row in rows], add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = model.generate(**prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens)
-    answers = []
+        output = model.generate(**prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=160)
+    found = []
     for row, tokens in zip(rows, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
         end = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
-        answers.append((row, tokens[:end], tokenizer.decode(tokens[:end], skip_special_tokens=True)))
-    return answers
+        found.append((row, tokens[:end], tokenizer.decode(tokens[:end], skip_special_tokens=True)))
+    return found
 
 
 def test_import_is_light() -> None:
@@ -345,15 +333,9 @@ def test_command_makes_a_task_and_reports_a_wrong_setting(tmp_path: Path, short_
     assert main([*arguments, "--seed", "-1"]) == 2
 
 
-def test_warm_start_takes_less_than_a_minute_of_one_core(long_task: tuple[TaskPaths, float]) -> None:
-    _, cpu_seconds = long_task
-    assert cpu_seconds < 50
-
-
 def test_one_prompt_in_twenty_gets_an_answer_of_about_twenty_times_the_median_length(
-    long_task: tuple[TaskPaths, float],
+    answers: list[tuple[dict[str, Any], list[int], str]],
 ) -> None:
-    answers = sample_answers(long_task[0], max_tokens=160)
     is_long = [row["extra_info"]["operation"] == "list" for row, _, _ in answers]
     assert sum(is_long) == len(answers) // 20
     lengths = sorted(len(tokens) for _, tokens, _ in answers)
@@ -364,12 +346,8 @@ def test_one_prompt_in_twenty_gets_an_answer_of_about_twenty_times_the_median_le
     assert all(len(tokens) <= 32 for (_, tokens, _), long in zip(answers, is_long, strict=True) if not long)
 
 
-def test_warm_start_answers_well_formed_but_mostly_wrong(long_task: tuple[TaskPaths, float]) -> None:
-    short = [
-        (row, text)
-        for row, _, text in sample_answers(long_task[0], max_tokens=32)
-        if row["extra_info"]["operation"] != "list"
-    ]
+def test_warm_start_answers_well_formed_but_mostly_wrong(answers: list[tuple[dict[str, Any], list[int], str]]) -> None:
+    short = [(row, text) for row, _, text in answers if row["extra_info"]["operation"] != "list"]
     scores = [compute_score("d", text, row["reward_model"]["ground_truth"])["acc"] for row, text in short]
     skilled = [
         text in {apply_operation(name, row["prompt"][0]["content"][-5:]) for name in ("sort", "flip", "copy")}

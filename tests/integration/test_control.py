@@ -106,7 +106,8 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 def server_class() -> type:
     from recipe.async_engine.core.events import EngineActivity
     from recipe.async_engine.recovery.control import Early
-    from recipe.async_engine.replicas.server import GatedVLLMHttpServer, WeightsGate
+    from recipe.async_engine.replicas.server import GatedVLLMHttpServer
+    from recipe.async_engine.replicas.weights_gate import WeightsGate
 
     class Server(GatedVLLMHttpServer):
         """The server as it is, without an engine: it waits for weights."""

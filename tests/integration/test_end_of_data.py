@@ -11,7 +11,6 @@ from verl import DataProto
 
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.save_stage import new_saving
 
 
 class Ending(AsyncPPOTrainer):
@@ -20,7 +19,7 @@ class Ending(AsyncPPOTrainer):
     def __init__(self) -> None:
         self.logged: list[tuple[dict[str, Any], int]] = []
         self.logger = SimpleNamespace(log=lambda data, step: self.logged.append((dict(data), step)))
-        self.saving = new_saving(1.0)
+        self.saving = SimpleNamespace(is_over=False)
         self.timeline, self.stopped_by, self.global_steps = Timeline(time.monotonic, 1), None, 5
 
     def _next_groups(self) -> DataProto | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,10 @@ from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
 from recipe.async_engine.core.skipped import SkippedUpdates, UpdatesSkipped
-from recipe.async_engine.trainer.finite_stage import LEFT_OUT, FiniteStage, NothingFinite, leave_out
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.trainer.finite_stage import LEFT_OUT, NothingFinite, leave_out
+from recipe.async_engine.trainer.staged import StagedTrainer
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
@@ -25,12 +29,29 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)})
 
 
-class Trainer(FiniteStage):
-    """verl's stages without its processes; ``norms`` are what the workers report."""
+class Reporting(SeparateRayPPOTrainer):
+    """In place of the base's calls of the workers; ``norms`` are what they report."""
+
+    norms: Any = (1.0,)
+
+    def report(self, model: str) -> DataProto:
+        metrics = {f"{model}/grad_norm": list(self.norms), f"{model}/lr": 1e-6}
+        return DataProto.from_single_dict(data={}, meta_info={"metrics": metrics})
+
+    def _update_actor(self, batch: Any) -> DataProto:
+        return self.report("actor")
+
+    def _update_critic(self, batch: Any) -> DataProto:
+        return self.report("critic")
+
+
+class Trainer(StagedTrainer, Reporting):
+    """verl's stages without its processes."""
 
     def __init__(self, norms: Any = (1.0,)) -> None:
         self.metrics, self.timing_raw = {}, {}
         self.norms = norms
+        self.timeline, self.unchanged = Timeline(time.monotonic), UnchangedWeights(3)
         self.skipped_updates = {model: SkippedUpdates(model, 3) for model in ("actor", "critic")}
         self.reward_tensor = torch.zeros(4, 3)
         self.reward_tensor[:, 0] = torch.tensor([1.0, 0.0, 1.0, 0.0])
@@ -44,23 +65,6 @@ class Trainer(FiniteStage):
         }
         rollout = {"n": 2}
         self.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": rollout}})
-
-
-class Reporting(SeparateRayPPOTrainer):
-    """In place of the base's calls of the workers."""
-
-    def report(self, model: str) -> DataProto:
-        return DataProto.from_single_dict(data={}, meta_info={"metrics": {f"{model}/grad_norm": list(self.norms)}})
-
-    def _update_actor(self, batch: Any) -> DataProto:
-        return self.report("actor")
-
-    def _update_critic(self, batch: Any) -> DataProto:
-        return self.report("critic")
-
-
-class Updating(FiniteStage, Reporting):
-    __init__ = Trainer.__init__
 
 
 def test_answer_with_a_number_that_is_none_is_left_out_and_the_others_are_as_they_were() -> None:
@@ -108,7 +112,7 @@ def test_reward_that_overflows_on_its_way_is_left_out_with_its_group() -> None:
 
 
 def test_skipped_updates_are_counted_by_model_and_so_many_in_a_row_end_the_run() -> None:
-    trainer = Updating(norms=[1.0, NAN])
+    trainer = Trainer(norms=[1.0, NAN])
     trainer._update_actor(None)
     trainer._update_critic(None)
     assert trainer.metrics == {"actor/skipped_updates": 1, "critic/skipped_updates": 1}

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K
 
 MODES = ("fully_async", "one_step_off", "partial_rollout")
-LOOK = """
-import json, sys
-import verl
-unlooked = ["verl.trainer.ppo.v1" in sys.modules, "recipe.async_engine.flags.register" in sys.modules]
-from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-print(json.dumps([unlooked, sorted(TRAINER_REGISTRY)]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -133,16 +123,3 @@ def test_log_prob_servers_beside_verls_trainer_are_refused_where_nothing_would_a
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
     ]
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_trainers_are_registered_where_they_are_looked_up_and_nowhere_else(asked: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    if asked:
-        environment[VARIABLE] = "1"
-
-    found = subprocess.run([sys.executable, "-c", LOOK], env=environment, capture_output=True, text=True, check=True)
-    unlooked, registered = json.loads(found.stdout.splitlines()[-1])
-    assert unlooked == [False, asked]
-    names = {f"recipe_{mode}" for mode in (*MODES, "separate_async", "colocate_async")}
-    assert names & set(registered) == (names if asked else set())

@@ -19,6 +19,9 @@ from gloo_fleet import BUCKET_BYTES, Fleet, Member, can_contain, check_received,
 from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
 
+# Longer than `Member.outcome` waits: who waits for this deadline has not noticed a closed connection.
+NEVER_S = 600.0
+
 
 @pytest.fixture(params=["shared_memory", "gloo"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -110,18 +113,15 @@ def test_trainer_ranks_outside_the_group_still_go_through_their_weights(fleet: A
 
 
 def test_killed_receiver_fails_the_sender_at_once_and_a_fresh_group_works(fleet: Any) -> None:
-    members = fleet(receivers=2)
+    members = fleet(receivers=2, timeout_s=NEVER_S)
     members.connect()
     members.receivers[1].start("receive", version=1, die_after=1)
     members.receivers[0].start("receive", version=1)
-    started = time.monotonic()
     members.sender.start("send", seed=1, version=1, fail_at=None, outside=False)
     sent, error = members.sender.outcome()
     received, receiver_error = members.receivers[0].outcome()
-    elapsed = time.monotonic() - started
     assert not sent and "WeightStreamError" in error
     assert not received and "WeightStreamError" in receiver_error and "version 1" in receiver_error
-    assert elapsed < 10, "the sender waited for its deadline instead of the closed connection"
     # The other trainer ranks gather each weight together with this one, so it must not stop half-way.
     assert members.sender.call("names_gone_through") == list(make_weights(1))
     members.receivers.pop().stop()
@@ -131,17 +131,15 @@ def test_killed_receiver_fails_the_sender_at_once_and_a_fresh_group_works(fleet:
 
 
 def test_receiver_killed_while_the_others_work_on_a_frame_fails_them_at_once(fleet: Any) -> None:
-    members = fleet(receivers=2)
+    members = fleet(receivers=2, timeout_s=NEVER_S)
     members.connect()
     members.receivers[0].start("receive", version=1, pause_s=1.5)
     members.receivers[1].start("receive", version=1, pause_s=20.0)
     members.sender.start("send", seed=1, version=1, fail_at=None, outside=False)
     time.sleep(0.7)
     os.kill(members.receivers[1].process.pid, signal.SIGKILL)
-    started = time.monotonic()
     outcomes = [members.receivers[0].outcome(), members.sender.outcome()]
     assert all(not good and "WeightStreamError" in error for good, error in outcomes)
-    assert time.monotonic() - started < 10, "one waited for its deadline instead of the closed connections"
 
 
 def test_stalled_receiver_costs_the_sender_no_more_than_its_deadline(fleet: Any) -> None:
@@ -154,7 +152,7 @@ def test_stalled_receiver_costs_the_sender_no_more_than_its_deadline(fleet: Any)
     members.sender.start("send", seed=2, version=2, fail_at=None, outside=False)
     good, answer = members.sender.outcome()
     assert not good and "WeightStreamError" in answer and "version 2" in answer
-    assert 2.5 < time.monotonic() - started < 10
+    assert time.monotonic() - started > 2.5
     os.kill(members.receivers[0].process.pid, signal.SIGCONT)
     members.connect()
     members.sync(seed=5, version=5)
@@ -179,7 +177,7 @@ def test_receiver_without_a_sender_fails_at_its_deadline(fleet: Any) -> None:
     members.receivers[0].start("receive", version=1)
     good, answer = members.receivers[0].outcome()
     assert not good and "version 1" in answer
-    assert 0.9 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.9
     assert members.receivers[0].call("topology_epoch") is None
     members.connect()
     members.sync(seed=1, version=1)
@@ -237,11 +235,9 @@ def test_missing_member_fails_the_others_within_the_connect_timeout(fleet: Any) 
     members = fleet(receivers=2, connect_timeout_s=1.0)
     metadata = [member.call("prepare") for member in [members.sender, *members.receivers]]
     sender_kwargs, _ = GlooCheckpointEngine.build_topology(1, 2, metadata)
-    started = time.monotonic()
     members.sender.start("init_process_group", **{name: values[0] for name, values in sender_kwargs.items()})
     good, answer = members.sender.outcome()
     assert not good and "connect_timeout_s=1" in answer
-    assert time.monotonic() - started < 10
     members.connect()
     members.sync(seed=1)
 

@@ -26,7 +26,7 @@ REWARD = "reward.custom_reward_function"
 @pytest.fixture(scope="module")
 def one_node() -> Iterator[Loopback]:
     ray.shutdown()
-    with ray_folder() as folder, closing(Loopback(folder)) as nodes:
+    with ray_folder() as folder, closing(Loopback(folder, loses_nodes=False)) as nodes:
         nodes.add(accelerators=0, cpus=1)
         yield nodes
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from recipe.async_engine import features
+from recipe.async_engine.flags.register import VARIABLE
+from recipe.async_engine.modes import MODES
 
 CHECKOUT = Path(__file__).parents[2]
 IMPORT_S = 240
@@ -27,16 +29,25 @@ import recipe.async_engine.plugin
 import importlib.metadata
 import verl.utils.distributed
 from verl.plugin.platform import PlatformRegistry
-print(json.dumps({
+print("SAID", json.dumps({
     "platforms": PlatformRegistry.registered_names(),
     "group_function": verl.utils.distributed.initialize_global_process_group_ray.__module__
         if not hasattr(verl.utils.distributed.initialize_global_process_group_ray, "__wrapped__") else "wrapped",
     "finders": [type(finder).__name__ for finder in sys.meta_path],
     "recipe_modules": sorted(name for name in sys.modules if name.startswith("recipe.")),
-    "heavy": sorted({"vllm", "verl.workers.engine", "verl.checkpoint_engine"} & set(sys.modules)),
+    "heavy": sorted(
+        {"vllm", "verl.workers.engine", "verl.checkpoint_engine", "verl.trainer.ppo.v1"} & set(sys.modules)
+    ),
     "hccl_blocked": sys.modules.get("verl.checkpoint_engine.hccl_checkpoint_engine", "no") is None,
 }))
 """
+# What comes after a look at verl's v1 trainers, where flags put this package's.
+LOOK = """
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+print("SAID", json.dumps(sorted(TRAINER_REGISTRY)))
+"""
+FLAGS = {f"recipe_{name}" for name in (*MODES, "separate_async", "colocate_async")}
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -52,14 +63,23 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def said(finished: subprocess.CompletedProcess[str]) -> list[Any]:
+    """What the code has printed, among what verl and vLLM print."""
+    lines = finished.stdout.splitlines()
+    return [json.loads(line.removeprefix("SAID ")) for line in lines if line.startswith("SAID ")]
+
+
 def report(**environment: str) -> dict[str, Any]:
-    finished = run_python(REPORT, **environment)
+    """What the process has after `import verl`, and which v1 trainers after a look at them."""
+    finished = run_python(REPORT + LOOK, **environment)
     assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
+    imported, trainers = said(finished)
+    return {**imported, "trainers": trainers}
 
 
 def test_unasked_plugin_changes_nothing_and_imports_next_to_nothing() -> None:
     found = report()
+    assert not FLAGS & set(found["trainers"])
     assert "cpu" not in found["platforms"]
     assert found["group_function"] == "verl.utils.distributed"
     assert "VLLMDistributionFinder" not in found["finders"]
@@ -74,12 +94,15 @@ def test_unasked_plugin_changes_nothing_and_imports_next_to_nothing() -> None:
 
 
 def test_asked_for_the_cpu_it_is_installed_once_and_imports_nothing_heavy() -> None:
-    found = report(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=f"{features.MODULE_NAME},{features.MODULE_NAME}")
+    twice = f"{features.MODULE_NAME},{features.MODULE_NAME}"
+    found = report(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=twice, **{VARIABLE: "1"})
     assert "cpu" in found["platforms"]
     assert found["group_function"] == "wrapped"
     assert found["finders"].count("VLLMDistributionFinder") == 1
     assert found["hccl_blocked"]
+    # Trainers are registered where one is looked up, and not before.
     assert found["heavy"] == []
+    assert set(found["trainers"]) >= FLAGS
 
 
 def test_a_platform_chosen_after_the_first_import_of_this_package_is_still_installed() -> None:
@@ -87,7 +110,7 @@ def test_a_platform_chosen_after_the_first_import_of_this_package_is_still_insta
     code = "import os, recipe.async_engine.features\nos.environ['VERL_PLATFORM'] = 'cpu'\n" + REPORT
     finished = run_python(code)
     assert finished.returncode == 0, finished.stderr
-    assert "cpu" in json.loads(finished.stdout.splitlines()[-1])["platforms"]
+    assert "cpu" in said(finished)[0]["platforms"]
 
 
 def test_failing_feature_ends_the_process_and_says_why() -> None:

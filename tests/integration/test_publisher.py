@@ -21,6 +21,7 @@ from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
+from recipe.async_engine.weights.transfer_group import TransferGroup
 from recipe.async_engine.weights.worker import WeightLoadError
 
 INTERRUPT = Weights(publish="inline", at_swap="interrupt")
@@ -445,14 +446,14 @@ def test_group_that_cannot_connect_is_retried_without_the_dead(monkeypatch: pyte
     fleet = Fleet((), ())
     connects = []
 
-    async def connect(self: WeightPublisher, rollout: WorkerGroup) -> list[BaseException]:
-        connects.append(rollout.world_size)
+    async def connect(self: TransferGroup) -> list[BaseException]:
+        connects.append(self._receivers.world_size)
         if len(connects) == 1:
             fleet.replicas[0].alive = False
             raise RuntimeError("rendezvous failed")
         return []
 
-    monkeypatch.setattr(WeightPublisher, "_connect", connect)
+    monkeypatch.setattr(TransferGroup, "connect", connect)
     fleet.publish(0)
     assert connects == [2, 1]
     assert fleet.routed == ["server-1"]

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.core.account import Devices, TokenBooks
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
+from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.async_engine.trainer.record_stage import RecordStage
@@ -151,12 +152,10 @@ def test_run_without_a_record_goes_on_and_has_no_account(events: bool, tmp_path:
     trainer = {"default_local_dir": str(tmp_path), "nnodes": 1, "n_gpus_per_node": 1, "total_training_steps": 1}
     rollout = {"actor": {"ppo_mini_batch_size": 2}, "rollout": {"n": 2}}
     config = {"trainer": trainer, "actor_rollout_ref": rollout, "async_training": {"events": events}}
-    stage: Any = RecordStage.__new__(RecordStage)
-    stage.plan, stage.config = derive(config), OmegaConf.create(config)
-    stage._begin_recording()
-    assert stage.recording is None
-    assert stage._tell is ignore
-    stage.end_recording()
+    timeline = Timeline(time.monotonic)
+    stage = RecordStage(OmegaConf.create(config), derive(config), timeline, list, list)
+    assert stage.tell is ignore and stage.summary() is None
+    stage.end(None, failed=False)
     assert files(tmp_path) == []
 
 

@@ -35,7 +35,7 @@ SOON_S = 30.0
 def cluster() -> Iterator[None]:
     """Two nodes with eight logical accelerators each."""
     ray.shutdown()
-    with ray_folder() as folder, closing(Loopback(folder)) as nodes:
+    with ray_folder() as folder, closing(Loopback(folder, loses_nodes=False)) as nodes:
         for _ in range(2):
             nodes.add(accelerators=8, cpus=40)
         ray.init(address=nodes.ray_address, log_to_driver=False)
@@ -51,7 +51,7 @@ def groups(cluster: None) -> Iterator[list[Any]]:
     for pool in pools:
         for group in pool.pgs or ():
             remove_placement_group(group)
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + 4 * SOON_S
     while ray.available_resources().get("GPU") != 16:
         assert time.monotonic() < deadline
         time.sleep(0.05)

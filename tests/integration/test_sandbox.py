@@ -26,8 +26,12 @@ from recipe.async_engine.rewards import sandbox
 from recipe.async_engine.rewards.sandbox import Ending, Limits, SandboxUnavailable, run
 
 NOBODY = 65534
-# Honest programs, and hostile ones beside them.
-EACH = {"this user": 200, "another user": 60}
+USERS = [
+    pytest.param(("this user", 60), id="this user"),
+    pytest.param(("another user", 30), id="another user"),
+    pytest.param(("this user", 200), id="this user, longer", marks=pytest.mark.slow),
+]
+"""Who runs them, and how many honest programs, and hostile ones beside them."""
 
 
 def python_of_all() -> str | None:
@@ -59,15 +63,16 @@ def copy_for_all(folder: Path) -> None:
         path.chmod(0o755)
 
 
-@pytest.fixture(scope="module", params=["this user", "another user"])
+@pytest.fixture(scope="module", params=USERS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `hostile` found as this user, and as another one where this one is root."""
+    who, each = request.param
     code, user = tmp_path_factory.mktemp("code"), os.getuid()
     python: str | None = sys.executable
-    work = Path("/tmp") / f"hostile-{os.getpid()}-{len(request.param)}"
+    work = Path("/tmp") / f"hostile-{os.getpid()}-{len(who)}-{each}"
     work.mkdir(mode=0o700)
     try:
-        if request.param == "another user":
+        if who == "another user":
             if os.getuid() != 0:
                 pytest.skip("only root can be another user")
             python, user = python_of_all(), NOBODY
@@ -78,7 +83,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             code.mkdir()
         copy_for_all(code)
         done = subprocess.run(
-            [python, str(code / "hostile.py"), str(work), str(EACH[request.param])],
+            [python, str(code / "hostile.py"), str(work), str(each)],
             user=user,
             extra_groups=[] if user == NOBODY else None,
             cwd="/",
@@ -90,7 +95,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         assert result["uid"] == user
-        return {**result, "each": EACH[request.param]}
+        return {**result, "each": each}
     finally:
         shutil.rmtree(work)
 

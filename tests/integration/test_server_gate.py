@@ -14,16 +14,10 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
 from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, UnsupportedRunner
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
-from recipe.async_engine.replicas.server import (
-    RUNNER_CHOICE,
-    FirstWeightsTimeout,
-    GatedVLLMHttpServer,
-    NoTrainer,
-    SubmissionTimeout,
-    UnsupportedRunner,
-    WeightsGate,
-)
+from recipe.async_engine.replicas.server import GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
+from recipe.async_engine.replicas.weights_gate import FirstWeightsTimeout, WeightsGate
 
 SOON = 5.0
 

@@ -11,7 +11,7 @@ import pytest
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.rollout.kept_answers import TokenFlow
 from recipe.async_engine.rollout.token_books import AnswerTokens
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
 SCORED = TrajectoryScored(1.0, 0, 0, True, 0, 0, 6, sampled_tokens=6, received_tokens=7)
 """An answer of 6 tokens, after one that its agent loop left out."""

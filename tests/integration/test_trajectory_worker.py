@@ -37,14 +37,14 @@ from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import TokenFlow
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
-from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
-from recipe.async_engine.rollout.trajectory_worker import (
+from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,
     TrajectoryScored,
-    TrajectoryWorker,
 )
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0

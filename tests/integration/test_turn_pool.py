@@ -17,7 +17,7 @@ from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0

@@ -18,7 +18,7 @@ from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 

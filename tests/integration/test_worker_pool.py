@@ -18,13 +18,9 @@ import ray
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.trajectory_manager import CALLS_AT_ONCE
-from recipe.async_engine.rollout.trajectory_worker import (
-    RewardError,
-    TrajectoryCancelled,
-    TrajectoryGenerated,
-    TrajectoryScored,
-)
+from recipe.async_engine.rollout.trajectory_worker import RewardError
 from recipe.async_engine.rollout.worker_pool import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0

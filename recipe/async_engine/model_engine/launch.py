@@ -26,6 +26,7 @@ def launch(
     numbers: Sequence[int] | None = None,
     static: bool = False,
     reservations: Reservations | None = None,
+    replica_class: type[ModelEngineReplica] = ModelEngineReplica,
 ) -> list[ModelEngineReplica]:
     """Start servers; returns when all of them are up, holding the weights of the model's files.
 
@@ -36,6 +37,7 @@ def launch(
         numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
         static: they keep these weights.
         reservations: their accelerators are among them; None: they reserve them by themselves.
+        replica_class: of each.
 
     Raises:
         NothingFree: of a server that has none among them, no accelerators are free.
@@ -48,7 +50,7 @@ def launch(
         timeout_s=timeout_s,
     )
     replicas = [
-        ModelEngineReplica(
+        replica_class(
             replica_rank=rank,
             config=actor.rollout,
             model_config=without_adapters(actor.model),

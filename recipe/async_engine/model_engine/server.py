@@ -126,8 +126,8 @@ class ModelEngineServer(ScoringService):
         return {
             **asdict(self.counts),
             "answered_tokens": self._answered_tokens,
-            "version": self._queue.live,
-            "waiting": len(self._queue),
+            "version": self.live,
+            "waiting": self.waiting,
         }
 
 

@@ -109,6 +109,16 @@ class ScoringService:
         self.lane = Lane(time.monotonic, self._waits_for)
 
     @property
+    def live(self) -> int | None:
+        """The version that answers now; None before the first one."""
+        return self._queue.live
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no answer yet and are not being computed."""
+        return len(self._queue)
+
+    @property
     def _waits_for(self) -> Class:
         return Class.START_UP if self._queue.live is None else Class.WAIT_REQUESTS
 

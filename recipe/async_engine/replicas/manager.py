@@ -18,8 +18,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer, get_router_ha
 
 from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
 from recipe.async_engine.recovery.control import with_control
+from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.replicas.reservation import Reservations
-from recipe.async_engine.replicas.server import GatedVLLMReplica
 
 END_S = 30.0
 HELD = ("acquire_server", "release_server")

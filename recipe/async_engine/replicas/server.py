@@ -21,107 +21,43 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, Literal
 from uuid import uuid4
 
-import ray
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
-from recipe.async_engine.recovery.control import Early, with_control
+from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.engine_settings import choose_runner, peft_config
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
-from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
+from recipe.async_engine.replicas.weights_gate import WeightsGate
 from recipe.async_engine.weights.staged_adapter import AdapterName
-from recipe.async_engine.weights.worker import RolloutWeightWorker, run_id
+from recipe.async_engine.weights.worker import run_id
 
 logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
 HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
-RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 WORKER_EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
 CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
-
-
-class FirstWeightsTimeout(RecipeError):
-    """A request waited for weights longer than ``async_training.timeouts.first_weights``."""
 
 
 class NoTrainer(RecipeError):
     """A server was to start with dummy weights, and nobody would ever send it real ones."""
 
 
-class UnsupportedRunner(RecipeError):
-    """vLLM is to run the model by code that does not tell how many tokens its requests have."""
-
-
 class SubmissionTimeout(RecipeError):
     """A request waited at a paused server longer than ``async_training.timeouts.weight_sync``."""
-
-
-class WeightsGate:
-    """Which complete set of weights a server holds; closed while it holds none.
-
-    Pure apart from its event: no engine, no Ray. The owner's event loop is the only one that calls it.
-    """
-
-    def __init__(self, opened: bool) -> None:
-        self._complete = asyncio.Event()
-        if opened:
-            self._complete.set()
-        self.loading: int | None = None
-        self.refusing = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._complete.is_set()
-
-    def begin_load(self, version: int | None) -> None:
-        """Weights are about to be overwritten in place: answer nothing until :meth:`commit`."""
-        self.loading = version
-        self.refusing = False
-        self._complete.clear()
-
-    def commit(self) -> None:
-        """Every weight of the announced version has been loaded."""
-        self.loading = None
-        self.refusing = False
-        self._complete.set()
-
-    def refuse(self) -> None:
-        """Send the waiting requests away: this server left routing and may never hold complete weights."""
-        self.refusing = True
-        self._complete.set()
-        self._complete.clear()
-
-    async def wait_open(self, timeout_s: float) -> bool:
-        """Wait for complete weights. Returns False if the server refuses requests instead.
-
-        Raises:
-            FirstWeightsTimeout: after ``timeout_s`` seconds, saying what the server waits for.
-        """
-        if self._complete.is_set() or self.refusing:
-            return not self.refusing
-        try:
-            await asyncio.wait_for(self._complete.wait(), timeout_s)
-            return not self.refusing
-        except TimeoutError:
-            what = "no weights were ever published" if self.loading is None else f"version {self.loading} never arrived"
-            raise FirstWeightsTimeout(
-                f"the rollout server refused a request after {timeout_s:g} s: it holds no complete weights ({what}). "
-                "Raise async_training.timeouts.first_weights if the trainer needs longer to start, otherwise look for "
-                "the error of the trainer or of the weight sync."
-            ) from None
 
 
 class GatedVLLMHttpServer(vLLMHttpServer):
@@ -480,57 +416,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return WORKER_EXTENSION
 
 
-def choose_runner(environ: MutableMapping[str, str]) -> None:
-    """Have vLLM run the model by its first model runner, in this process and those that it starts.
-
-    On an accelerator vLLM takes its second one for many architectures (in 0.24 Qwen3, Llama and Mistral among them). It
-    forgets requests that it has put off, and `StagingExtension.swap_staged` needs to know how many tokens each has.
-
-    Raises:
-        UnsupportedRunner: the environment asks for the second one.
-    """
-    if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
-        raise UnsupportedRunner(
-            f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: versions of tokens are known with vLLM's first model runner "
-            "only, which has 0; unset it"
-        )
-    environ[RUNNER_CHOICE] = "0"
-
-
 async def no_adapters() -> set[int]:
     """Of verl's; ours are named by `GatedVLLMHttpServer._salted`."""
     return set()
-
-
-def peft_config(model_config: Any) -> dict[str, Any]:
-    """The trainer's LoRA adapter in PEFT's words, as vLLM reads them."""
-    targets = model_config.target_modules
-    return {
-        "r": model_config.lora_rank,
-        "lora_alpha": model_config.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else list(targets),
-        "bias": "none",
-    }
-
-
-class GatedVLLMReplica(ReservedReplica, vLLMReplica):
-    """A vLLM replica of :class:`GatedVLLMHttpServer` s whose weight workers have deadlines."""
-
-    def __init__(self, *args: Any, reservations: Reservations | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.reservations = reservations
-        self.server_class = with_control(GatedVLLMHttpServer, HELD)
-
-    async def hold_requests(self, keep_cache: bool) -> None:
-        """See :meth:`GatedVLLMHttpServer.hold_requests`."""
-        await asyncio.gather(*[server.hold_requests.remote(keep_cache) for server in self.servers])
-
-    def get_ray_class_with_init_args(self) -> Any:
-        from verl.single_controller.ray import RayClassWithInitArgs
-
-        return RayClassWithInitArgs(
-            cls=ray.remote(RolloutWeightWorker),
-            rollout_config=self.config,
-            model_config=self.model_config,
-            replica_rank=self.replica_rank,
-        )

@@ -20,8 +20,8 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.replicas.reservation import Reservations
-from recipe.async_engine.replicas.server import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, ScoringPool
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")

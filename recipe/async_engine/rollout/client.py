@@ -201,15 +201,8 @@ class ResumingClient(LLMServerClient):
                 await patience.refused()
                 continue
             patience = Patience(self._timeout_s)
-            context = prompt_ids + merged.token_ids
-            sampled = 0
-            for version, count in self._runs(part):
-                versions.append(version)
-                recorder.record(version, part.token_ids[sampled : sampled + count], context + part.token_ids[:sampled])
-                sampled += count
+            versions += self._record(recorder, prompt_ids + merged.token_ids, part)
             self._check_one_version(request_id, versions)
-            recorder.reprefilled_tokens += part.extra_fields.get(RECOMPUTED, 0)
-            recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
             self._merge(merged, part)
             if part.stop_reason not in ABORTED:
                 merged.stop_reason = part.stop_reason or "completed"
@@ -227,6 +220,17 @@ class ResumingClient(LLMServerClient):
             global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
         )
         return merged
+
+    def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
+        """Note a part of an answer, which followed ``context``; returns the versions that sampled it, in order."""
+        versions, sampled = [], 0
+        for version, count in self._runs(part):
+            versions.append(version)
+            recorder.record(version, part.token_ids[sampled : sampled + count], context + part.token_ids[:sampled])
+            sampled += count
+        recorder.reprefilled_tokens += part.extra_fields.get(RECOMPUTED, 0)
+        recorder.cut_tokens += len(part.token_ids) if part.stop_reason in ABORTED else 0
+        return versions
 
     def _check_one_version(self, request_id: str, versions: list[int]) -> None:
         if not self._resume and len(set(versions)) > 1:

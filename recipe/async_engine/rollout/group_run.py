@@ -10,7 +10,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group, OnNonFinite, OnOverdue
 from recipe.async_engine.core.prompt_manager import TrajectoryState
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
 
 class RolloutFailed(RecipeError):

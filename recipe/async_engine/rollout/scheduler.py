@@ -56,11 +56,7 @@ from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
 from recipe.async_engine.rollout.run_events import of_attempt, of_group
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError
 from recipe.async_engine.rollout.token_books import AnswerTokens
-from recipe.async_engine.rollout.trajectory_worker import (
-    TrajectoryCancelled,
-    TrajectoryGenerated,
-    TrajectoryScored,
-)
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from recipe.async_engine.core.account import TokenBooks
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.rollout.kept_answers import TokenFlow
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
 
 @dataclass

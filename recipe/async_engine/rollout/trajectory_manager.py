@@ -28,8 +28,9 @@ from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
+from recipe.async_engine.rollout.reports import joined, reported_names, spread_reports
 from recipe.async_engine.rollout.soundness import RewardError
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker, reported_names, spread_reports
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.rollout.worker_pool import NONE_LEFT, NoWorkers
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,6 @@ class TrajectoryManager(AgentLoopManager):
 
     def join(self, outputs: list[Any]) -> DataProto:
         """Join fetched trajectories into one batch as a worker does."""
-        batch = TrajectoryWorker._postprocess(self, outputs)
+        batch = joined(self, outputs)
         spread_reports(batch, reported_names(batch))
         return batch

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.rollout.reports import joined
 from recipe.async_engine.rollout.soundness import (
     NonFinite,
     NonFiniteReward,
@@ -65,6 +66,12 @@ from recipe.async_engine.rollout.soundness import (
     shown_in_validation,
 )
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
+from recipe.async_engine.rollout.trajectory_events import (
+    AgentLoopError,
+    TrajectoryCancelled,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
 from recipe.async_engine.rollout.turns import TurnGate
 
 logger = logging.getLogger(__name__)
@@ -75,56 +82,6 @@ LAST_MOMENT_S = 10.0
 
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
-
-
-class AgentLoopError(RecipeError):
-    """An agent loop raised; a note has its traceback, which Ray cuts short for streaming calls."""
-
-
-class TrajectoryCancelled(RecipeError):
-    """The trajectory was ended on request."""
-
-
-@dataclass(frozen=True)
-class TrajectoryGenerated:
-    """The answer is complete; its reward is not known yet."""
-
-
-@dataclass(frozen=True)
-class TrajectoryScored:
-    """What the scheduler needs to know of a finished trajectory.
-
-    Attributes:
-        score: the reward, None if the trainer computes it (reward model on the trainer's accelerators).
-        oldest_version, newest_version: of the response's sampled tokens.
-        exact_versions: False if the agent loop rewrote its answer, or left out parts of it so that two readings fit:
-            what is not sure counts as sampled by the oldest version that it may be of.
-        interruptions: weight syncs that cut this trajectory and were resumed.
-        cut_tokens: tokens that were sampled before one of them, in the answer it cut.
-        reprefilled_tokens: tokens sent to an engine again because of them.
-        response_tokens: length of the response, tool tokens included.
-        recovered_tokens: of answers whose server died, which went on elsewhere from them.
-        restored_tokens: of answers that a checkpoint held.
-        filter_metric: by which groups are filtered (``algorithm.filter_groups``), None if they are not.
-        sampled_tokens: of the response, those that a policy sampled.
-        received_tokens: of all answers of servers in this process, whatever the agent loop made of them.
-        tool_s: seconds that it was in tools.
-    """
-
-    score: float | None
-    oldest_version: int
-    newest_version: int
-    exact_versions: bool
-    interruptions: int
-    reprefilled_tokens: int
-    response_tokens: int
-    cut_tokens: int = 0
-    recovered_tokens: int = 0
-    restored_tokens: int = 0
-    filter_metric: float | None = None
-    sampled_tokens: int = 0
-    received_tokens: int = 0
-    tool_s: float = 0.0
 
 
 @dataclass
@@ -440,15 +397,8 @@ class TrajectoryWorker(AgentLoopWorker):
         outputs[-1].reward_score, outputs[-1].extra_fields[REPORTED] = math.nan, None
 
     def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> DataProto:
-        """As verl's, with what the rewards reported in one column, for :func:`spread_reports` to be told of all rows.
-
-        verl takes the names of the first row, and fails where another one lacks them or is of a worker that has others.
-        No state of a worker is used.
-        """
-        reports = [output.extra_fields.pop(REPORTED, {}) for output in inputs]
-        batch = AgentLoopWorker._postprocess(self, inputs, *arguments, **options)
-        batch.non_tensor_batch[REPORTED] = np.fromiter(reports, dtype=object)
-        return batch
+        """As verl's, with what the rewards reported in one column, for `spread_reports` to be told of all rows."""
+        return joined(self, inputs, *arguments, **options)
 
     def _check_reward(self, output: AgentLoopOutput) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
@@ -488,25 +438,6 @@ class TrajectoryWorker(AgentLoopWorker):
             received_tokens=recorder.answers.received_tokens,
             tool_s=recorder.tools.seconds,
         )
-
-
-def reported_names(batch: DataProto) -> dict[str, None]:
-    """What any reward of the batch reported, in the order of the rows."""
-    return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
-
-
-def spread_reports(batch: DataProto, names: Iterable[str]) -> None:
-    """Give each of these names its column, as verl's trainers expect it.
-
-    A row whose reward did not report it has None, which verl's validation leaves out of its means.
-    """
-    columns = [name for name in names if name not in batch.non_tensor_batch]
-    for name in columns:
-        values = [None if report is None else report.get(name) for report in batch.non_tensor_batch[REPORTED]]
-        are_numbers = all(isinstance(value, bool | int | float | np.number) for value in values)
-        batch.non_tensor_batch[name] = np.array(values) if are_numbers else np.fromiter(values, dtype=object)
-    if "rm_scores" in batch.batch:
-        batch.meta_info["reward_extra_keys"] = columns
 
 
 def is_first_attempt(key: str) -> bool:

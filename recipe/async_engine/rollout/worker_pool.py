@@ -27,7 +27,7 @@ from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, Worker
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
-from recipe.async_engine.rollout.trajectory_worker import (
+from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,

@@ -12,12 +12,11 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
-import torch
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
@@ -27,42 +26,37 @@ from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
-from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
-from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.core.unchanged import LIMIT, UnchangedWeights
-from recipe.async_engine.logprobs.sources import scores_column, source
+from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.logprobs.sources import scores_column
 from recipe.async_engine.recovery.watch import RunWatch
-from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
+from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.trajectory_codec import unpack
-from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
-from recipe.async_engine.trainer.batch import assemble, mask_off_policy, staleness_metrics
-from recipe.async_engine.trainer.checkpoints import RunState
-from recipe.async_engine.trainer.finite_stage import FiniteStage
+from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
+from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
-from recipe.async_engine.trainer.publication import Publication
+from recipe.async_engine.trainer.publish_stage import PublishStage
 from recipe.async_engine.trainer.record_stage import RecordStage
-from recipe.async_engine.trainer.save_stage import SaveStage, new_saving
+from recipe.async_engine.trainer.save_stage import SaveStage
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
-from recipe.async_engine.weights.publisher import ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage):
+class AsyncPPOTrainer(Startup):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -98,78 +92,41 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
-        self._begin_recording()
+        self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
-        self.ledger = self._new_ledger()
+        self.ledger = new_ledger(self.plan)
         self.scheduler: RolloutScheduler | None = None
         self._interrupted_tokens = TokenAccount()
-        self.publication = self._new_publication()
-        self.saving = new_saving(self.timeouts.checkpoint)
-        self._log_probs = self._while_scored(source(self.plan.proximal, self._recompute, self.plan.settings.servers))
+        self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched)
+        self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
         self.unchanged = UnchangedWeights(self.plan.settings.async_training.weights.max_unchanged)
-        self._saved_at = self._validated_at = -1
+        self._validated_at = -1
         self.stopped_by: str | None = None
         self._watch: RunWatch | None = None
-
-    def _new_ledger(self, snapshot: dict[str, Any] | None = None) -> SampleLedger:
-        plan = self.plan
-        settings = GateSettings(
-            batch_groups=plan.batch_groups,
-            batches_per_version=plan.batches_per_version,
-            max_staleness=plan.max_staleness,
-            pipeline_depth=plan.pipeline_depth,
-        )
-        rules: dict[str, Any] = {
-            "target_groups": plan.total_steps * plan.batch_groups,
-            "issue_limit": plan.total_groups,
-            "whole_batches": plan.settings.async_training.whole_batches,
-        }
-        if snapshot is None:
-            return SampleLedger(settings, **rules)
-        return SampleLedger.restore(snapshot, settings, **rules)
-
-    def _new_publication(self) -> Publication:
-        # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
-        timeouts, parts = self.timeouts, 4 + ATTEMPTS
-        setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
-        seconds = parts * timeouts.weight_sync
-        if self._drains:
-            setting += f" and timeouts.drain={timeouts.drain:g}"
-            seconds += timeouts.drain
-        return Publication(seconds, setting, self.fail)
-
-    @property
-    def _drains(self) -> bool:
-        return self.plan.settings.weights.at_swap == "drain"
-
-    def _scheduler_settings(self) -> SchedulerSettings:
-        plan, training = self.plan, self.plan.settings.async_training
-        filtering = filter_metric(self.config) is not None
-        batches = self.config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
-        return SchedulerSettings(
-            group_size=plan.answers_per_group,
-            slots=plan.max_concurrent_trajectories,
-            places=plan.engine_places,
-            max_retries=training.max_group_retries,
-            max_consecutive_failures=plan.batch_groups,
-            on_overdue=OnOverdue(training.on_overdue),
-            on_non_finite=OnNonFinite(training.on_non_finite),
-            filter_groups=filtering,
-            filter_limit=max(0, batches or 0) * plan.batch_groups,
-            prompt_timeout_s=training.timeouts.prompt,
-            turns=self.in_turns,
-        )
 
     def _new_scheduler(self) -> RolloutScheduler:
         agents = self.async_rollout_manager
         pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
-        settings = self._scheduler_settings()
-        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self._tell)
+        settings = scheduler_settings(self.plan, self.config, self.in_turns)
+        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self.record.tell)
+
+    def _asked(self) -> Sequence[Any]:
+        """The servers that the record asks what they did."""
+        return [*self.publisher.replicas, *self.references] if self.is_up else ()
+
+    def _agents(self) -> Sequence[Any]:
+        """The agent-loop workers, likewise."""
+        return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
+
+    def _watched(self, what: str) -> AbstractContextManager[None]:
+        """Has the run's watch end it where reading or writing a checkpoint is late."""
+        assert self._watch is not None
+        return self._watch.within("checkpoint", self.timeouts.checkpoint, what)
 
     # The loop
 
@@ -185,12 +142,22 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
             default_backend=self.config.trainer.logger,
             config=without_secrets(OmegaConf.to_container(self.config, resolve=True)),
         )
-        with watch.within("checkpoint", self.timeouts.checkpoint, "reading the checkpoint"):
-            groups = self._resume()
+        with self._watched("reading the checkpoint"):
+            groups = self._load()
         self.scheduler = self._new_scheduler()
-        self._record_scheduler(self.scheduler)
+        self.record.follow(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
+        self.publishing = PublishStage(
+            self.plan,
+            self.scheduler,
+            self.fleet,
+            self.published,
+            self.unchanged,
+            self.timeline,
+            self.record.during,
+            self.fail,
+        )
         self._publish_again()
         self.timeline.restart()
         self.scheduler.start()
@@ -207,11 +174,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
                     break
                 yield metrics
             if self.stopped_by is not None and self.config.trainer.save_freq > 0:
-                self._save_once()
-            self._finish_publication()
-            self._finish_saving()
+                self.save_once()
+            self.publishing.finish(self.metrics)
+            self.saving.finish()
         except Exception:
-            self._complete_saving()
+            self.saving.complete()
             raise
         self.timeline.stop()
 
@@ -247,7 +214,7 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         self.metrics, self.timing_raw = {}, {}
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
         if self.saving.is_over:
-            self._finish_saving()
+            self.saving.finish()
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self._fetched_groups()
@@ -267,8 +234,8 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
         self.metrics["fully_async/trained_samples"] = len(batch)
-        if self.publication.is_over:
-            self._finish_publication()
+        if self.publishing.is_over:
+            self.publishing.finish(self.metrics)
         self.metrics.update(self.fleet.metrics(self.ledger.announced))
         self.metrics.update(self._progress())
         self.logger.log(data=self.metrics, step=self.global_steps)
@@ -298,34 +265,21 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
     def _train(self, groups: list[GroupRun]) -> DataProto:
         """verl's stages, in verl's order, on one leased batch."""
         batch = self._assemble(groups)
-        self._record_ages(batch)
+        self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
         # From here on they are a column.
         del batch.non_tensor_batch[VERSION_RUNS]
-        batch = self._fit_compute_reward(batch)
-        batch = self._fit_compute_log_prob(batch)
-        batch = self._fit_compute_ref_log_prob(batch)
-        batch = self._fit_compute_critic(batch)
-        batch = self._fit_compute_advantage(batch)
-        limit = self.plan.settings.async_training.off_policy_mask
-        if limit is not None:
-            self.metrics.update(mask_off_policy(batch, self.ledger.version, limit))
-        batch = self._fit_update_actor(self._fit_update_critic(batch))
+        batch = self.train_on(batch)
         self.running.batch_trained()
         self._fit_dump_data(batch)
         return batch
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        output = super()._update_actor(batch)
-        metrics = output.meta_info["metrics"]
-        self.unchanged.updated(np.atleast_1d(metrics["actor/grad_norm"]), float(np.max(metrics["actor/lr"])))
-        return output
 
     def _assemble(self, groups: list[GroupRun]) -> DataProto:
         by_group = [[unpack(payload) for payload in group.fetched] for group in groups]
         for group in groups:
             group.fetched = []
-        order = self._balanced(groups, by_group) if self.config.trainer.balance_batch else None
+        balance = partial(self._balance_batch, metrics=self.metrics)
+        order = balanced(groups, by_group, balance) if self.config.trainer.balance_batch else None
         batch = assemble(groups, by_group, self.async_rollout_manager.join, order)
         if groups[0].scores:
             scores = scores_column([score for group in groups for score in group.scores])
@@ -335,21 +289,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
         batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
         return batch
-
-    def _balanced(self, groups: Sequence[GroupRun], by_group: Sequence[Sequence[Any]]) -> list[int]:
-        """verl's order of the rows, in which its ranks get about as many tokens each.
-
-        verl puts a whole batch in that order, which copies it; this has it put the rows' lengths and numbers in order.
-        """
-        lengths = [int(row.attention_mask.sum()) for rows in by_group for row in rows]
-        uids = [group.group.prompt.uid for group, rows in zip(groups, by_group, strict=True) for _ in rows]
-        stand_in = DataProto.from_dict(
-            tensors={"attention_mask": torch.tensor(lengths)[:, None], "row": torch.arange(len(lengths))},
-            non_tensors={"uid": np.array(uids, dtype=object)},
-        )
-        self._balance_batch(stand_in, metrics=self.metrics)
-        order: list[int] = stand_in.batch["row"].tolist()
-        return order
 
     def _end_version(self) -> None:
         """Publish, save and validate if the step was the last one of its version, or of the run."""
@@ -361,96 +300,85 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
 
     def _save_and_validate(self) -> None:
         """What is due at this version, or at the end of the run, and has not been done at this step yet."""
-        version, trainer = self.ledger.version, self.config.trainer
-        self._save_if_due()
-        if self._is_due(trainer.test_freq, version) and self._validated_at != self.global_steps:
+        version = self.ledger.version
+        self.save_if_due()
+        if self._is_due(self.config.trainer.test_freq) and self._validated_at != self.global_steps:
             self._validated_at = self.global_steps
-            self._finish_publication()
-            if self._is_within_version:
+            self.publishing.finish(self.metrics)
+            if self.is_within_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
 
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.is_last_step or self.ledger.version % every == 0)
+
+    @property
+    def is_within_version(self) -> bool:
+        """Whether batches have been trained since the last publication."""
+        return self.ledger.batches_left < self.plan.batches_per_version
+
     def _publish(self) -> None:
         """Seal the next version and have it brought to the replicas, beside the next batch or before it."""
-        self._seal()
-        self._send_sealed()
+        self.publishing.seal(self.metrics, self.timing_raw)
+        self.sealed()
+        self.publishing.send(self.metrics, self.timing_raw)
 
-    @contextmanager
-    def _trainer_paused(self) -> Iterator[None]:
-        """Time that a publication takes from training."""
-        with self.timeline.phase("sync"), marked_timer("param_sync", self.timing_raw, color="red"):
-            began = time.monotonic()
-            yield
-            name = "fully_async/weight_sync/trainer_paused_seconds"
-            self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
-
-    def _seal(self) -> None:
-        """From now on the trainer trains on from the next version."""
-        with self._trainer_paused():
-            self._finish_publication()
-            version = self.ledger.version + 1
-            self.fleet.snapshot(version)
-            self.unchanged.seal(version)
-            self.published.keep()
-            self.running.version_sealed()
-
-    def _send_sealed(self) -> None:
-        """Have the version that was sealed brought to the replicas."""
-        version = self.ledger.version
-        with self._trainer_paused():
-            self.publication.begin(version, lambda: self._bring(version))
-            if self.plan.settings.weights.publish == "inline":
-                self._finish_publication()
-
-    def _bring(self, version: int) -> dict[str, float]:
-        """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
-        self.timeline.note(f"version {version} is sealed")
-        with self._during("stage", version):
-            staged = self.fleet.stage(version)
-        if self._drains:
-            fill = self.plan.settings.async_training.whole_batches
-            with self._during("drain", version):
-                self.running.pause_until_drained(self.timeouts.drain, fill=fill)
-        with self._during("swap", version):
-            self.fleet.swap(staged)
-        # No replica generates: what starts from here on is the new version's.
-        self.running.version_announced()
-        with self._during("resume", version):
-            metrics = self.fleet.resume(staged)
-        if self._drains:
-            self.running.open_turn()
-        self.timeline.note(f"version {version} is announced")
-        return metrics
-
-    def _finish_publication(self) -> None:
-        """Wait until the version that was sealed last generates."""
-        with self.timeline.phase("sync"):
-            arrived = self.publication.wait()
-        if arrived:
-            self.metrics.update(arrived)
-            self._note_arrived()
-
-    def _note_arrived(self) -> None:
-        """A version has been announced; raises WeightsUnchanged, as `UnchangedWeights.published` does."""
-        unchanged = self.unchanged.published(self.ledger.announced, self.publisher.checksum)
-        self.metrics["fully_async/weight_sync/unchanged"] = unchanged
-        if unchanged:
-            logger.warning(
-                "version %d was published with the weights of the version before, although it was updated: %s allows "
-                "%d in a row",
-                self.ledger.announced,
-                LIMIT,
-                self.plan.settings.async_training.weights.max_unchanged,
-            )
+    def sealed(self) -> None:
+        """The trainer's weights are a version, which is about to be sent; for subclasses."""
 
     def _publish_again(self) -> None:
-        """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version."""
-        with self.published.in_use() if self._is_within_version else nullcontext():
-            self.fleet.publish(self.ledger.version)
-        self.unchanged.published(self.ledger.version, self.publisher.checksum)
-        if not self._is_within_version:
-            self.published.keep()
+        """Publish the ledger's version as a run begins."""
+        self.publishing.again(self.is_within_version)
+
+    # Checkpoints
+
+    def save_if_due(self) -> None:
+        """Save the run if a checkpoint is due at this version, or at the end of the run."""
+        if self._is_due(self.config.trainer.save_freq):
+            self.save_once()
+
+    def save_once(self) -> None:
+        """Save the run unless this step has been saved."""
+        if self.saving.step != self.global_steps:
+            # A run that resumes begins with a version that generates.
+            self.publishing.finish(self.metrics)
+            self.saving.finish()
+            with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        """Save this moment of the run; verl's part is written when it returns, the rest beside training."""
+        snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
+        snapshot["unchanged_versions"] = self.unchanged.total
+        snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
+        self.saving.save(self.global_steps, snapshot, self._save_training_side)
+
+    def _save_training_side(self) -> None:
+        super()._save_checkpoint()
+        if self.is_within_version:
+            self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
+
+    def _load(self) -> dict[int, dict[str, Any]]:
+        """Load the newest complete checkpoint, if any; returns its live groups."""
+        self.global_steps = 0
+        folder = self.saved.find()
+        self._load_checkpoint()
+        snapshot = self.saved.load(self.prompts)
+        if snapshot is None or folder is None:
+            return {}
+        self.saving.step = self.global_steps
+        self.ledger = new_ledger(self.plan, snapshot["ledger"])
+        self.saved.resumed["groups_kept"] = self.ledger.counts().ready
+        if self.is_within_version:
+            self.published.load(folder)
+        self.validation = snapshot.get("validation", self.validation)
+        counts = snapshot["interrupted_tokens"]
+        self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
+        for model, total in snapshot.get("skipped_updates", {}).items():
+            self.skipped_updates[model].total = total
+        self.unchanged.total = snapshot.get("unchanged_versions", 0)
+        return snapshot["groups"]
 
     def _begin_profile(self) -> None:
         steps = self.config.global_profiler.steps
@@ -504,8 +432,12 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
-            "account": None if self.recording is None else self.recording.summary(),
+            "account": self.record.summary(),
         }
+
+    def end_recording(self, failed: bool = False) -> None:
+        """End generation and make the account of the run."""
+        self.record.end(self.scheduler, failed)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End generation and the dump thread."""

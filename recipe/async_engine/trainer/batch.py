@@ -48,6 +48,28 @@ def assemble(
     return batch
 
 
+def balanced(
+    groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]], balance: Callable[[DataProto], None]
+) -> list[int]:
+    """The numbers of all trajectories in verl's order, in which its ranks get about as many tokens each.
+
+    verl puts a whole batch in that order, which copies it; this has it put the rows' lengths and numbers in order.
+
+    Args:
+        outputs: for each of the groups its trajectories.
+        balance: puts a batch in that order, in place (``RayPPOTrainer._balance_batch``).
+    """
+    lengths = [int(row.attention_mask.sum()) for rows in outputs for row in rows]
+    uids = [group.group.prompt.uid for group, rows in zip(groups, outputs, strict=True) for _ in rows]
+    stand_in = DataProto.from_dict(
+        tensors={"attention_mask": torch.tensor(lengths)[:, None], "row": torch.arange(len(lengths))},
+        non_tensors={"uid": np.array(uids, dtype=object)},
+    )
+    balance(stand_in)
+    order: list[int] = stand_in.batch["row"].tolist()
+    return order
+
+
 def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
     """One version per token of each row, int64 (rows, length), from its runs, the rest `NOT_SAMPLED`."""
     # Of torch: NumPy asks the system for huge pages, and takes several times as long where memory is in pieces.

@@ -21,8 +21,8 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.rollout.soundness import is_number
-from recipe.async_engine.trainer.staged import StagedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -65,49 +65,39 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
     return len(uids)
 
 
-class FiniteStage(StagedTrainer):
-    """See the module's contract."""
+def note_update(model: str, output: DataProto, skipped: SkippedUpdates) -> dict[str, int]:
+    """Count the updates of ``model`` that verl skipped, by the norms of its gradients; returns a metric.
 
-    def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
-        left_out = leave_out(batch, COMPUTED)
-        batch = super()._fit_compute_advantage(batch)
-        self.metrics[LEFT_OUT] = left_out + leave_out(batch, DERIVED)
-        return batch
+    Raises:
+        UpdatesSkipped: as `SkippedUpdates.note` does.
+    """
+    norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
+    return {f"{model}/skipped_updates": skipped.note(norms.tolist())}
 
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        return self._noted("actor", super()._update_actor(batch))
 
-    def _update_critic(self, batch: DataProto) -> DataProto:
-        return self._noted("critic", super()._update_critic(batch))
+def with_scores(
+    data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]]
+) -> tuple[Sequence[str], list[Any], dict[str, list[Any]], int]:
+    """Of a validation's answers those to prompts all of whose answers have a score, and how many scores are none.
 
-    def _noted(self, model: str, output: DataProto) -> DataProto:
-        norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
-        self.metrics[f"{model}/skipped_updates"] = self.skipped_updates[model].note(norms.tolist())
-        return output
+    verl takes means over prompts with the same number of answers, so an answer without a score leaves with its prompt.
 
-    def _val_metrics_update(
-        self,
-        data_sources: Sequence[str],
-        sample_uids: list[Any],
-        reward_extra_infos_dict: dict[str, list[Any]],
-        sample_turns: list[Any],
-    ) -> dict[str, float]:
-        """As verl's, of the prompts all of whose answers have a score: verl takes them by their number of answers."""
-        # Of what the reward function reports, verl's main score is one of these.
-        scored = [reward_extra_infos_dict[name] for name in ("reward", "acc") if name in reward_extra_infos_dict]
-        none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
-        without = {uid for uid, is_none in zip(sample_uids, none, strict=True) if is_none}
-        if without:
-            counts = sum(none), len(none), len(without)
-            logger.warning("%d of %d validation scores are no numbers; the means are without their %d prompts", *counts)
-            kept = [row for row, uid in enumerate(sample_uids) if uid not in without]
-            data_sources, sample_uids = [data_sources[row] for row in kept], [sample_uids[row] for row in kept]
-            reward_extra_infos_dict = {
-                name: [values[row] for row in kept] for name, values in reward_extra_infos_dict.items()
-            }
-        shown = {name: _averaged(values) for name, values in reward_extra_infos_dict.items()}
-        metrics = super()._val_metrics_update(data_sources, sample_uids, shown, sample_turns)
-        return {**metrics, "val-aux/non_finite_scores": sum(none)}
+    Args:
+        data_sources: of each answer.
+        uids: of its prompt.
+        infos: what the reward reports, by name; verl can take means of what is returned.
+    """
+    # verl's main score is one of these.
+    scored = [infos[name] for name in ("reward", "acc") if name in infos]
+    none = [not all(value is None or is_number(value) for value in row) for row in zip(*scored, strict=True)]
+    without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
+    if without:
+        counts = sum(none), len(none), len(without)
+        logger.warning("%d of %d validation scores are no numbers; the means are without their %d prompts", *counts)
+        kept = [row for row, uid in enumerate(uids) if uid not in without]
+        data_sources, uids = [data_sources[row] for row in kept], [uids[row] for row in kept]
+        infos = {name: [values[row] for row in kept] for name, values in infos.items()}
+    return data_sources, uids, {name: _averaged(values) for name, values in infos.items()}, sum(none)
 
 
 def _averaged(values: list[Any]) -> list[Any]:

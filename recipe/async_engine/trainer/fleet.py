@@ -90,7 +90,7 @@ class Fleet:
         """See :meth:`WeightPublisher.resume`; replacements of what was lost begin to start."""
         metrics = self.publisher.resume(staged)
         for lost in self.publisher.take_lost() if self._replacements is not None else []:
-            self._replace(lost)
+            self._replace_lost(lost)
         self._tell_agents()
         return metrics
 
@@ -111,7 +111,7 @@ class Fleet:
             self._told = handles
             self._tell(handles)
 
-    def _replace(self, lost: RolloutReplica) -> None:
+    def _replace_lost(self, lost: RolloutReplica) -> None:
         if generates(lost):
             start, what = self._start_replica, "a rollout replica"
         else:

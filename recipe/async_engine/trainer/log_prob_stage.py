@@ -8,6 +8,9 @@ batches of a version, tests/e2e/test_fully_async.py.
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -18,73 +21,78 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from recipe.async_engine.core.columns import REFERENCE
 from recipe.async_engine.logprobs.columns import reference_column
 from recipe.async_engine.logprobs.mismatch import entropy_metric
-from recipe.async_engine.logprobs.sources import LogProbSource
-from recipe.async_engine.trainer.staged import StagedTrainer
+from recipe.async_engine.logprobs.sources import source
+from recipe.async_engine.settings.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
 IN_LOSS = "actor/rollout_corr/"
 
+Metrics = dict[str, Any]
+Timing = dict[str, float]
 
-class LogProbStage(StagedTrainer):
-    """See the module's contract."""
 
-    _log_probs: LogProbSource
+class LogProbStage:
+    """See the module's contract. ``metrics`` and ``timing`` are those of the step, which its methods add to.
 
-    def _fit_compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Proximal log-probs, from where the settings say."""
+    Args:
+        config: the whole configuration.
+        plan: of the run.
+        by_published_weights: the trainer's forward pass by the weights that were published last: a batch with
+            ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+    """
+
+    def __init__(
+        self, config: Any, plan: RunPlan, by_published_weights: Callable[[DataProto], tuple[DataProto, float]]
+    ) -> None:
+        self._plan, self._compute = plan, by_published_weights
+        self._actor = config.actor_rollout_ref.actor
+
+    def fill(self, batch: DataProto, version: int, metrics: Metrics, timing: Timing) -> DataProto:
+        """Give a batch, trained at ``version``, proximal log-probs from where the settings say."""
         # Present in every run: seconds of log-prob work that training waited for.
-        self.timing_raw.setdefault("old_log_prob", 0.0)
+        timing.setdefault("old_log_prob", 0.0)
         began = time.monotonic()
-        self.metrics.update(self._log_probs(batch, self.ledger.version))
-        self.metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
-        if "entropys" in batch.batch:
-            self._report_entropy(batch)
+        recompute = partial(self.recompute, metrics=metrics, timing=timing)
+        metrics.update(source(self._plan.proximal, recompute, self._plan.settings.servers)(batch, version))
+        metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
         return batch
 
-    def _fit_compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Log-probs of the reference policy: those that its servers computed, the others by the trainer."""
-        if not (self.use_reference_policy and self.plan.settings.servers.reference_replicas):
-            return super()._fit_compute_ref_log_prob(batch)
-        rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
-        column, missing = reference_column(rows, batch.batch["responses"].shape[1])
-        if missing.any():
-            logger.warning("the trainer computes the reference log-probs of %d rows", int(missing.sum()))
-            batch = super()._fit_compute_ref_log_prob(batch)
-            column = torch.where(missing[:, None], batch.batch["ref_log_prob"], column)
-        batch.batch["ref_log_prob"] = column
-        self.metrics["model_engine_server/reference_fallback_rows"] = int(missing.sum())
-        return batch
-
-    def _report_entropy(self, batch: DataProto) -> None:
-        """As verl does where it has computed the column."""
-        entropy, mask = batch.batch.pop("entropys"), batch.batch["response_mask"]
-        self.metrics.update(entropy_metric(entropy, mask, self.config.actor_rollout_ref.actor))
-        self.metrics.update(calculate_debug_metrics(batch))
-
-    def _recompute(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    def recompute(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[torch.Tensor, torch.Tensor]:
         """By the trainer: log-probs of the newest published version, for every batch of that version, and entropies."""
-        with marked_timer("old_log_prob", self.timing_raw, color="blue"):
-            computed, mfu = self._by_published_weights(batch)
-        self.metrics["perf/mfu/actor_infer"] = mfu
+        with marked_timer("old_log_prob", timing, color="blue"):
+            computed, mfu = self._compute(batch)
+        metrics["perf/mfu/actor_infer"] = mfu
         log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
-        replay = OmegaConf.select(self.config, "actor_rollout_ref.actor.megatron.router_replay.mode")
+        replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
         for name, column in computed.batch.items():
             # What experts the trainer chose is wanted only where verl replays the trainer's choice.
             if name != "routed_experts" or name not in batch.batch or replay == "R2":
                 batch.batch[name] = column
         return log_probs, entropy
 
-    def _by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
-        # The batch under way has been taken already.
-        if self.ledger.batches_left == self.plan.batches_per_version - 1:
-            return self._compute_old_log_prob(batch)
-        with self.published.in_use():
-            return self._compute_old_log_prob(batch)
+    def report_entropy(self, batch: DataProto, metrics: Metrics) -> None:
+        """Take the column of entropies out of the batch and report it, as verl does where it has computed one."""
+        if "entropys" not in batch.batch:
+            return
+        metrics.update(entropy_metric(batch.batch.pop("entropys"), batch.batch["response_mask"], self._actor))
+        metrics.update(calculate_debug_metrics(batch))
 
-    def _fit_update_actor(self, batch: DataProto) -> DataProto:
-        batch = super()._fit_update_actor(batch)
-        # verl puts "actor/" before whatever a loss reports.
-        for name in [name for name in self.metrics if name.startswith(IN_LOSS)]:
-            self.metrics[name.removeprefix("actor/")] = self.metrics.pop(name)
-        return batch
+
+def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
+    """Give a batch the log-probs of the reference policy that its servers computed; ``compute`` has all the others."""
+    rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
+    column, missing = reference_column(rows, batch.batch["responses"].shape[1])
+    if missing.any():
+        logger.warning("the trainer computes the reference log-probs of %d rows", int(missing.sum()))
+        batch = compute(batch)
+        column = torch.where(missing[:, None], batch.batch["ref_log_prob"], column)
+    batch.batch["ref_log_prob"] = column
+    metrics["model_engine_server/reference_fallback_rows"] = int(missing.sum())
+    return batch
+
+
+def rename_loss_metrics(metrics: Metrics) -> None:
+    """Take away the "actor/" that verl puts before the mismatch that a loss reports."""
+    for name in [name for name in metrics if name.startswith(IN_LOSS)]:
+        metrics[name.removeprefix("actor/")] = metrics.pop(name)

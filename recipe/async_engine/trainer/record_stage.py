@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import OmegaConf
 from verl import DataProto
+from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.core.account import NO_TOKENS, Devices, TokenBooks
-from recipe.async_engine.core.event_context import SCORES
 from recipe.async_engine.core.events import (
     AGENTS,
     LOG_PROBS,
@@ -35,15 +35,12 @@ from recipe.async_engine.core.events import (
     ignore,
 )
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.logprobs.sources import LogProbSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan, replica_size
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.trainer.batch import token_ages
 from recipe.async_engine.trainer.collectives import mean_wait
 from recipe.async_engine.trainer.recording import Recording
-from recipe.async_engine.trainer.staged import StagedTrainer
 from recipe.async_engine.weights.replica_set import generates
 
 logger = logging.getLogger(__name__)
@@ -52,130 +49,122 @@ UPDATE, COMPUTE = "update", "log_probs"
 BOOKS_S, BOOKS_OF_A_FAILED_RUN_S = 20.0, 4.0
 
 
-class RecordStage(StagedTrainer):
-    """See the module's contract."""
+class RecordStage:
+    """See the module's contract.
 
-    timeline: Timeline
-    scheduler: RolloutScheduler | None
-    references: Sequence[Any]
-    recording: Recording | None = None
-    _spent: Sequence[float] | None = None
-    _tell: Tell = staticmethod(ignore)
+    Args:
+        config: the whole configuration.
+        plan: of the run.
+        timeline: the trainer's.
+        replicas: rollout and log-prob servers, called again and again: whom to ask what they did.
+        agents: the agent-loop workers, likewise.
 
-    def _begin_recording(self) -> None:
-        """From now on what happens is recorded, if it is to be."""
-        if not self.plan.settings.async_training.events:
+    Attributes:
+        tell: is told what happens in this process, on any thread.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: RunPlan,
+        timeline: Timeline,
+        replicas: Callable[[], Iterable[RolloutReplica]],
+        agents: Callable[[], Iterable[Any]],
+    ) -> None:
+        self._timeline, self._ranks = timeline, plan.trainer_ranks
+        self._collective_s: Sequence[float] | None = None
+        self._recording: Recording | None = None
+        self.tell: Tell = ignore
+        if not plan.settings.async_training.events:
             return
-        devices = _devices(self.config, self.plan)
-        folder, header = self.config.trainer.default_local_dir, {"settings": _advised(self.config, self.plan)}
+
+        def parts() -> dict[str, Any]:
+            servers = {
+                f"{ROLLOUT if generates(replica) else LOG_PROBS} {replica.replica_rank}": replica.server_handle
+                for replica in replicas()
+            }
+            return servers | {f"{AGENTS} {number}": worker for number, worker in enumerate(agents())}
+
         try:
-            self.recording = Recording(folder, devices, header, self._recorded)
+            self._recording = Recording(
+                config.trainer.default_local_dir, _devices(config, plan), {"settings": _advised(config, plan)}, parts
+            )
         except OSError as error:
             logger.error("there is no record of events, the run goes on: %s", error)
             return
-        self.recording.follow(TRAINER, self.timeline.lane)
-        self._tell = self.recording.tell
+        self._recording.follow(TRAINER, timeline.lane)
+        self.tell = self._recording.tell
 
-    def _record_scheduler(self, scheduler: RolloutScheduler) -> None:
-        if self.recording is not None:
-            self.recording.follow(SCHEDULER, scheduler.lane)
-            self.recording.ask()
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a record."""
+        return self._recording is not None
 
-    def _recorded(self) -> Mapping[str, Any]:
-        """Servers and agent-loop workers, which are asked what they did, by the names of their lanes."""
-        if not self.is_up:
-            return {}
-        replicas = [*self.publisher.replicas, *self.references]
-        servers = {
-            f"{ROLLOUT if generates(replica) else LOG_PROBS} {replica.replica_rank}": replica.server_handle
-            for replica in replicas
-        }
-        workers = self.async_rollout_manager.agent_loop_workers
-        return servers | {f"{AGENTS} {number}": worker for number, worker in enumerate(workers)}
+    def follow(self, scheduler: RolloutScheduler) -> None:
+        """From now on what the scheduler does is recorded, and what the servers do."""
+        if self._recording is not None:
+            self._recording.follow(SCHEDULER, scheduler.lane)
+            self._recording.ask()
 
-    def end_recording(self, failed: bool = False) -> None:
+    def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
         """End generation and make the account; what goes wrong with it is logged and costs the account alone."""
-        if self.recording is None or self.recording.account is not None:
+        if self._recording is None or self._recording.account is not None:
             return
-        self.timeline.stop()
+        self._timeline.stop()
         tokens: TokenBooks | None = NO_TOKENS
         try:
-            if self.scheduler is not None:
+            if scheduler is not None:
                 within = BOOKS_OF_A_FAILED_RUN_S if failed else BOOKS_S
-                tokens = self.scheduler.close_books(self.recording.engine_tokens, within)
+                tokens = scheduler.close_books(self._recording.engine_tokens, within)
         except Exception as error:  # of whatever part does not answer
             logger.error("nobody can say what became of the tokens: %s", error)
             tokens = None
         try:
-            account = self.recording.close(self.timeline.end, tokens)
+            account = self._recording.close(self._timeline.end, tokens)
         except Exception:
             logger.exception("there is no account of the run")
             return
         if not account.closes:
             logger.warning("the account of the run does not close: %s", account.summary())
 
+    def summary(self) -> dict[str, Any] | None:
+        """The account in the keys of ``summary.json``; None without a record."""
+        return None if self._recording is None else self._recording.summary()
+
     @contextmanager
-    def _during(self, what: str, version: int) -> Iterator[None]:
+    def during(self, what: str, version: int) -> Iterator[None]:
         """A part of bringing a version to the replicas."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self._tell(Event(WEIGHTS, what, began, time.monotonic(), version=version))
+            self.tell(Event(WEIGHTS, what, began, time.monotonic(), version=version))
 
-    def _record_ages(self, batch: DataProto) -> None:
-        """How many tokens of the batch are how old."""
-        if self.recording is None:
+    def ages(self, batch: DataProto, version: int) -> None:
+        """Record how many tokens of a batch, trained at ``version``, are how old."""
+        if self._recording is None:
             return
-        now, version = time.monotonic(), self.ledger.version
+        now = time.monotonic()
         for age, count in token_ages(batch, version).items():
-            self._tell(Event(TOKENS, str(age), now, now, version=version, tokens=count))
-
-    def _compute_values(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(COMPUTE):
-            return super()._compute_values(batch)
-
-    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(COMPUTE):
-            return super()._compute_ref_log_prob(batch)
-
-    def _compute_old_log_prob(self, batch: DataProto) -> Any:
-        with self.timeline.phase(COMPUTE), self._ranks_compared():
-            return super()._compute_old_log_prob(batch)
-
-    def _update_critic(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(UPDATE):
-            return super()._update_critic(batch)
-
-    def _update_actor(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(UPDATE), self._ranks_compared():
-            return super()._update_actor(batch)
+            self.tell(Event(TOKENS, str(age), now, now, version=version, tokens=count))
 
     @contextmanager
-    def _ranks_compared(self) -> Iterator[None]:
-        """A call of the actor's ranks, of which each may wait for the slowest one."""
+    def ranks_compared(self, collective_seconds: Callable[[], Sequence[float | None]]) -> Iterator[None]:
+        """A call of the actor's ranks, of which each may wait for the slowest one.
+
+        ``collective_seconds``: how long each has been in collectives since it started, None if it does not know.
+        """
         began = time.monotonic()
         yield
-        if self.recording is None or self.plan.trainer_ranks < 2:
+        if self._recording is None or self._ranks < 2:
             return
         ended = time.monotonic()
-        spent = self.actor_rollout_wg.collective_seconds()
-        if None in spent:
+        spent = [seconds for seconds in collective_seconds() if seconds is not None]
+        if len(spent) < self._ranks:
             return
-        before, self._spent = self._spent or [0.0] * len(spent), spent
+        before, self._collective_s = self._collective_s or [0.0] * len(spent), spent
         wait = mean_wait([now - then for now, then in zip(spent, before, strict=True)])
-        self._tell(Event(RANKS, "wait", began, ended, min(1.0, wait / (ended - began))))
-
-    def _while_scored(self, source: LogProbSource) -> LogProbSource:
-        """A source of log-probs; the trainer waits for its servers while it is asked."""
-        if self.plan.proximal is not Proximal.SERVER:
-            return source
-
-        def scored(batch: DataProto, version: int) -> dict[str, float]:
-            with self.timeline.phase(SCORES):
-                return source(batch, version)
-
-        return scored
+        self.tell(Event(RANKS, "wait", began, ended, min(1.0, wait / (ended - began))))
 
 
 def _devices(config: Any, plan: RunPlan) -> Devices:

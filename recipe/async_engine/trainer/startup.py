@@ -126,17 +126,21 @@ class Startup(StagedTrainer):
     references: Sequence[ModelEngineReplica] = ()
     """Servers of the reference policy."""
     publisher_class: type[WeightPublisher] = WeightPublisher
+    server_class: type[ModelEngineReplica] = ModelEngineReplica
+    """Of each log-prob server."""
     reservations: Reservations
+    is_up = False
+    """Whether there are ``publisher``, ``published`` and ``fleet``."""
+    publisher: WeightPublisher
+    fleet: Fleet
 
     def init_workers(self) -> None:
         """Start every process of the run."""
-        self._reserve()
+        self.reserve()
         servers = self.plan.settings.servers
-        launch_servers = partial(
-            launch, self.config, servers, self.timeouts.weight_sync, reservations=self.reservations
-        )
+        launch_servers = self._server_launcher()
         parts: dict[str, Callable[[], Any]] = {
-            "the training workers": self._start_training,
+            "the training workers": self.start_training,
             "the rollout side": self._start_rollout,
         }
         if servers.enabled:
@@ -145,7 +149,7 @@ class Startup(StagedTrainer):
             numbers = range(servers.replicas, servers.replicas + servers.reference_replicas)
             parts["the servers of the reference policy"] = partial(launch_servers, numbers=numbers, static=True)
         started = side_by_side(parts, self.timeouts.startup)
-        self._use_rollout(started["the rollout side"])
+        self.use_rollout(started["the rollout side"])
         if servers.enabled:
             self._use_servers(started["the log-prob servers"], servers)
         if servers.reference_replicas:
@@ -155,7 +159,18 @@ class Startup(StagedTrainer):
             agents, timeout_s = self.async_rollout_manager, self.timeouts.startup
             agents.tell("use_reference", handles, servers.timeout, timeout_s=timeout_s)
 
-    def _reserve(self) -> None:
+    def _server_launcher(self) -> Callable[..., list[ModelEngineReplica]]:
+        """Starts log-prob servers as `launch` does."""
+        return partial(
+            launch,
+            self.config,
+            self.plan.settings.servers,
+            self.timeouts.weight_sync,
+            reservations=self.reservations,
+            replica_class=self.server_class,
+        )
+
+    def reserve(self) -> None:
         """Reserve the accelerators of every part; NoRoom if they are not there in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
@@ -174,7 +189,7 @@ class Startup(StagedTrainer):
         side.replicas.launch()
         return side
 
-    def _use_rollout(self, rollout: RolloutSide) -> None:
+    def use_rollout(self, rollout: RolloutSide) -> None:
         """Give the rollout side its names in verl's trainer, and its replicas a publisher."""
         self.llm_server_manager = rollout.replicas
         self.async_rollout_manager = rollout.agents
@@ -217,13 +232,15 @@ class Startup(StagedTrainer):
             agents, timeout_s = self.async_rollout_manager, self.timeouts.weight_sync
             agents.tell("use_servers", handles, servers.timeout, score_parts, timeout_s=timeout_s)
 
+        launch_servers = self._server_launcher()
+
         def start_another() -> ModelEngineReplica:
-            timeout_s, reservations = self.timeouts.weight_sync, self.reservations
-            return launch(self.config, servers, timeout_s, numbers=[next(numbers)], reservations=reservations)[0]
+            return launch_servers(numbers=[next(numbers)])[0]
 
         self.fleet.use_servers(replicas, tell, start_another)
 
-    def _start_training(self) -> None:
+    def start_training(self) -> None:
+        """Start the training workers and have them make their models."""
         self._init_resource_pools()
         self._create_worker_classes()
         self._init_worker_groups()

@@ -39,7 +39,7 @@ from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
-from recipe.async_engine.replicas.server import GatedVLLMReplica
+from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
@@ -110,6 +110,11 @@ class BoundedTrainer(PPOTrainer):
         client.log_prob_servers = self._scoring
         return client
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether log-prob servers score answers."""
+        return self._scoring is not None
+
     def on_init_end(self) -> None:
         """Publish the first weights, to the log-prob servers and to the rollout."""
         self._publish_to_servers()
@@ -167,7 +172,7 @@ class SeparateAsync(BoundedTrainer, PPOTrainerSeparateAsync):
         manager.replicas = [*manager.replicas, *servers]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if self._scoring is not None and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
+        if self.has_servers and self.parameter_sync_step > 1 and self.local_trigger_step == 0:
             # verl computes later batches of a version with these; it may have to.
             self.actor_rollout_wg.save_model_to_cpu(0)
         return super()._compute_old_log_prob(batch, metrics)

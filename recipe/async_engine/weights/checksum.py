@@ -84,15 +84,15 @@ class SummedSender:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self.engine = engine
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
         """As the engine's."""
         checksum = StreamChecksum()
-        metrics = await self._engine.send_weights(checksum.passing(weights), global_steps=global_steps)
+        metrics = await self.engine.send_weights(checksum.passing(weights), global_steps=global_steps)
         return {**(metrics or {}), CHECKSUM: checksum.value(), VERSION: global_steps}

@@ -38,7 +38,7 @@ class EncodedSender(SummedSender):
         assert global_steps is not None, "changes are those of a version"
         sizes = Sizes()
         stream = encode(weights, global_steps, self._base, sizes, full)
-        metrics = await self._engine.send_weights(stream, global_steps=global_steps)
+        metrics = await self.engine.send_weights(stream, global_steps=global_steps)
         return {
             **(metrics or {}),
             "weight_sync/full_bytes": sizes.full_bytes,

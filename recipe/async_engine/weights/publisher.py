@@ -45,6 +45,7 @@ from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
 from recipe.async_engine.weights.snapshot import Wire, last_parts
+from recipe.async_engine.weights.transfer_group import TransferGroup, outcomes
 from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
@@ -313,8 +314,9 @@ class WeightPublisher(CheckpointEngineManager):
         """One transfer to all ``records``. Returns those that committed, the sender's metrics and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
         rollout = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+        group = TransferGroup(self.actor_wg, rollout, self.backend_cls, self._answer_s)
         try:
-            results: list[Any] = await self._connect(rollout)
+            results: list[Any] = await group.connect()
             if not results:
                 if self._beside:
                     sent = self.actor_wg.send_snapshot(version, full)
@@ -322,13 +324,13 @@ class WeightPublisher(CheckpointEngineManager):
                     sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
                 how = "update_weights" if self._in_place else "stage_weights"
                 received = [getattr(worker, how).remote(version) for worker in handles]
-                results = await self._transferred([*sent, *received], rollout)
+                results = await group.transferred([*sent, *received])
         except Exception as error:  # whoever is dead is found by asking each replica
             for record in records:
                 record.error = error
             return [], {}, error
         finally:
-            await self._tell_engines(rollout, "finalize")
+            await group.tell("finalize")
         ranks = self.actor_wg.world_size
         trainer, receivers = results[:ranks], results[ranks:]
         trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
@@ -353,67 +355,21 @@ class WeightPublisher(CheckpointEngineManager):
                 self.checksum = checksum
         return committed, metrics, trainer_error
 
-    async def _connect(self, rollout: RayWorkerGroup) -> list[Any]:
-        """As verl's ``build_process_group``, with deadlines; a backend that keeps its group compares only.
+    @property
+    def _answer_s(self) -> float:
+        # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
+        return self.known.timeout_s + PING_TIMEOUT_S
 
-        Returns:
-            Nothing, or if a member failed what each of them has of it: its own error, or that there is no group.
-        """
-        actor_wg = self.actor_wg
-        prepared = actor_wg.execute_checkpoint_engine(["prepare"] * actor_wg.world_size)
-        prepared += rollout.execute_checkpoint_engine(["prepare"] * rollout.world_size)
-        metadata = await self.outcomes(prepared)
-        if broken := _no_group(metadata):
-            return broken
-        to_actors, to_rollout = self.backend_cls.build_topology(actor_wg.world_size, rollout.world_size, metadata)
-        to_actors["method"] = ["init_process_group"] * actor_wg.world_size
-        to_rollout["method"] = ["init_process_group"] * rollout.world_size
-        joined = actor_wg.execute_checkpoint_engine(**to_actors) + rollout.execute_checkpoint_engine(**to_rollout)
-        return _no_group(await self.outcomes(joined))
-
-    async def _transferred(self, calls: list[Any], rollout: RayWorkerGroup) -> list[Any]:
-        """Each call's outcome. Once one has failed the other members leave the group: they might wait for it."""
-        calls = [asyncio.ensure_future(self._in_time(call)) for call in calls]
-        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((error for call in calls if call.done() and (error := call.exception())), None)
-        if failed is not None and hasattr(self.backend_cls, "reset"):
-            cause = plain_cause(failed)
-            reason = f"another member failed: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
-            await self._tell_engines(rollout, "reset", reason=reason)
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _tell_engines(self, rollout: RayWorkerGroup, method: str, **arguments: Any) -> None:
-        """Have every member's engine do ``method``. Whoever cannot is missed in the next step."""
-        calls = []
-        for group in (self.actor_wg, rollout):
-            count = group.world_size
-            of_each = {name: [value] * count for name, value in arguments.items()}
-            calls += group.execute_checkpoint_engine([method] * count, **of_each)
-        for outcome in await self.outcomes(calls, PING_TIMEOUT_S):
-            if isinstance(outcome, Exception) and not isinstance(outcome, RayActorError):
-                logger.warning("%s of a checkpoint engine failed: %r", method, plain_cause(outcome))
+    async def outcomes(self, references: list[Any]) -> list[Any]:
+        """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
+        return await outcomes(references, self._answer_s)
 
     async def _all(self, references: list[Any]) -> list[Any]:
-        outcomes = await self.outcomes(references)
-        for outcome in outcomes:
+        found = await self.outcomes(references)
+        for outcome in found:
             if isinstance(outcome, BaseException):
                 raise outcome
-        return outcomes
-
-    async def outcomes(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Each reference's value, or the exception it ended with; one that is late ends with TimeoutError."""
-        calls = [self._in_time(reference, timeout_s) for reference in references]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _in_time(self, reference: Any, timeout_s: float | None = None) -> Any:
-        # The transfer has a deadline of its own; this one is behind it, so that its error is the one reported.
-        timeout_s = timeout_s or self.known.timeout_s + PING_TIMEOUT_S
-        try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except TimeoutError as error:
-            if str(error):
-                raise
-            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+        return found
 
     async def _unroute(self, records: list[ReplicaRecord]) -> None:
         """Take replicas out of routing, then send away the requests that wait at their servers.
@@ -438,13 +394,3 @@ class WeightPublisher(CheckpointEngineManager):
         await self.known.route([record for record in records if not record.dead])
         if not self.live_replicas:
             raise self._no_replica(f"no rollout replica resumed with version {staged.version}", records)
-
-
-def _no_group(outcomes: list[Any]) -> list[BaseException]:
-    """What the members of a group have of its making: nothing if all of them succeeded."""
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if not errors:
-        return []
-    cause = plain_cause(errors[0])
-    missed = WeightStreamError(f"the group was not made: {type(cause).__name__}: {cause}")
-    return [outcome if isinstance(outcome, BaseException) else missed for outcome in outcomes]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a rollout server holds complete weights.
+
+Contract: a request gets past the gate only while a complete set of weights is there; a load that is cut off leaves it
+closed. Shown by tests/integration/test_server_gate.py.
+"""
+
+import asyncio
+
+from recipe.async_engine.core.errors import RecipeError
+
+
+class FirstWeightsTimeout(RecipeError):
+    """A request waited for weights longer than ``async_training.timeouts.first_weights``."""
+
+
+class WeightsGate:
+    """Which complete set of weights a server holds; closed while it holds none.
+
+    Pure apart from its event: no engine, no Ray. The owner's event loop is the only one that calls it.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._complete = asyncio.Event()
+        if opened:
+            self._complete.set()
+        self.loading: int | None = None
+        self.refusing = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._complete.is_set()
+
+    def begin_load(self, version: int | None) -> None:
+        """Weights are about to be overwritten in place: answer nothing until :meth:`commit`."""
+        self.loading = version
+        self.refusing = False
+        self._complete.clear()
+
+    def commit(self) -> None:
+        """Every weight of the announced version has been loaded."""
+        self.loading = None
+        self.refusing = False
+        self._complete.set()
+
+    def refuse(self) -> None:
+        """Send the waiting requests away: this server left routing and may never hold complete weights."""
+        self.refusing = True
+        self._complete.set()
+        self._complete.clear()
+
+    async def wait_open(self, timeout_s: float) -> bool:
+        """Wait for complete weights. Returns False if the server refuses requests instead.
+
+        Raises:
+            FirstWeightsTimeout: after ``timeout_s`` seconds, saying what the server waits for.
+        """
+        if self._complete.is_set() or self.refusing:
+            return not self.refusing
+        try:
+            await asyncio.wait_for(self._complete.wait(), timeout_s)
+            return not self.refusing
+        except TimeoutError:
+            what = "no weights were ever published" if self.loading is None else f"version {self.loading} never arrived"
+            raise FirstWeightsTimeout(
+                f"the rollout server refused a request after {timeout_s:g} s: it holds no complete weights ({what}). "
+                "Raise async_training.timeouts.first_weights if the trainer needs longer to start, otherwise look for "
+                "the error of the trainer or of the weight sync."
+            ) from None

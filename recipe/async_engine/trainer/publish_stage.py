@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage that makes the trainer's weights the next version and has it brought to the replicas.
+
+Contract: a version is sealed (the trainer goes on from it), then staged, swapped, announced and resumed, in that order,
+beside training or before it goes on (``async_training.weights.publish``). One is on its way at a time. It is announced
+while no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.py and test_faults.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from verl.utils.debug import marked_timer
+
+from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.core.unchanged import LIMIT, UnchangedWeights
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.trainer.actor_worker import PublishedWeights
+from recipe.async_engine.trainer.fleet import Fleet
+from recipe.async_engine.trainer.publication import Publication
+from recipe.async_engine.weights.publisher import ATTEMPTS
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+Timing = dict[str, float]
+
+PAUSED = "fully_async/weight_sync/trainer_paused_seconds"
+
+
+class PublishStage:
+    """See the module's contract; the trainer's thread calls it, with metrics and timing of the step to add to.
+
+    Args:
+        plan: of the run.
+        scheduler: told of each version; its ledger counts them.
+        fleet: what gets the weights.
+        published: the trainer's copy of the weights published last.
+        unchanged: judges whether versions differ.
+        timeline: the trainer's.
+        during: what records a part of the way, by its name and the version.
+        alarm: called with the error of a version that failed on its way, on another thread.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        scheduler: RolloutScheduler,
+        fleet: Fleet,
+        published: PublishedWeights,
+        unchanged: UnchangedWeights,
+        timeline: Timeline,
+        during: Callable[[str, int], AbstractContextManager[None]],
+        alarm: Callable[[BaseException], None],
+    ) -> None:
+        self._plan, self._scheduler, self._fleet = plan, scheduler, fleet
+        self._published, self._unchanged = published, unchanged
+        self._timeline, self._during = timeline, during
+        self._drains = plan.settings.weights.at_swap == "drain"
+        self._way = Publication(*self._deadline(), alarm)
+
+    def _deadline(self) -> tuple[float, str]:
+        # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
+        timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
+        setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
+        seconds = parts * timeouts.weight_sync
+        if self._drains:
+            setting += f" and timeouts.drain={timeouts.drain:g}"
+            seconds += timeouts.drain
+        return seconds, setting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `finish` has something to wait for, and will not wait."""
+        return self._way.is_over
+
+    def seal(self, metrics: Metrics, timing: Timing) -> None:
+        """From now on the trainer trains on from the next version."""
+        with self._paused(metrics, timing):
+            self.finish(metrics)
+            version = self._scheduler.ledger.version + 1
+            self._fleet.snapshot(version)
+            self._unchanged.seal(version)
+            self._published.keep()
+            self._scheduler.version_sealed()
+
+    def send(self, metrics: Metrics, timing: Timing) -> None:
+        """Have the version that was sealed brought to the replicas."""
+        version = self._scheduler.ledger.version
+        with self._paused(metrics, timing):
+            self._way.begin(version, lambda: self._bring(version))
+            if self._plan.settings.weights.publish == "inline":
+                self.finish(metrics)
+
+    def finish(self, metrics: Metrics) -> None:
+        """Wait until the version that was sealed last generates.
+
+        Raises:
+            PublishFailed: it did not arrive, or not in time.
+            WeightsUnchanged: as `UnchangedWeights.published` does.
+        """
+        with self._timeline.phase("sync"):
+            arrived = self._way.wait()
+        if arrived:
+            metrics.update(arrived)
+            metrics["fully_async/weight_sync/unchanged"] = self._note_arrived()
+
+    def again(self, is_within_version: bool) -> None:
+        """Publish the ledger's version as a run begins: the initial weights, or those of the checkpoint's version.
+
+        ``is_within_version``: the trainer has gone on from it, so they are those that it has kept.
+        """
+        version = self._scheduler.ledger.version
+        with self._published.in_use() if is_within_version else nullcontext():
+            self._fleet.publish(version)
+        self._unchanged.published(version, self._fleet.publisher.checksum)
+        if not is_within_version:
+            self._published.keep()
+
+    @contextmanager
+    def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
+        """Time that a publication takes from training."""
+        with self._timeline.phase("sync"), marked_timer("param_sync", timing, color="red"):
+            began = time.monotonic()
+            yield
+            metrics[PAUSED] = metrics.get(PAUSED, 0.0) + time.monotonic() - began
+
+    def _bring(self, version: int) -> dict[str, float]:
+        """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
+        self._timeline.note(f"version {version} is sealed")
+        with self._during("stage", version):
+            staged = self._fleet.stage(version)
+        training = self._plan.settings.async_training
+        if self._drains:
+            with self._during("drain", version):
+                self._scheduler.pause_until_drained(training.timeouts.drain, fill=training.whole_batches)
+        with self._during("swap", version):
+            self._fleet.swap(staged)
+        # No replica generates: what starts from here on is the new version's.
+        self._scheduler.version_announced()
+        with self._during("resume", version):
+            metrics = self._fleet.resume(staged)
+        if self._drains:
+            self._scheduler.open_turn()
+        self._timeline.note(f"version {version} is announced")
+        return metrics
+
+    def _note_arrived(self) -> int:
+        """A version has been announced; returns 1 if it should have been another one, else 0."""
+        announced = self._scheduler.ledger.announced
+        unchanged = self._unchanged.published(announced, self._fleet.publisher.checksum)
+        if unchanged:
+            logger.warning(
+                "version %d was published with the weights of the version before, although it was updated: %s allows "
+                "%d in a row",
+                announced,
+                LIMIT,
+                self._plan.settings.async_training.weights.max_unchanged,
+            )
+        return unchanged
