@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.report RUN`` writes ``RUN/report.html``; see docs/report.md."""
+"""``python -m recipe.report RUN`` writes ``RUN/report.html``, with ``--trace FILE`` a trace; see docs/report.md."""
 
 import argparse
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 from recipe.async_engine.storage.event_file import OtherFormat
 from recipe.report.page import write
 from recipe.report.run import NoRecord, load
+from recipe.report.trace import write_trace
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,10 +16,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipe.report", description="Writes the report of a run.")
     parser.add_argument("run", type=Path, help="the run's folder (trainer.default_local_dir)")
     parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html if it is not given")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
     options = parser.parse_args(arguments)
-    output = options.output or options.run / "report.html"
+    output = options.trace or options.output or options.run / "report.html"
     try:
-        write(load(options.run), output)
+        run = load(options.run)
+        if options.trace:
+            write_trace(run, output)
+        else:
+            write(run, output)
     except (NoRecord, OtherFormat) as error:
         sys.stderr.write(f"{error}\n")
         return 2
