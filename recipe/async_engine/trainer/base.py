@@ -40,6 +40,7 @@ from recipe.async_engine.rollout.group_run import GroupRun, SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.rollout.worker_pool import WorkerPool
@@ -164,8 +165,10 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         )
 
     def _new_scheduler(self) -> RolloutScheduler:
-        agents = self.async_rollout_manager
-        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
+        agents, limits = self.async_rollout_manager, (self.timeouts.startup, self.timeouts.agent_worker)
+        samples = self.config.actor_rollout_ref.rollout.trace.get("max_samples_per_step_per_worker")
+        traced = TracedGroups(None if samples is None else samples * len(agents.agent_loop_workers))
+        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, *limits, traced)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = self._scheduler_settings()
