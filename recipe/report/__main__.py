@@ -2,10 +2,12 @@
 """``python -m recipe.report RUN`` writes ``RUN/report.html``, with ``--trace FILE`` a trace; see docs/report.md."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 from recipe.async_engine.storage.event_file import OtherFormat
+from recipe.report.follow import follow
 from recipe.report.page import write
 from recipe.report.run import NoRecord, load
 from recipe.report.trace import write_trace
@@ -17,7 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder (trainer.default_local_dir)")
     parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html if it is not given")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
+    parser.add_argument("--follow", action="store_true", help="say what the run does, in lines, until it ends")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a run to follow to begin")
     options = parser.parse_args(arguments)
+    if options.follow:
+        return _follow(options.run, options.wait)
     output = options.trace or options.output or options.run / "report.html"
     try:
         run = load(options.run)
@@ -30,6 +36,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"{output}\n")
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _follow(run: Path, wait_s: float) -> int:
+    try:
+        return follow(run, wait_s, _say)
+    except OtherFormat as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

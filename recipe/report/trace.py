@@ -143,7 +143,7 @@ def _account(file: TraceFile, process: int, device: str, pieces: list[Piece]) ->
         name = ACCOUNT if device == TRAINER else str(piece.what)
         if name not in tracks:
             tracks[name] = file.track(process, name)
-        values = {"share": piece.share, "kind": str(KINDS[piece.what]), "device": device}
+        values: dict[str, Value] = {"share": piece.share, "kind": str(KINDS[piece.what]), "device": device}
         file.slice(tracks[name], str(piece.what), piece.start, piece.end, ACCOUNT, values)
     if device != TRAINER and pieces:
         busy = file.track(process, "places in use", "share")
@@ -203,9 +203,8 @@ def _groups(file: TraceFile, run: Run) -> None:
 def _answers(run: Run) -> Counter[int]:
     """How many answers each group has."""
     rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
-    return {
-        group: n + 1 for group, n in zip(rows["group"].to_pylist(), rows["trajectory_max"].to_pylist(), strict=True)
-    }
+    groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
+    return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
 
 
 def _trajectories(file: TraceFile, run: Run) -> None:

@@ -39,7 +39,7 @@ class Ended:
 
 
 class TaskRunner:
-    """Builds a mode's trainer and drives it; `stop` and `beat` are called on threads of their own meanwhile."""
+    """Builds a mode's trainer and drives it; `stop`, `beat` and `live` are called on threads of their own meanwhile."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -55,6 +55,10 @@ class TaskRunner:
     def beat(self) -> dict[str, str] | None:
         """A sign of life of this process: name and message of the error by which its watch ends the run, if it does."""
         return None if self._watch is None else self._watch.last_words()
+
+    def live(self) -> dict[str, Any] | None:
+        """What each side does now and its figures (`core.figures`); None before there is a trainer."""
+        return None if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
         """See the module's contract. ``trainer_class``: fully qualified name of an ``AsyncPPOTrainer``."""

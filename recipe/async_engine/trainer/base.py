@@ -49,6 +49,7 @@ from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, mask_off_policy, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState
+from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.finite_stage import FiniteStage
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
@@ -63,7 +64,7 @@ from recipe.async_engine.weights.publisher import ATTEMPTS
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage):
+class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage, FiguresStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -273,8 +274,11 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         if self.publication.is_over:
             self._finish_publication()
         self.metrics.update(self.fleet.metrics(self.ledger.announced))
-        self.metrics.update(self._progress())
+        self.metrics.update(self.figures())
+        self.metrics.update(self.reward_loop_manager.metrics())
         self.logger.log(data=self.metrics, step=self.global_steps)
+        self.reported = self.metrics
+        self.export(self.metrics)
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
@@ -475,19 +479,6 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         self.validation["last"] = score
         return metrics
 
-    def _progress(self) -> dict[str, Any]:
-        counts = self.running.counts()
-        return {
-            "training/global_step": self.global_steps,
-            "fully_async/count/current_param_version": self.ledger.version,
-            "fully_async/count/announced_version": self.ledger.announced,
-            "fully_async/count/live_replicas": self.publisher.live_replicas,
-            "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
-            **self.running.metrics(),
-            **self.reward_loop_manager.metrics(),
-            **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
-        }
-
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
@@ -515,6 +506,3 @@ class AsyncPPOTrainer(Startup, LogProbStage, FiniteStage, SaveStage, RecordStage
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
         self._shutdown_dump_executor()
-
-
-LEDGER_COUNTS = ("issued", "trained", "filtered", "failed", "live")
