@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -75,7 +75,8 @@ class LivePanel:
         )
         self._task = self._progress.add_task(mode, total=total_steps, shown="")
         self._lines: list[tuple[str, str]] = []
-        self._live = Live(get_renderable=self._panel, console=_Console(file=stream), refresh_per_second=2)
+        self._console = _Console(file=stream)
+        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=2)
         self._live.start()
 
     def resume(self, step: int) -> None:
@@ -92,6 +93,8 @@ class LivePanel:
         self._live.stop()
 
     def _panel(self) -> Panel:
+        # Of this terminal, whose window may have changed; by itself it would ask for that of standard input.
+        self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
         for name, text in self._lines:
             table.add_row(Text(name, style="bold"), Text(text))
