@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the trace of a run of 1,000,000 events takes, how large it is, and that Perfetto's trace processor opens it.
 
-``PYTHONPATH=.:benchmarks:tests/integration python benchmarks/large_trace.py``.
+``PYTHONPATH=.:benchmarks:tests python benchmarks/large_trace.py``.
 
 The record is that of large_report.py, over more steps.
 """
