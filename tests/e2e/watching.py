@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of every run as it can be watched: in the trace, by `--follow`, and by what its exporter told Prometheus."""
+"""What holds of every run as it can be watched: in its trace, by `--follow`, and through Ray's exporter."""
 
 from __future__ import annotations
 
