@@ -132,6 +132,7 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
     # What an earlier look has of the past is one step, not all of them.
     follower.steps = follower.steps[-1:]
     said_at = -LINES_S
+    say(f"following the run in {folder}")
     while True:
         # In this order: a run writes its last metrics, then its summary, then lets go of its folder.
         over = follower.is_over

@@ -154,6 +154,7 @@ def test_ctrl_c_ends_it_cleanly(folder: Path, run: Run) -> None:
     command = [sys.executable, "-m", "recipe.report", str(folder), "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None and follower.stderr is not None
+        assert follower.stdout.readline().startswith("following")
         assert "step 1" in follower.stdout.readline()
         follower.send_signal(signal.SIGINT)
         assert follower.wait(SOON) == 128 + signal.SIGINT
