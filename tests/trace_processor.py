@@ -22,6 +22,11 @@ from perfetto.trace_processor.rpc import TraceProcessorRpc
 
 PROGRAM = Path(__file__).with_name("trace_processor.js")
 CHUNK = 1 << 20
+SECONDS = """
+    select extract_arg(arg_set_id, 'debug.device') as device, name,
+           sum(dur * extract_arg(arg_set_id, 'debug.share')) / 1e9 as seconds
+    from slice where category = 'account' group by 1, 2
+"""
 
 
 class Pipes:
@@ -68,6 +73,10 @@ class Loaded(TraceProcessorRpc):
         if result.error:
             raise ValueError(result.error)
         return list(QueryResultIterator(result.column_names, result.batch))
+
+    def account(self) -> dict[tuple[str, str], float]:
+        """Seconds of the account by device and class."""
+        return {(row.device, row.name): row.seconds for row in self.rows(SECONDS)}
 
 
 @contextmanager

@@ -13,11 +13,6 @@ from watched_trainer import SCRAPED
 from recipe.async_engine.core.figures import EXPORTED, SHARE, TRAINER_SHARE
 from recipe.report.__main__ import main
 
-SECONDS = """
-    select extract_arg(arg_set_id, 'debug.device') as device, name,
-           sum(dur * extract_arg(arg_set_id, 'debug.share')) / 1e9 as seconds
-    from slice where category = 'account' group by 1, 2
-"""
 ANSWERS = "select count(*) as n from slice where category = 'trajectory' and name = 'generating'"
 TRAINED = """
     select count(distinct flow.slice_out) as n from flow join slice on slice.id = slice_in where category = 'batch'
@@ -30,7 +25,7 @@ def check_trace(run: FinishedRun, trained: int) -> None:
     assert main([str(run.folder), "--trace", str(path)]) == 0
     account = run.summary["account"]["seconds"]
     with loaded(path) as trace:
-        found = {(row.device, row.name): row.seconds for row in trace.rows(SECONDS)}
+        found = trace.account()
         for device, classes in account.items():
             for name, seconds in classes.items():
                 if name not in ("accelerators", "life"):

@@ -32,11 +32,6 @@ from recipe.report.run import load
 STEPS, STEP_S, ANSWERS = 5, 10.0, 3
 REWARD_S, GATE_S, SYNC_S = 2.0, 3.0, 0.5
 
-SECONDS = """
-    select extract_arg(arg_set_id, 'debug.device') as device, name,
-           sum(dur * extract_arg(arg_set_id, 'debug.share')) / 1e9 as seconds
-    from slice where category = 'account' group by 1, 2
-"""
 FAULTS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
 
 
@@ -87,17 +82,13 @@ def traced(folder: Path) -> Path:
     return path
 
 
-def seconds(trace: Loaded) -> dict[tuple[str, str], float]:
-    return {(row.device, row.name): row.seconds for row in trace.rows(SECONDS)}
-
-
 def check_account(trace: Loaded, folder: Path) -> None:
     """The trace has the seconds of each device's each class, as the account has them."""
     account = load(folder).account
     expected = {
         (name, str(what)): value for name, device in account.devices.items() for what, value in device.seconds.items()
     }
-    found = seconds(trace)
+    found = trace.account()
     assert {key: found.get(key, 0.0) for key in {*expected, *found}} == pytest.approx(
         {key: expected.get(key, 0.0) for key in {*expected, *found}}, abs=1e-3
     )
@@ -108,7 +99,7 @@ def test_queries_over_a_trace_find_the_planted_seconds(tmp_path: Path) -> None:
     record(tmp_path / "run", [step(number) for number in range(STEPS)]).close()
     with loaded(traced(tmp_path / "run")) as trace:
         check_account(trace, tmp_path / "run")
-        found = seconds(trace)
+        found = trace.account()
         assert found["rollout 0", "wait_gate"] == pytest.approx(STEPS * GATE_S)
         assert found["rollout 0", "decoding"] == pytest.approx(STEPS * (STEP_S - GATE_S) * 0.75)
         assert found["trainer", "wait_weights"] == pytest.approx(STEPS * SYNC_S)
@@ -173,7 +164,7 @@ def test_trace_of_a_killed_run_has_what_was_written_whole(tmp_path: Path) -> Non
     os.truncate(file.path, whole + (file.path.stat().st_size - whole) // 2)
     with loaded(traced(folder)) as trace:
         check_account(trace, folder)
-        assert seconds(trace)["rollout 0", "wait_gate"] == pytest.approx(STEPS * GATE_S)
+        assert trace.account()["rollout 0", "wait_gate"] == pytest.approx(STEPS * GATE_S)
 
 
 def test_what_nobody_recorded_is_not_known_and_a_replaced_device_ends(tmp_path: Path) -> None:
@@ -189,7 +180,7 @@ def test_what_nobody_recorded_is_not_known_and_a_replaced_device_ends(tmp_path: 
     record(tmp_path / "run", [events]).close()
     with loaded(traced(tmp_path / "run")) as trace:
         check_account(trace, tmp_path / "run")
-        found = seconds(trace)
+        found = trace.account()
         assert found["rollout 0", "not_known"] == pytest.approx(4.0)
         assert found["rollout 1", "start_up"] == pytest.approx(3.0)
         (joined,) = trace.rows("select ts / 1e9 as at from slice where name = 'joined rollout 1'")

@@ -70,8 +70,8 @@ def sides(figures: Figures) -> list[tuple[str, str]]:
     lines = [
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),
-        ("log-probs", _servers(figures)),
-        ("staleness", _staleness(figures)),
+        ("log-probs", _joined(*(_said(figures, key, words) for key, words in SERVERS_SAY.items()))),
+        ("staleness", _joined(*(_said(figures, key, words) for key, words in STALENESS_SAYS.items()))),
     ]
     return [(name, text) for name, text in lines if text]
 
@@ -110,21 +110,17 @@ def _rollout(figures: Figures) -> str:
     )
 
 
-def _servers(figures: Figures) -> str:
-    return _joined(
-        _said(figures, f"{SERVERS}servers", "{:.0f} servers"),
-        _said(figures, f"{SERVERS}waiting", "{:.0f} answers wait"),
-        _said(figures, f"{SERVERS}version_lag", "{:.0f} versions behind"),
-        _said(figures, f"{SERVERS}tokens_per_second", "{:.0f} tokens/s"),
-    )
-
-
-def _staleness(figures: Figures) -> str:
-    return _joined(
-        _said(figures, f"{STALENESS}token_mean", "mean {:.2f}"),
-        _said(figures, f"{STALENESS}oldest_token_max", "oldest {:.0f}"),
-        _said(figures, f"{STALENESS}bound", "bound {:.0f}"),
-    )
+SERVERS_SAY = {
+    f"{SERVERS}servers": "{:.0f} servers",
+    f"{SERVERS}waiting": "{:.0f} answers wait",
+    f"{SERVERS}version_lag": "{:.0f} versions behind",
+    f"{SERVERS}tokens_per_second": "{:.0f} tokens/s",
+}
+STALENESS_SAYS = {
+    f"{STALENESS}token_mean": "mean {:.2f}",
+    f"{STALENESS}oldest_token_max": "oldest {:.0f}",
+    f"{STALENESS}bound": "bound {:.0f}",
+}
 
 
 def _said(figures: Figures, key: str, words: str) -> str:
