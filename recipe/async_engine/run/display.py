@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleDimensions, Group
@@ -76,7 +77,13 @@ class LivePanel:
         self._task = self._progress.add_task(mode, total=total_steps, shown="")
         self._lines: list[tuple[str, str]] = []
         self._console = _Console(file=stream)
-        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=2)
+        self._live = Live(
+            get_renderable=self._panel,
+            console=self._console,
+            refresh_per_second=2,
+            # What goes to a file is to get there.
+            redirect_stdout=sys.stdout.isatty(),
+        )
         self._live.start()
 
     def resume(self, step: int) -> None:
@@ -94,7 +101,8 @@ class LivePanel:
 
     def _panel(self) -> Panel:
         # Of this terminal, whose window may have changed; by itself it would ask for that of standard input.
-        self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
+        with suppress(OSError):  # the window was closed
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         table = Table.grid(padding=(0, 2))
         for name, text in self._lines:
             table.add_row(Text(name, style="bold"), Text(text))

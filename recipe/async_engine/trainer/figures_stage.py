@@ -7,6 +7,7 @@ exporter has is what was told last, by whoever asked. Shown by tests/integration
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.exported import PrometheusExporter
 from recipe.async_engine.trainer.staged import StagedTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class FiguresStage(StagedTrainer):
@@ -27,6 +30,7 @@ class FiguresStage(StagedTrainer):
     # Metrics of the last step.
     reported: Mapping[str, Any] = {}
     _exporter: PrometheusExporter | None = None
+    _has_failed = False
 
     def live(self) -> dict[str, Any]:
         """What each side does now, and its figures; the main asks every second."""
@@ -41,9 +45,14 @@ class FiguresStage(StagedTrainer):
 
     def export(self, figures: Mapping[str, Any]) -> None:
         """Have Ray's exporter tell these from now on, with ``async_training.prometheus``."""
-        if self.plan.settings.async_training.prometheus:
-            self._exporter = self._exporter or PrometheusExporter(self.config.trainer.experiment_name)
+        if not self.plan.settings.async_training.prometheus or self._has_failed:
+            return
+        self._exporter = self._exporter or PrometheusExporter(str(self.config.trainer.experiment_name))
+        try:
             self._exporter.tell(figures)
+        except Exception:  # a run does not end for what is told of it
+            self._has_failed = True
+            logger.exception("Prometheus is told nothing more")
 
     def figures(self) -> dict[str, float]:
         """In the keys of docs/run-record.md."""
