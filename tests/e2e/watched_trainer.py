@@ -20,16 +20,17 @@ class WatchedTrainer(AsyncPPOTrainer):
     def _step(self) -> dict[str, Any] | None:
         metrics = super()._step()
         if self.is_last_step and metrics is not None:
-            last = "ray_recipe_step{"
-            deadline = time.monotonic() + SCRAPE_S
-            while not self._has(content := _scraped(), last) and time.monotonic() < deadline:
+            # Told with the step's end; what was told before is of the step before.
+            seconds, deadline = metrics["timing_s/step"], time.monotonic() + SCRAPE_S
+            while not _has(content := _scraped(), "ray_recipe_step_seconds{", seconds) and time.monotonic() < deadline:
                 time.sleep(0.2)
             Path(self.config.trainer.default_local_dir, SCRAPED).write_text(content)
         return metrics
 
-    def _has(self, content: str, name: str) -> bool:
-        lines = [line for line in content.splitlines() if line.startswith(name)]
-        return any(float(line.rpartition(" ")[2]) == self.global_steps for line in lines)
+
+def _has(content: str, name: str, value: float) -> bool:
+    lines = [line for line in content.splitlines() if line.startswith(name)]
+    return any(abs(float(line.rpartition(" ")[2]) - value) < 1e-6 for line in lines)
 
 
 def _scraped() -> str:

@@ -29,7 +29,7 @@ class Exported(NamedTuple):
 
 
 EXPORTED: Mapping[str, Exported] = {
-    STEP: Exported("recipe_step", "Steps trained"),
+    STEP: Exported("recipe_step", "The step under way, or the last one"),
     f"{COUNT}current_param_version": Exported("recipe_version", "Version that training goes on from"),
     f"{COUNT}announced_version": Exported("recipe_version_announced", "Newest version that generates"),
     f"{COUNT}live_replicas": Exported("recipe_rollout_replicas", "Rollout replicas in routing"),
