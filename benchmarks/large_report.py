@@ -66,7 +66,7 @@ def events(step: int, rng: random.Random) -> Iterator[Event]:
         yield Event(TOKENS, str(age), now, now, version=step, tokens=rng.randrange(100_000))
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, steps: int = STEPS) -> None:
     rng = random.Random(0)
     settings = {"max_staleness": 1, "pipeline_depth": 1.0}
     accelerators = {"trainer": 8, "rollout": 1, "log-probs": 1}
@@ -74,7 +74,7 @@ def make(folder: Path) -> None:
         folder, {"accelerators": accelerators, "shared": False, "began": time.time(), "settings": settings}
     )
     with open(folder / "metrics.jsonl", "w") as metrics:
-        for step in range(STEPS):
+        for step in range(steps):
             file.write(list(events(step, rng)))
             line = {
                 "training/global_step": step + 1,

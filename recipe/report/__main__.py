@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m recipe.report RUN [OTHER_RUN]`` writes a report, or a comparison; see docs/report.md."""
+"""``python -m recipe.report RUN [OTHER_RUN]`` writes a report, a comparison, or with ``--trace FILE`` a trace; see
+docs/report.md.
+"""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 from recipe.async_engine.storage.event_file import OtherFormat
 from recipe.report import comparison
+from recipe.report.follow import follow
 from recipe.report.page import brief, write
 from recipe.report.run import NoRecord, load
+from recipe.report.trace import write_trace
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,23 +28,52 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         help="the file to write; RUN/report.html if it is not given, OTHER/compared.html of two runs",
     )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
+    parser.add_argument("--follow", action="store_true", help="say what the run does, in lines, until it ends")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a run to follow to begin")
     options = parser.parse_args(arguments)
+    if options.other is not None and (options.follow or options.trace):
+        parser.error("--trace and --follow are of one run: name one")
+    if options.follow:
+        return _follow(options.run, options.wait)
     try:
-        run = load(options.run)
-        if options.other is None:
-            output = options.output or options.run / "report.html"
-            write(run, output)
-            lines = brief(run)
-        else:
-            output = options.output or options.other / "compared.html"
-            other = load(options.other)
-            comparison.write(run, other, output)
-            lines = [f"{each.name}: {brief(each)[0]}" for each in (run, other)]
+        output, lines = _written(options)
     except (NoRecord, OtherFormat) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write("\n".join([*lines, str(output)]) + "\n")
     return 0
+
+
+def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The file that was asked for, and what is said of it."""
+    run = load(options.run)
+    if options.trace:
+        write_trace(run, options.trace)
+        return options.trace, []
+    if options.other is None:
+        output = options.output or options.run / "report.html"
+        write(run, output)
+        return output, brief(run)
+    output = options.output or options.other / "compared.html"
+    other = load(options.other)
+    comparison.write(run, other, output)
+    return output, [f"{each.name}: {brief(each)[0]}" for each in (run, other)]
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _follow(run: Path, wait_s: float) -> int:
+    try:
+        return follow(run, wait_s, _say)
+    except OtherFormat as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-from recipe.async_engine.run.display import Display
+import pytest
+
+from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, TRAINER_DOES
+from recipe.async_engine.run import display as display_module
+from recipe.async_engine.run.display import Bar, Display
 from recipe.async_engine.run.record import STEP, RunRecord
 
 METRICS = {
@@ -18,12 +29,42 @@ METRICS = {
 }
 
 
+FIGURES = {
+    TRAINER_DOES: "update",
+    ROLLOUT_DOES: "generating",
+    f"{SHARE}update": 0.75,
+    f"{SHARE}wait": 0.25,
+    "fully_async/rollouter/generating_trajectories": 14,
+    "fully_async/rollouter/slots": 16,
+}
+
+
+@contextmanager
+def terminal(columns: int, lines: int) -> Iterator[tuple[TextIO, int]]:
+    """A terminal of this size: what to write to, and the descriptor where it comes out."""
+    outside, inside = os.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    os.set_blocking(outside, False)
+    with os.fdopen(inside, "w") as stream:
+        yield stream, outside
+    os.close(outside)
+
+
+def written(outside: int) -> str:
+    content = b""
+    while True:
+        try:
+            content += os.read(outside, 1 << 16)
+        except BlockingIOError:
+            return content.decode()
+
+
 def new_display(stream: io.StringIO) -> Display:
     display = Display("fully_async", 10, stream)
     # Unthrottled, so that every update is written.
-    display._bar.mininterval = 0
-    display._bar.ncols = 200
-    display._bar.dynamic_ncols = False
+    display._shown._bar.mininterval = 0
+    display._shown._bar.ncols = 200
+    display._shown._bar.dynamic_ncols = False
     return display
 
 
@@ -31,7 +72,7 @@ def test_bar_shows_step_reward_staleness_and_samples_per_second() -> None:
     stream = io.StringIO()
     display = new_display(stream)
     display.step(METRICS)
-    display._bar.refresh()
+    display._shown._bar.refresh()
     shown = stream.getvalue().rsplit("\r", 1)[-1]
     for part in ("fully_async", "3/10", "reward=0.625", "staleness=1.25", "samples/s=16"):
         assert part in shown
@@ -42,7 +83,7 @@ def test_bar_shows_a_validation_score_where_there_is_one_and_leaves_out_what_is_
     stream = io.StringIO()
     display = new_display(stream)
     display.step({STEP: 1, "val-core/digits/reward/mean@1": 0.75})
-    display._bar.refresh()
+    display._shown._bar.refresh()
     shown = stream.getvalue().rsplit("\r", 1)[-1]
     assert "val=0.75" in shown
     assert "reward=" not in shown
@@ -52,9 +93,9 @@ def test_bar_shows_a_validation_score_where_there_is_one_and_leaves_out_what_is_
 def test_resumed_run_starts_its_bar_at_its_step() -> None:
     display = new_display(io.StringIO())
     display.resume(4)
-    assert (display._bar.n, display._bar.total) == (4, 10)
+    assert (display._shown._bar.n, display._shown._bar.total) == (4, 10)
     display.step({**METRICS, STEP: 5})
-    assert display._bar.n == 5
+    assert display._shown._bar.n == 5
 
 
 def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> None:
@@ -91,3 +132,47 @@ def test_end_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     new_display(stream).end(RunRecord(tmp_path, "fully_async").close(None))
     assert "validation score not measured -> not measured" in stream.getvalue()
     assert "trainer waited not measured" in stream.getvalue()
+
+
+def test_terminal_with_room_has_a_panel_with_the_bar_and_a_line_for_each_side(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with terminal(120, 40) as (stream, outside):
+        display = Display("fully_async", 10, stream)
+        display.resume(2)
+        display.step(METRICS)
+        display.live(FIGURES)
+        display.end(RunRecord(tmp_path, "fully_async").close(None))
+        shown = written(outside)
+    for part in ("fully_async", "3/10", "reward 0.625", "update; update 75%, wait 25%", "generating; 14 of 16 slots"):
+        assert part in shown
+    assert "validation score not measured" in shown
+    # Hidden, it would stay hidden after a kill -9.
+    assert "\x1b[?25l" not in shown
+
+
+@pytest.mark.parametrize(("columns", "lines", "kind"), [(60, 40, "xterm"), (120, 8, "xterm"), (120, 40, "dumb")])
+def test_without_room_the_sides_are_plain_lines_now_and_then(
+    columns: int, lines: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", kind)
+    with terminal(columns, lines) as (stream, outside):
+        display = Display("fully_async", 10, stream)
+        display.live(FIGURES)
+        assert "14 of 16" not in written(outside), "a line a second would fill a log"
+        monkeypatch.setattr(display_module, "PLAIN_S", 0.0)
+        display = Display("fully_async", 10, stream)
+        display.live(FIGURES)
+        shown = written(outside)
+    assert "trainer: update; update 75%, wait 25%" in shown
+    assert "rollout: generating; 14 of 16 slots" in shown
+
+
+def test_plain_lines_come_at_their_interval() -> None:
+    stream, now = io.StringIO(), [0.0]
+    bar = Bar("fully_async", 10, stream, clock=lambda: now[0])
+    for second in range(100):
+        now[0] = float(second)
+        bar.live([("trainer", "update")])
+    assert stream.getvalue().count("trainer: update") == 3

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_engine.core.events import Event
 from recipe.async_engine.storage import event_file
-from recipe.async_engine.storage.event_file import EventFile, OtherFormat, events_of, files, read
+from recipe.async_engine.storage.event_file import EventFile, OtherFormat, Tail, events_of, files, read
 
 EVENTS = [
     Event("trainer", "update", 0.0, 1.5),
@@ -82,3 +82,31 @@ def test_another_versions_record_is_refused_with_both_versions(tmp_path: Path, m
     monkeypatch.undo()
     with pytest.raises(OtherFormat, match="version 9; this package reads version 1"):
         read(file.path)
+
+
+def test_events_of_a_file_that_grows_come_once_and_only_whole(tmp_path: Path) -> None:
+    """A byte more each time: whatever a look finds of a batch, its events come when it is whole, and never again."""
+    file = EventFile(tmp_path, {})
+    for _ in range(3):
+        file.write(EVENTS)
+    file.close()
+    content = file.path.read_bytes()
+    growing, found = tmp_path / "growing.arrow", []
+    growing.touch()
+    tail = Tail(growing)
+    with open(growing, "ab", buffering=0) as copy:
+        for at in range(0, len(content), 3):
+            copy.write(content[at : at + 3])
+            new = tail.new()
+            assert new in ([], EVENTS)
+            found += new
+    assert found == EVENTS * 3 and tail.new() == []
+
+
+def test_tail_of_another_versions_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_file, "VERSION", 9)
+    file = EventFile(tmp_path, {})
+    file.write(EVENTS)
+    monkeypatch.undo()
+    with pytest.raises(OtherFormat, match="version 9"):
+        Tail(file.path).new()

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from accounts import check_account
 from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, dying_receiver, run_main, small
+from watching import check_exported, check_follow, check_trace
 
 from recipe.async_engine.task import TaskPaths
 from recipe.emulation.devices import Emulation, records
 from recipe.report.__main__ import main as report
 
+WATCHED = "fully_async:watched_trainer.WatchedTrainer"
 DECOUPLED = "algorithm.rollout_correction.bypass_mode=false"
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 EMULATED_DEVICES = [
@@ -85,11 +87,16 @@ def check_devices(devices: Emulation, steps: int, versions: int) -> None:
 
 @pytest.mark.e2e
 def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
-    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    task: TaskPaths,
+    tmp_path: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Several batches a version, a fractional depth, KL to a reference policy; no answer is interrupted.
 
-    All on emulated accelerators.
+    All on emulated accelerators. It is watched in every way that there is: its report, its trace, `--follow`, and
+    Prometheus.
     """
     steps = 6
     devices = Emulation(model="qwen2.5-0.5b", token_scale=2, record=str(tmp_path / "devices"))
@@ -111,9 +118,13 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
         "async_training.max_group_retries=1",
         "data.shuffle=false",
         f"trainer.total_training_steps={steps}",
+        "+ray_kwargs.ray_init._system_config.metrics_report_interval_ms=500",
     ]
-    run = run_main(FULLY_ASYNC, overrides, tmp_path)
+    run = run_main(WATCHED, overrides, tmp_path)
     check_books(run, steps, bound=1)
+    check_exported(run)
+    check_trace(run, trained=steps * 16)
+    check_follow(run, capsys)
     assert run.summary["versions"] == steps // 2
     check_devices(devices, steps, versions=steps // 2)
     # Tried twice, then counted and replaced; the run went on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_engine.run.record import SUMMARY_FILE, RunRecord
-from recipe.async_engine.storage.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner
+from recipe.async_engine.storage.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner, is_owned, owner_of
 
 FIRST = """
 import os, sys, time
@@ -39,6 +40,8 @@ def test_second_start_in_a_folder_names_the_first_and_touches_nothing(tmp_path: 
     run, child = start(tmp_path)
     (tmp_path / SUMMARY_FILE).write_text("the first one's")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert is_owned(tmp_path) and not is_owned(tmp_path, CHECKPOINTS)
+    assert owner_of(tmp_path) == socket.gethostname()
     try:
         with pytest.raises(FolderTaken, match=rf"process {run.pid} on \S+, since 20.*folder of its own"):
             RunRecord(tmp_path, "fully_async")
@@ -53,6 +56,8 @@ def test_folder_is_free_once_its_owner_was_killed_although_a_fork_of_it_goes_on(
     run, child = start(tmp_path)
     run.kill()
     run.wait()
+    assert not is_owned(tmp_path)
+    assert not is_owned(tmp_path / "nowhere") and owner_of(tmp_path / "nowhere") == ""
     try:
         os.kill(child, 0)
         RunRecord(tmp_path, "fully_async").close(None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 from omegaconf import OmegaConf
+from trace_processor import loaded
 
 from recipe.async_engine.core.account import Devices, TokenBooks
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
@@ -19,6 +20,8 @@ from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
+from recipe.report.__main__ import main as report
+from recipe.report.run import load
 
 SOON = 30.0
 DEVICES = Devices({TRAINER: 1, ROLLOUT: 1})
@@ -98,6 +101,21 @@ def test_devices_on_other_clocks_die_and_are_replaced_and_the_account_closes(clu
     assert lost[Class.DECODING] > 0.5 and lost[Class.DOWN] > 0
     # What the dead one left and what came in its place are one accelerator's life.
     assert devices["rollout 1"].life + devices["rollout 2"].life == pytest.approx(account.duration)
+    # The report's account is this one, and in the trace it happens when it happened here.
+    assert load(tmp_path).account.total == pytest.approx(account.total, abs=0.05)
+    assert report([str(tmp_path), "--trace", str(tmp_path / "trace")]) == 0
+    with loaded(tmp_path / "trace") as trace:
+        rows = trace.rows(
+            """
+            select extract_arg(arg_set_id, 'debug.device') as device, name, min(ts) / 1e9 as start,
+                   sum(dur) / 1e9 as seconds
+            from slice where category = 'account' group by 1, 2
+            """
+        )
+    traced = {(row.device, row.name): row for row in rows}
+    for device, what in (("rollout 0", Class.DECODING), (TRAINER, Class.TRAINING)):
+        assert traced[device, what].start == pytest.approx(decoding - began, abs=slack + 0.2)
+        assert traced[device, what].seconds == pytest.approx(devices[device].seconds[what], abs=0.05)
     news = [event for event in recorded(tmp_path) if event.lane == "run"]
     assert {(event.text, event.tokens) for event in news if event.what == SAMPLED} == {
         ("rollout 0", 3),

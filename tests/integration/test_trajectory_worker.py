@@ -8,9 +8,11 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import mlflow
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,7 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import extract_reward
+from verl.utils.rollout_trace import RolloutTraceConfig
 
 from recipe.async_engine.core.columns import VERSION_RUNS
 from recipe.async_engine.core.events import Work
@@ -228,13 +231,15 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def run(worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str = "0-0-0", **fields: Any) -> list[Any]:
+async def run(
+    worker: TrajectoryWorker, loop: str | None = "PlainLoop", key: str = "0-0-0", trace: bool = True, **fields: Any
+) -> list[Any]:
     sample = {"raw_prompt": [{"role": "user", "content": "hi"}], "uid": "0-4", **fields}
     if loop is not None:
         sample["agent_name"] = loop
 
     async def collect() -> list[Any]:
-        items = [item async for item in worker.run_trajectory(key, sample, 4, 0, 7)]
+        items = [item async for item in worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)]
         return [unpack(item) if isinstance(item, np.ndarray) else item for item in items]
 
     return await asyncio.wait_for(collect(), SOON)
@@ -663,3 +668,35 @@ async def test_worker_that_was_started_again_has_no_work_before_it_is_prepared(
     assert await worker.rescore(b"", 1, 0) is None
     await worker.be_prepared()
     assert await run(worker)
+
+
+async def test_rollout_trace_has_an_answer_with_each_request_that_made_it(
+    make_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By MLflow's own store and client; a trajectory that is not among the traced ones leaves nothing there."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    RolloutTraceConfig.reset()
+    RolloutTraceConfig.init("project", "experiment", "mlflow", token2text=True)
+    try:
+        worker = make_worker(
+            ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8), part([13], 8)), Reward(0.5, 0.5)
+        )
+        worker.llm_client.tokenizer = worker.tokenizer
+        await run(worker)
+        await run(worker, key="1-0-0", trace=False)
+        mlflow.flush_trace_async_logging()
+        (trace,) = mlflow.search_traces(return_type="list")
+    finally:
+        RolloutTraceConfig.reset()
+        mlflow.set_tracking_uri(None)
+    tags = {name: value for name, value in trace.info.tags.items() if not name.startswith("mlflow.")}
+    said = {"step": "7", "sample_index": "4", "rollout_n": "0", "validate": "False", "experiment_name": "experiment"}
+    assert tags == said
+    names = {span.span_id: span.name for span in trace.data.spans}
+    below = [(span.name, names.get(span.parent_id)) for span in trace.data.spans]
+    whole = ("ResumingClient.generate", "agent_loop")
+    assert sorted(below) == sorted([("agent_loop", None), whole, *[("LLMServerClient.generate", whole[0])] * 2])
+    (answer,) = (span for span in trace.data.spans if span.name == whole[0])
+    assert answer.outputs["token_ids"] == [10, 11, 12] and answer.outputs["response_text"]
+    assert answer.outputs["extra_fields"]["max_global_steps"] == 8

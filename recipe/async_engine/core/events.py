@@ -190,6 +190,11 @@ class Lane:
         self._spans: list[Span] | None = None
         self._lock = Lock()
 
+    @property
+    def what(self) -> str:
+        """What it does now."""
+        return self._what
+
     def turn_to(self, what: str) -> None:
         """Do this from now on."""
         if what != self._what:

@@ -145,6 +145,18 @@ class Timeline:
         return {phase: seconds / total for phase, seconds in self._seconds.items() if seconds > 0}
 
     @property
+    def doing(self) -> str:
+        """The phase of now. Callable from any thread."""
+        return self._entered[-1] if self._started else Class.START_UP
+
+    def glance(self) -> dict[str, float]:
+        """As :meth:`shares`, and changes nothing: callable from any thread, where a phase that ends may count twice."""
+        seconds = dict(self._seconds)
+        seconds[self.doing] = seconds.get(self.doing, 0.0) + max(0.0, self._now() - self._since)
+        total = sum(seconds.values())
+        return {phase: spent / total for phase, spent in seconds.items() if spent > 0}
+
+    @property
     def trainer_wait_share(self) -> float:
         """Share of its time that the trainer waited for a batch: phase `wait`."""
         return self.shares().get("wait", 0.0)

@@ -37,6 +37,7 @@ import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError, RayError
 from verl.utils import normalize_token_ids
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -161,6 +162,7 @@ class ResumingClient(LLMServerClient):
             flight.engine_request_id = engine_request_id
         return engine_request_id
 
+    @rollout_trace_op
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:

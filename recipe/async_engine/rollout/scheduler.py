@@ -300,7 +300,8 @@ class RolloutScheduler:
     def metrics(self) -> dict[str, float]:
         """What the rollout side does at this moment, and how idle it was since the timeline began."""
         with self._changed:
-            return {**self._pool.metrics(), **self._meter.metrics(self.ledger.counts(), self.manager.counts())}
+            did = self._meter.metrics(self.ledger.counts(), self.manager.counts())
+            return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
 
     # The event loop's side.
 

@@ -174,6 +174,7 @@ class TrajectoryWorker(AgentLoopWorker):
         version: int,
         record: TrajectoryRecord | None = None,
         turn: int | None = None,
+        trace: bool = True,
     ) -> AsyncGenerator[Any, None]:
         """Run one trajectory; see the module's contract for what is yielded.
 
@@ -183,6 +184,7 @@ class TrajectoryWorker(AgentLoopWorker):
             sample_index, rollout_n, version: data set index, number in its group and version at issue, for traces.
             record: what :meth:`export` gave for this trajectory in an earlier process.
             turn: the generation turn that it is admitted to, to later ones by :meth:`resume`; None in a stream.
+            trace: whether it is among those that verl's rollout trace has, if that is on.
 
         Raises:
             WorkerRestarted: :meth:`be_prepared` is to come.
@@ -199,7 +201,7 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder = context.run(start_recording, scorer, answers, ticket, purpose, self._away)
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
-        work = self._run_agent_loop(self._sampling_params(), trajectory, **fields)
+        work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
         running = self._running[key] = _Running(task, recorder.sampled, told, asyncio.Event())

@@ -27,6 +27,7 @@ from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, Worker
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
@@ -62,6 +63,7 @@ class TrajectoryCall:
     rollout_n: int
     record: TrajectoryRecord | None = None
     turn: int | None = None
+    trace: bool = True
     submitted: bool = False
     cancelled: bool = False
 
@@ -76,6 +78,7 @@ class TrajectoryCall:
             group.start,
             self.record,
             self.turn,
+            self.trace,
         )
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -135,6 +138,7 @@ class WorkerPool(WorkerSet):
         actors: Ray may start them again.
         prepare: tells one that was what the others have been told.
         startup_s, answer_s: see `WorkerSet`.
+        traced: which groups verl's rollout trace has.
 
     Attributes:
         under_way: calls by their key.
@@ -147,6 +151,7 @@ class WorkerPool(WorkerSet):
         prepare: Callable[[Any], Awaitable[None]] | None = None,
         startup_s: float = STARTUP_S,
         answer_s: float = ANSWER_S,
+        traced: TracedGroups | None = None,
     ) -> None:
         super().__init__("agent-loop", actors, answer_s, startup_s)
         self._size = len(actors)
@@ -157,6 +162,7 @@ class WorkerPool(WorkerSet):
         self._lost_with_workers = TokenAccount()
         self._ended_turn = 0
         self._prepare_actor = prepare
+        self._traced = traced or TracedGroups()
 
     @property
     def alive(self) -> int:
@@ -183,7 +189,8 @@ class WorkerPool(WorkerSet):
         worker_id = self.choose(but=avoid)
         if worker_id is None:
             raise NoWorkers(NONE_LEFT)
-        return TrajectoryCall(f"{group.id}-{rollout_n}-{attempt}", worker_id, self, row, group, rollout_n, record, turn)
+        key, trace = f"{group.id}-{rollout_n}-{attempt}", self._traced.has(group.id, group.start)
+        return TrajectoryCall(key, worker_id, self, row, group, rollout_n, record, turn, trace)
 
     def sample_for(self, call: TrajectoryCall) -> Any:
         """The prompt of a call as its worker gets it: itself, or where the object store has it."""

@@ -1,28 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees of a run: one progress bar, and a summary at its end."""
+"""What a person sees of a run: a progress bar, a line for each side of it, and a summary at its end.
 
+Contract: on a terminal with room, bar and lines are a panel that is written over in place. Elsewhere (no terminal,
+`TERM=dumb`, a narrow window) the bar is a line of its own, and the sides are plain lines, every `PLAIN_S` seconds. The
+cursor is never hidden, so a main that is killed leaves the terminal as it was. Shown by tests/core/test_display.py.
+"""
+
+import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
+from rich.console import Console, ConsoleDimensions, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from recipe.async_engine.run.record import STEP
+from recipe.async_engine.core.figures import STEP, sides
+
+PLAIN_S = 30.0
+COLUMNS, LINES = 90, 12
+"""A window with fewer has no panel."""
 
 
-class Display:
-    """A progress bar with step, reward, staleness and samples per second, on the driver's terminal."""
+class Bar:
+    """The bar, and lines now and then, on any stream."""
 
-    def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._bar = tqdm(total=total_steps, desc=mode, unit="step", file=self._stream, dynamic_ncols=True)
+    def __init__(
+        self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream, self._clock = stream, clock
+        self._bar = tqdm(total=total_steps, desc=mode, unit="step", file=stream, dynamic_ncols=True)
+        self._lines_at = clock() + PLAIN_S
 
     def resume(self, step: int) -> None:
-        """Go on after ``step``."""
         self._bar.reset(total=self._bar.total)
         self._bar.update(step)
 
+    def step(self, step: int, shown: Mapping[str, str]) -> None:
+        self._bar.set_postfix(dict(shown))
+        self._bar.update(step - self._bar.n)
+
+    def live(self, lines: list[tuple[str, str]]) -> None:
+        if self._clock() >= self._lines_at:
+            self._lines_at = self._clock() + PLAIN_S
+            self._bar.write("\n".join(f"{name}: {text}" for name, text in lines), file=self._stream)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Console(Console):
+    """One that leaves the cursor visible: nothing would bring it back after a `kill -9`."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+class LivePanel:
+    """Bar and lines, written over in place; what other parts of the process print meanwhile stands above."""
+
+    def __init__(self, mode: str, total_steps: int, stream: TextIO) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}"),
+        )
+        self._task = self._progress.add_task(mode, total=total_steps, shown="")
+        self._lines: list[tuple[str, str]] = []
+        self._console = _Console(file=stream)
+        self._live = Live(
+            get_renderable=self._panel,
+            console=self._console,
+            refresh_per_second=2,
+            # What goes to a file is to get there.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._live.start()
+
+    def resume(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def step(self, step: int, shown: Mapping[str, str]) -> None:
+        words = ", ".join(f"{name} {value}" for name, value in shown.items())
+        self._progress.update(self._task, completed=step, shown=words)
+
+    def live(self, lines: list[tuple[str, str]]) -> None:
+        self._lines = lines
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self) -> Panel:
+        # Of this terminal, whose window may have changed; by itself it would ask for that of standard input.
+        with suppress(OSError):  # the window was closed
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
+        table = Table.grid(padding=(0, 2))
+        for name, text in self._lines:
+            table.add_row(Text(name, style="bold"), Text(text))
+        return Panel(Group(self._progress, table))
+
+
+def has_room(stream: TextIO) -> bool:
+    """Whether this is a terminal that can write over what it shows, and is large enough."""
+    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    size = os.get_terminal_size(stream.fileno())
+    return size.columns >= COLUMNS and size.lines >= LINES
+
+
+class Display:
+    """See the module's contract; on the driver's standard error, or ``stream``."""
+
+    def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        kind = LivePanel if has_room(self._stream) else Bar
+        self._shown: Bar | LivePanel = kind(mode, total_steps, self._stream)
+
+    def resume(self, step: int) -> None:
+        """Go on after ``step``."""
+        self._shown.resume(step)
+
     def step(self, metrics: Mapping[str, Any]) -> None:
+        """A step is trained."""
         seconds = metrics.get("timing_s/step")
         samples = metrics.get("fully_async/trained_samples")
         shown = {
@@ -31,12 +139,16 @@ class Display:
             "samples/s": samples / seconds if samples and seconds else None,
             "val": next((v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k), None),
         }
-        self._bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items() if value is not None})
-        self._bar.update(int(metrics[STEP]) - self._bar.n)
+        said = {name: f"{value:.3g}" for name, value in shown.items() if value is not None}
+        self._shown.step(int(metrics[STEP]), said)
+
+    def live(self, figures: Mapping[str, Any]) -> None:
+        """What each side does now, with its figures (`recipe.async_engine.core.figures`)."""
+        self._shown.live(sides(figures))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Close the bar and show the summary."""
-        self._bar.close()
+        self._shown.close()
         ledger, staleness, validation = summary["ledger"], summary["staleness"], summary["validation"]
         lines = [
             f"steps {summary['steps']}, versions {summary['versions']}, wall {summary['wall_seconds']:.0f} s, "

@@ -39,6 +39,7 @@ from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.heartbeat import control_probe, listen
+from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
@@ -221,20 +222,21 @@ class _Run:
         """Start the trainer's actor and take in what it yields until it ends."""
         # Beside the main where that node has a CPU: the loss of either ends the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        actor = ray.remote(concurrency_groups={"beside": 2})(TaskRunner)
+        actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
         runner = actor.options(num_cpus=1, scheduling_strategy=here).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
         )
+        live = LiveFigures(runner.live.options(concurrency_group="live").remote)
         self.signals.ask(stop, self._timeouts.stop)
         with control_probe(self._timeouts.heartbeat) as control:
-            for event in listen(events, beat, control, self._timeouts, self._alive):
+            for event in listen(events, beat, control, self._timeouts, lambda: self._alive(live, display)):
                 take_in(event, self.record, display)
         if self.record.summary["error"] is not None and (lost := self._started.lost()) is not None:
             raise lost
 
-    def _alive(self) -> None:
+    def _alive(self, live: LiveFigures, display: Display) -> None:
         self._last_resort.allow(
             "taking in a step, or writing it to trainer.default_local_dir (async_training.timeouts.heartbeat)",
             2 * self._timeouts.heartbeat,
@@ -243,6 +245,8 @@ class _Run:
             # While their parents live: those of one that is killed later could not be found then.
             self._started.look()
             self._look_at = time.monotonic() + LOOK_S
+        if (figures := live.newest()) is not None:
+            display.live(figures)
 
     def _end(self) -> BaseException | None:
         """End everything, then report; returns the first error."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.async_engine.core.figures import STEP
 from recipe.async_engine.storage import durable
 from recipe.async_engine.storage.owner import RUN, Owner
 
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-STEP = "training/global_step"
 NON_FINITE = "fully_async/non_finite/metrics"
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.async_engine.core.events import Class
+from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.settings.sections import Timeouts
 
@@ -39,7 +41,7 @@ class Ended:
 
 
 class TaskRunner:
-    """Builds a mode's trainer and drives it; `stop` and `beat` are called on threads of their own meanwhile."""
+    """Builds a mode's trainer and drives it; `stop`, `beat` and `live` are called on threads of their own meanwhile."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -55,6 +57,10 @@ class TaskRunner:
     def beat(self) -> dict[str, str] | None:
         """A sign of life of this process: name and message of the error by which its watch ends the run, if it does."""
         return None if self._watch is None else self._watch.last_words()
+
+    def live(self) -> dict[str, Any]:
+        """What each side does now and its figures (`recipe.async_engine.core.figures`)."""
+        return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:
         """See the module's contract. ``trainer_class``: fully qualified name of an ``AsyncPPOTrainer``."""

@@ -253,6 +253,11 @@ class AsyncTraining:
         "Keep a record of events in `trainer.default_local_dir`: what every part did, from when to when. From it come"
         " the account of every accelerator's seconds in `summary.json` and the report (docs/run-record.md).",
     )
+    prometheus: bool = field(
+        True,
+        "Give the run's figures to Ray's exporter of Prometheus metrics, every second: `ray_recipe_*` on each node's"
+        " metrics port (docs/operations.md).",
+    )
     weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = field(

@@ -130,15 +130,52 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], pa.Table]:
         except pa.ArrowInvalid:
             # The run ended before anything was written.
             return {}, COLUMNS.empty_table()
-        metadata = stream.schema.metadata or {}
-        if (found := metadata.get(FORMAT, b"none").decode()) != str(VERSION):
-            raise OtherFormat(f"{path} has events of version {found}; this package reads version {VERSION}")
+        _check_version(path, stream.schema)
         while True:
             try:
                 batches.append(stream.read_next_batch())
             except (StopIteration, pa.ArrowInvalid, OSError):
                 break
-    return json.loads(metadata[HEADER]), pa.Table.from_batches(batches, schema=stream.schema)
+    return json.loads(stream.schema.metadata[HEADER]), pa.Table.from_batches(batches, schema=stream.schema)
+
+
+class Tail:
+    """The events of a file that is being written, as they come."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path, self._at = path, 0
+        self._schema: pa.Schema | None = None
+
+    def new(self) -> list[Event]:
+        """Those that have come since it was asked last, as far as they are whole.
+
+        Raises:
+            OtherFormat: the file is of another version.
+        """
+        events: list[Event] = []
+        with pa.OSFile(os.fspath(self._path)) as file:
+            file.seek(self._at)
+            while (message := _message(file)) is not None:
+                if self._schema is None:
+                    self._schema = pa.ipc.read_schema(message)
+                    _check_version(self._path, self._schema)
+                else:
+                    events += events_of(pa.Table.from_batches([pa.ipc.read_record_batch(message, self._schema)]))
+                self._at = file.tell()
+        return events
+
+
+def _message(file: pa.NativeFile) -> pa.Message | None:
+    """The next message of a stream, None if it is not whole or there is none."""
+    try:
+        return pa.ipc.read_message(file)
+    except (EOFError, pa.ArrowInvalid, OSError):
+        return None
+
+
+def _check_version(path: str | os.PathLike[str], schema: pa.Schema) -> None:
+    if (found := (schema.metadata or {}).get(FORMAT, b"none").decode()) != str(VERSION):
+        raise OtherFormat(f"{path} has events of version {found}; this package reads version {VERSION}")
 
 
 def events_of(table: pa.Table) -> list[Event]:

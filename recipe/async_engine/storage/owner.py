@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import socket
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,26 @@ TAKEN = (errno.EACCES, errno.EAGAIN)
 
 class FolderTaken(RecipeError):
     """Another run has the folder."""
+
+
+def is_owned(folder: str | os.PathLike[str], part: int = RUN) -> bool:
+    """Whether somebody has this part of a run's folder; it takes nothing and waits for nobody."""
+    try:
+        with open(Path(folder, LOCK_FILE), "rb") as file:
+            # The kernel's struct flock on 64-bit Linux: type, whence, start, length, process.
+            asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, part, 1, 0)
+            (found, *_) = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:
+        return False
+    return bool(found != fcntl.F_UNLCK)
+
+
+def owner_of(folder: str | os.PathLike[str]) -> str:
+    """The machine of a run folder's owner, or of its last one; empty if it is not said."""
+    with suppress(OSError):
+        words = Path(folder, LOCK_FILE).read_text(errors="replace").partition(" on ")[2]
+        return words.partition(",")[0]
+    return ""
 
 
 class Owner:

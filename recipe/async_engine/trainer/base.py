@@ -36,6 +36,7 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts
@@ -43,6 +44,7 @@ from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
@@ -56,7 +58,7 @@ from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup):
+class AsyncPPOTrainer(Startup, FiguresStage):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -108,8 +110,10 @@ class AsyncPPOTrainer(Startup):
         self._watch: RunWatch | None = None
 
     def _new_scheduler(self) -> RolloutScheduler:
-        agents = self.async_rollout_manager
-        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, self.timeouts.startup, self.timeouts.agent_worker)
+        agents, limits = self.async_rollout_manager, (self.timeouts.startup, self.timeouts.agent_worker)
+        samples = self.config.actor_rollout_ref.rollout.trace.get("max_samples_per_step_per_worker")
+        traced = TracedGroups(None if samples is None else samples * len(agents.agent_loop_workers))
+        pool = WorkerPool(agents.agent_loop_workers, agents.prepare, *limits, traced)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = scheduler_settings(self.plan, self.config, self.in_turns)
@@ -237,8 +241,11 @@ class AsyncPPOTrainer(Startup):
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
         self.metrics.update(self.fleet.metrics(self.ledger.announced))
-        self.metrics.update(self._progress())
+        self.metrics.update(self.figures())
+        self.metrics.update(self.reward_loop_manager.metrics())
         self.logger.log(data=self.metrics, step=self.global_steps)
+        self.reported = self.metrics
+        self.export(self.metrics)
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
@@ -400,19 +407,6 @@ class AsyncPPOTrainer(Startup):
         self.validation["last"] = score
         return metrics
 
-    def _progress(self) -> dict[str, Any]:
-        counts = self.running.counts()
-        return {
-            "training/global_step": self.global_steps,
-            "fully_async/count/current_param_version": self.ledger.version,
-            "fully_async/count/announced_version": self.ledger.announced,
-            "fully_async/count/live_replicas": self.publisher.live_replicas,
-            "fully_async/trainer/idle_ratio": self.timeline.trainer_wait_share,
-            **self.running.metrics(),
-            **self.reward_loop_manager.metrics(),
-            **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
-        }
-
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
@@ -444,6 +438,3 @@ class AsyncPPOTrainer(Startup):
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
         self._shutdown_dump_executor()
-
-
-LEDGER_COUNTS = ("issued", "trained", "filtered", "failed", "live")

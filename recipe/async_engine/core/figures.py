@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures that a person watches a run by, wherever they are shown: terminal, ``--follow``, trackers, Prometheus.
+
+Contract: a figure is a metric under its name of docs/run-record.md, so each place shows the same one. What each side
+does now is words, which only the terminal has. Shown by tests/core/test_figures.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+STEP = "training/global_step"
+TRAINER_DOES, ROLLOUT_DOES = "fully_async/trainer/does", "fully_async/rollouter/does"
+SHARE = "fully_async/trainer/share/"
+ROLLOUTER = "fully_async/rollouter/"
+STALENESS = "fully_async/staleness/"
+COUNT = "fully_async/count/"
+SERVERS = "model_engine_server/"
+
+Figures = Mapping[str, Any]
+
+
+class Exported(NamedTuple):
+    """A metric for Prometheus. Ray puts ``ray_`` before its name."""
+
+    name: str
+    meaning: str
+
+
+EXPORTED: Mapping[str, Exported] = {
+    STEP: Exported("recipe_step", "The step under way, or the last one"),
+    f"{COUNT}current_param_version": Exported("recipe_version", "Version that training goes on from"),
+    f"{COUNT}announced_version": Exported("recipe_version_announced", "Newest version that generates"),
+    f"{COUNT}live_replicas": Exported("recipe_rollout_replicas", "Rollout replicas in routing"),
+    f"{COUNT}restarts": Exported(
+        "recipe_replica_restarts", "Replicas and log-prob servers started in a lost one's place"
+    ),
+    f"{ROLLOUTER}generating_trajectories": Exported("recipe_generating", "Trajectories that generate"),
+    f"{ROLLOUTER}slots": Exported("recipe_generation_slots", "Trajectories that may generate at once"),
+    f"{ROLLOUTER}groups_running": Exported("recipe_groups_running", "Prompt groups issued and not complete"),
+    f"{ROLLOUTER}groups_ready": Exported("recipe_groups_ready", "Prompt groups complete and not taken"),
+    f"{ROLLOUTER}occupancy": Exported("recipe_rollout_occupancy", "Share of the generation slots' time that was used"),
+    f"{ROLLOUTER}idle_ratio": Exported("recipe_rollout_idle_share", "Share of time in which nothing generated"),
+    "fully_async/rewards/scoring": Exported("recipe_rewards_under_way", "Trajectories whose reward is computed"),
+    f"{STALENESS}token_mean": Exported("recipe_staleness_mean", "Age of the last batch's tokens in versions, mean"),
+    f"{STALENESS}oldest_token_max": Exported("recipe_staleness_max", "Age of the oldest token of the last batch"),
+    f"{STALENESS}bound": Exported("recipe_staleness_bound", "The hard bound"),
+    "fully_async/ledger/trained": Exported("recipe_groups_trained", "Prompt groups trained so far"),
+    "fully_async/ledger/filtered": Exported("recipe_groups_filtered", "Prompt groups filtered so far"),
+    "fully_async/ledger/failed": Exported("recipe_groups_failed", "Prompt groups that failed so far"),
+    "fully_async/sampled_tokens": Exported("recipe_step_tokens", "Sampled tokens of the last batch"),
+    "fully_async/weight_sync/seconds": Exported("recipe_weight_sync_seconds", "Seconds of the last weight sync"),
+    "fully_async/weight_sync/generation_paused_seconds": Exported(
+        "recipe_generation_paused_seconds", "Seconds that generation stood still for it"
+    ),
+    f"{SERVERS}servers": Exported("recipe_log_prob_servers", "Log-prob servers that answer"),
+    f"{SERVERS}waiting": Exported("recipe_log_prob_waiting", "Answers that wait for their log-probs"),
+    f"{SERVERS}version_lag": Exported(
+        "recipe_log_prob_version_lag", "Versions that a log-prob server is behind, at most"
+    ),
+    "timing_s/step": Exported("recipe_step_seconds", "Seconds of the last step"),
+    "critic/score/mean": Exported("recipe_score_mean", "Mean score of the last batch"),
+}
+TRAINER_SHARE = Exported("recipe_trainer_share", "Share of the trainer's time so far, by phase")
+
+
+def sides(figures: Figures) -> list[tuple[str, str]]:
+    """A line for each side of the run, as far as its figures are there: its name, and what it says."""
+    lines = [
+        ("trainer", _trainer(figures)),
+        ("rollout", _rollout(figures)),
+        ("log-probs", _joined(*(_said(figures, key, words) for key, words in SERVERS_SAY.items()))),
+        ("staleness", _joined(*(_said(figures, key, words) for key, words in STALENESS_SAYS.items()))),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def _trainer(figures: Figures) -> str:
+    shares = {key.removeprefix(SHARE): value for key, value in figures.items() if key.startswith(SHARE)}
+    largest = sorted(shares.items(), key=lambda share: -share[1])[:4]
+    return _joined(
+        figures.get(TRAINER_DOES),
+        ", ".join(f"{phase} {share:.0%}" for phase, share in largest if share >= 0.005),
+        _said(figures, STEP, "step {:.0f}"),
+        _said(figures, f"{COUNT}current_param_version", "version {:.0f}"),
+    )
+
+
+def _rollout(figures: Figures) -> str:
+    slots = _said(figures, f"{ROLLOUTER}generating_trajectories", "{:.0f}")
+    if slots and (of := _said(figures, f"{ROLLOUTER}slots", "{:.0f}")):
+        slots = f"{slots} of {of}"
+    shares = [
+        _said(figures, f"{ROLLOUTER}occupancy", "busy {:.0%}"),
+        _said(figures, f"{ROLLOUTER}idle_ratio", "idle {:.0%}"),
+    ]
+    queue = [
+        _said(figures, f"{ROLLOUTER}groups_running", "{:.0f} groups run"),
+        _said(figures, f"{ROLLOUTER}groups_ready", "{:.0f} ready"),
+        _said(figures, "fully_async/rewards/scoring", "{:.0f} rewards"),
+    ]
+    return _joined(
+        figures.get(ROLLOUT_DOES),
+        slots and f"{slots} slots",
+        ", ".join(filter(None, shares)),
+        ", ".join(filter(None, queue)),
+        _said(figures, f"{COUNT}announced_version", "version {:.0f}"),
+        _said(figures, f"{COUNT}live_replicas", "{:.0f} replicas"),
+    )
+
+
+SERVERS_SAY = {
+    f"{SERVERS}servers": "{:.0f} servers",
+    f"{SERVERS}waiting": "{:.0f} answers wait",
+    f"{SERVERS}version_lag": "{:.0f} versions behind",
+    f"{SERVERS}tokens_per_second": "{:.0f} tokens/s",
+}
+STALENESS_SAYS = {
+    f"{STALENESS}token_mean": "mean {:.2f}",
+    f"{STALENESS}oldest_token_max": "oldest {:.0f}",
+    f"{STALENESS}bound": "bound {:.0f}",
+}
+
+
+def _said(figures: Figures, key: str, words: str) -> str:
+    value = figures.get(key)
+    return "" if value is None else words.format(value)
+
+
+def _joined(*parts: str | None) -> str:
+    return "; ".join(filter(None, parts))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--follow``: what a run does, in lines, from another shell; docs/report.md.
+
+Contract: it reads the run's folder only and changes nothing there. It waits for a run that has not begun, as long as it
+is told; it ends when the run has: with its summary, or, where the run left none, when its folder has no owner any more.
+A run that is started again in the same folder meanwhile is followed on. Shown by tests/integration/test_follow.py.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine.core.events import SCHEDULER, TRAINER, Class
+from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, STEP, TRAINER_DOES, sides
+from recipe.async_engine.storage.event_file import Tail, files
+from recipe.async_engine.storage.owner import is_owned, owner_of
+from recipe.report.run import FRESH_S
+
+POLL_S = 1.0
+LINES_S = 5.0
+"""Nothing is said more often than this, other than of a step."""
+ENDED, FAILED, NONE_BEGAN = 0, 1, 2
+
+Say = Callable[[str], None]
+
+
+class Follower:
+    """One run's folder; :meth:`look` takes in what is new there.
+
+    Attributes:
+        figures: of the run so far, in the keys of docs/run-record.md.
+        steps: metrics of steps that nobody has been told of.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: Path | None = None
+        self._tail: Tail | None = None
+        self._metrics_at = 0
+        self._phases: defaultdict[str, float] = defaultdict(float)
+        self.figures: dict[str, Any] = {}
+        self.steps: list[dict[str, Any]] = []
+
+    def look(self) -> bool:
+        """Take in what is new; whether anything was."""
+        return any([self._look_at_events(), self._look_at_metrics()])
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._file or self.steps or self.figures) or is_owned(self._folder)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the run left at its end."""
+        try:
+            return dict(json.loads((self._folder / "summary.json").read_text()))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has left without a summary, as one that was killed."""
+        if is_owned(self._folder):
+            return False
+        if owner_of(self._folder) == socket.gethostname():
+            return True
+        # Its owner is on another machine, where the lock may not reach this one.
+        return time.time() - self._written_at() > FRESH_S
+
+    def _written_at(self) -> float:
+        found = [*files(self._folder)[-1:], self._folder / "metrics.jsonl", self._folder / "run.lock"]
+        return max((path.stat().st_mtime for path in found if path.is_file()), default=0.0)
+
+    def _look_at_events(self) -> bool:
+        if (newest := files(self._folder)[-1:]) and newest[0] != self._file:
+            self._file, self._tail = newest[0], Tail(newest[0])
+            self._phases.clear()
+        if self._tail is None:
+            return False
+        events = self._tail.new()
+        for event in events:
+            if event.lane == TRAINER:
+                self.figures[TRAINER_DOES] = event.what
+                if event.what != Class.START_UP:
+                    self._phases[event.what] += event.end - event.start
+            elif event.lane == SCHEDULER:
+                self.figures[ROLLOUT_DOES] = event.what
+        total = sum(self._phases.values())
+        self.figures |= {f"{SHARE}{phase}": seconds / total for phase, seconds in self._phases.items() if total}
+        return bool(events)
+
+    def _look_at_metrics(self) -> bool:
+        path = self._folder / "metrics.jsonl"
+        if not path.is_file():
+            return False
+        if path.stat().st_size < self._metrics_at:
+            # A resumed run has left out what came after its checkpoint.
+            self._metrics_at = 0
+        with open(path, "rb") as file:
+            file.seek(self._metrics_at)
+            lines = [line for line in file if line.endswith(b"\n")]
+            self._metrics_at += sum(map(len, lines))
+        for line in lines:
+            step = json.loads(line)
+            shares = any(key.startswith(SHARE) for key in self.figures)
+            self.figures |= {key: value for key, value in step.items() if not (shares and key.startswith(SHARE))}
+            self.steps.append(step)
+        return bool(lines)
+
+
+def follow(folder: Path, wait_s: float, say: Say) -> int:
+    """Say what the run in ``folder`` does until it ends; returns the exit status.
+
+    Args:
+        wait_s: for a run to begin.
+    """
+    follower, deadline, waits = Follower(folder), time.monotonic() + wait_s, False
+    while not (follower.look() or follower.has_begun or follower.summary):
+        if time.monotonic() >= deadline:
+            say(f"no run has begun in {folder} within {wait_s:g} s (--wait): name a run's trainer.default_local_dir")
+            return NONE_BEGAN
+        if not waits:
+            say(f"no run has begun in {folder}; waiting for one up to {wait_s:g} s (--wait)")
+            waits = True
+        time.sleep(POLL_S)
+    # What an earlier look has of the past is one step, not all of them.
+    follower.steps = follower.steps[-1:]
+    said_at = -LINES_S
+    say(f"following the run in {folder}")
+    while True:
+        # In this order: a run writes its last metrics, then its summary, then lets go of its folder.
+        over = follower.is_over
+        summary = follower.summary
+        follower.look()
+        said_at = _tell(follower, said_at, last=summary is not None or over, say=say)
+        if summary is not None:
+            return _ended(summary, say)
+        if over:
+            say("the run was killed: nobody has its folder, and it left no summary")
+            return FAILED
+        time.sleep(POLL_S)
+
+
+def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
+    """Say what is new; returns when the sides were last told of."""
+    now = time.strftime("%H:%M:%S")
+    for step in follower.steps:
+        parts = [f"step {step.get(STEP, 0):.0f}"]
+        parts += [f"{name} {step[key]:.3g}" for name, key in SHOWN.items() if step.get(key) is not None]
+        say(f"{now} {', '.join(parts)}")
+    follower.steps = []
+    if not last and time.monotonic() - said_at < LINES_S:
+        return said_at
+    for name, text in sides(follower.figures):
+        say(f"{now}   {name}: {text}")
+    return time.monotonic()
+
+
+SHOWN = {"reward": "critic/score/mean", "seconds": "timing_s/step"}
+
+
+def _ended(summary: dict[str, Any], say: Say) -> int:
+    error = summary.get("error")
+    say(
+        f"the run {'failed' if error else 'ended'}: steps {summary.get('steps')}, versions {summary.get('versions')}, "
+        f"{summary.get('wall_seconds') or 0:.0f} s"
+    )
+    if error:
+        say(f"{error['name']}: {error['message']}")
+    return FAILED if error else ENDED

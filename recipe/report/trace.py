@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's record of events as a trace for Perfetto; docs/report.md has its tracks, and queries over them.
+
+Contract: each second of the account is in it, in slices of the category `account` with the share of the device's places
+that they are, so the sum of length times share is the account's. Flows lead from a prompt to its answers, from each
+answer to the batch that trained it, and from the batch to the version that it became. It reads what `load` reads, so it
+is made of a run that goes on or was killed too. Shown by tests/integration/test_trace.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recipe.async_engine.core.account import ENDS, KINDS, Kind, Piece
+from recipe.async_engine.core.events import RUN, SCHEDULER, TRAINER, WEIGHTS, Class, Event
+from recipe.async_engine.storage.event_file import events_of
+from recipe.report.run import Run
+from recipe.report.trace_file import Slots, TraceFile, Value
+
+ACCOUNT, PHASE, BATCH, TRAJECTORY, GROUP, VERSION, DEVICE = (
+    "account",
+    "phase",
+    "batch",
+    "trajectory",
+    "group",
+    "version",
+    "device",
+)
+"""Categories of slices."""
+WORK = (Kind.USEFUL, Kind.REPEATED)
+ROWS_AT_ONCE = 20_000
+BATCHES = 1 << 62
+"""Flows of batches begin here, those of answers at 0."""
+ANSWERS_AT_MOST = 1 << 24
+SAME_MOMENT_S = 1e-5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of the trainer. flow: leads to the version it became. answers: flows of what it trained."""
+
+    version: int
+    start: float
+    end: float
+    ages: dict[int, int]
+    flow: int
+    answers: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.ages.values())
+
+    @property
+    def mean_age(self) -> float:
+        return sum(age * count for age, count in self.ages.items()) / max(1, self.tokens)
+
+
+def write_trace(run: Run, path: Path) -> None:
+    """Write the trace of ``run`` to ``path``."""
+    with open(path, "wb") as stream:
+        file = TraceFile(stream, run.header["began"])
+        batches = _batches(run)
+        _versions(file, run, batches)
+        _sides(file, run, batches)
+        _groups(file, run)
+        _trajectories(file, run)
+        file.flush()
+
+
+def answer_flow(group: int, trajectory: int) -> int:
+    """The flow of one answer."""
+    return group * ANSWERS_AT_MOST + trajectory + 1
+
+
+def _versions(file: TraceFile, run: Run, batches: list[Batch]) -> None:
+    """The way of each version to the replicas, and what happened to devices."""
+    process = file.process("run")
+    became: defaultdict[int, list[int]] = defaultdict(list)
+    for batch in batches:
+        became[batch.version + 1].append(batch.flow)
+    events = sorted((event for event in run.events if event.lane == WEIGHTS), key=lambda event: event.start)
+    slots = Slots(file, process, "versions")
+    for event in events:
+        flows = became.pop(event.version or 0, ())
+        name = f"{event.what} version {event.version}"
+        track = slots.take(event.start, event.end)
+        file.slice(track, name, event.start, event.end, VERSION, {"version": event.version}, flows)
+    devices = file.track(process, "devices")
+    for event in sorted((event for event in run.events if event.lane == RUN), key=lambda event: event.start):
+        file.instant(devices, f"{event.what} {event.text}", event.start, DEVICE)
+
+
+def _sides(file: TraceFile, run: Run, batches: list[Batch]) -> None:
+    """The trainer with its batches, the scheduler, and each device with its account."""
+    by_device: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in run.pieces:
+        by_device[piece.device].append(piece)
+    ends = {event.text: event.start for event in run.events if event.lane == RUN and event.what == ENDS}
+    for device in run.account.devices:
+        by_device[device] = list(_without_gaps(by_device[device], min(run.until, ends.get(device, run.until))))
+    trainer = _named(file, run, TRAINER)
+    _lane(file, trainer, "phases", (event for event in run.events if event.lane == TRAINER), PHASE)
+    _account(file, trainer, TRAINER, by_device.pop(TRAINER, []))
+    slots, age = Slots(file, trainer, "batches"), file.track(trainer, "age of tokens, mean of a batch", "versions")
+    for batch in batches:
+        values = {"version": batch.version, "tokens": batch.tokens, "mean_age": batch.mean_age}
+        track = slots.take(batch.start, batch.end)
+        flows = [batch.flow, *batch.answers]
+        file.slice(track, f"batch of version {batch.version}", batch.start, batch.end, BATCH, values, flows)
+        file.count(age, batch.start, batch.mean_age)
+    scheduler = file.process(SCHEDULER)
+    _lane(file, scheduler, "why nothing begins", (event for event in run.events if event.lane == SCHEDULER), SCHEDULER)
+    for device in run.account.devices:
+        if device != TRAINER:
+            _account(file, _named(file, run, device), device, by_device[device])
+
+
+def _named(file: TraceFile, run: Run, device: str) -> int:
+    accelerators = run.devices.size(device)
+    return file.process(device if accelerators == 1 else f"{device} ({accelerators} accelerators)")
+
+
+def _lane(file: TraceFile, process: int, name: str, events: Iterable[Event], category: str) -> None:
+    """A part that does one thing at a time."""
+    track = file.track(process, name)
+    for what, found in groupby(sorted(events, key=lambda event: event.start), key=lambda event: event.what):
+        spans = list(found)
+        file.slice(track, what, spans[0].start, spans[-1].end, category)
+
+
+def _account(file: TraceFile, process: int, device: str, pieces: list[Piece]) -> None:
+    """Each class on a track of its own, but for the trainer, which does one thing at a time."""
+    tracks: dict[str, int] = {}
+    for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
+        name = ACCOUNT if device == TRAINER else str(piece.what)
+        if name not in tracks:
+            tracks[name] = file.track(process, name)
+        values: dict[str, Value] = {"share": piece.share, "kind": str(KINDS[piece.what]), "device": device}
+        file.slice(tracks[name], str(piece.what), piece.start, piece.end, ACCOUNT, values)
+    if device != TRAINER and pieces:
+        busy = file.track(process, "places in use", "share")
+        for start, found in groupby(pieces, key=lambda piece: piece.start):
+            file.count(busy, start, sum(piece.share for piece in found if KINDS[piece.what] in WORK))
+
+
+def _without_gaps(pieces: list[Piece], end: float) -> Iterator[Piece]:
+    """The pieces of a device up to its end, in the order of their beginnings, and between them what is not known."""
+    until = 0.0
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if until and piece.start - until > SAME_MOMENT_S:
+            yield Piece(piece.device, until, piece.start, Class.NOT_KNOWN, 1.0)
+        until = max(until, piece.end)
+        if piece.end > piece.start:
+            yield piece
+    if pieces and end - until > SAME_MOMENT_S:
+        yield Piece(pieces[0].device, until, end, Class.NOT_KNOWN, 1.0)
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """With pieces as one that follow each other and differ in nothing else."""
+    open_ones: dict[Class, Piece] = {}
+    for piece in pieces:
+        before = open_ones.get(piece.what)
+        if before is not None and before.share == piece.share and piece.start - before.end < SAME_MOMENT_S:
+            open_ones[piece.what] = before._replace(end=piece.end)
+        else:
+            if before is not None:
+                yield before
+            open_ones[piece.what] = piece
+    yield from open_ones.values()
+
+
+def _groups(file: TraceFile, run: Run) -> None:
+    """Each prompt group from its issue to its end, and in it the time that it was ready."""
+    slots = Slots(file, file.process("prompt groups"), "groups")
+    ready: dict[int, float] = {}
+    rows = []
+    for event in _rows(run.groups):
+        assert event.group is not None
+        if event.what == "ready":
+            ready[event.group] = event.start
+        else:
+            rows.append(event)
+    answers = _answers(run)
+    for event in sorted(rows, key=lambda event: event.start):
+        track, group = slots.take(event.start, event.end), event.group or 0
+        values = {"group": group, "version": event.version, "tokens": event.tokens, "reason": event.text}
+        flows = [answer_flow(group, n) for n in range(answers[group])]
+        file.begin(track, f"{event.what} {group}", event.start, GROUP, values, flows)
+        if group in ready:
+            file.slice(track, "ready", ready[group], event.end, GROUP, {"group": group})
+        file.end(track, event.end)
+
+
+def _answers(run: Run) -> Counter[int]:
+    """How many answers each group has."""
+    rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
+    groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
+    return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
+
+
+def _trajectories(file: TraceFile, run: Run) -> None:
+    """Each attempt at an answer: generating, then the wait for its reward."""
+    slots = Slots(file, file.process("trajectories"), "trajectory")
+    rewarded = {_key(event, event.start): event.end for event in _rows(_of(run.trajectories, "reward"))}
+    recomputed = {_key(event, event.start): event.tokens for event in _rows(_of(run.trajectories, "interrupted"))}
+    for event in _rows(_of(run.trajectories, "generating")):
+        reward_end = rewarded.get(_key(event, event.end))
+        track = slots.take(event.start, reward_end or event.end)
+        about = {"group": event.group, "trajectory": event.trajectory}
+        values: dict[str, Value] = {
+            **about,
+            "version": event.version,
+            "tokens": event.tokens,
+            "attempt": event.text,
+            "recomputed_tokens": recomputed.get(_key(event, event.start)),
+        }
+        flows = [answer_flow(event.group or 0, event.trajectory or 0)]
+        file.slice(track, event.what, event.start, event.end, TRAJECTORY, values, flows)
+        if reward_end is not None:
+            file.slice(track, "reward", event.end, reward_end, TRAJECTORY, about)
+
+
+def _key(event: Event, at: float) -> tuple[int | None, int | None, float]:
+    return event.group, event.trajectory, at
+
+
+def _of(table: pa.Table, what: str) -> pa.Table:
+    return table.filter(pc.equal(table["what"], what))
+
+
+def _rows(table: pa.Table) -> Iterator[Event]:
+    """In the order of their beginnings, a few at once."""
+    for part in table.sort_by("start").to_batches(ROWS_AT_ONCE):
+        yield from events_of(pa.Table.from_batches([part]))
+
+
+def _batches(run: Run) -> list[Batch]:
+    """What the trainer trained together: their tokens are counted at one moment, their groups end before the next."""
+    counts = sorted(events_of(run.tokens), key=lambda event: event.start)
+    moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
+    trained = sorted(_rows(_of(run.groups, "trained")), key=lambda event: event.end)
+    ends, answers = [event.end for event in trained], _answers(run)
+    batches = []
+    for number, rows in enumerate(moments):
+        start, following = rows[0].start, moments[number + 1 : number + 2]
+        groups = trained[bisect(ends, start) : bisect(ends, following[0][0].start) if following else None]
+        batches.append(
+            Batch(
+                version=rows[0].version or 0,
+                start=start,
+                end=groups[-1].end if groups else start,
+                ages={int(row.what): row.tokens or 0 for row in rows},
+                flow=BATCHES + number,
+                answers=[
+                    answer_flow(event.group or 0, n) for event in groups for n in range(answers[event.group or 0])
+                ],
+            )
+        )
+    return batches

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a run in words, as metrics, and on Grafana's board."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from recipe.async_engine.core.figures import EXPORTED, ROLLOUT_DOES, SHARE, TRAINER_DOES, TRAINER_SHARE, sides
+from recipe.async_engine.core.timeline import Timeline
+
+REPOSITORY = Path(__file__).parents[2]
+FIGURES = {
+    TRAINER_DOES: "update",
+    f"{SHARE}update": 0.5,
+    f"{SHARE}wait": 0.3,
+    f"{SHARE}sync": 0.2,
+    "training/global_step": 12,
+    "fully_async/count/current_param_version": 6,
+    ROLLOUT_DOES: "gate",
+    "fully_async/rollouter/generating_trajectories": 14,
+    "fully_async/rollouter/slots": 16,
+    "fully_async/rollouter/occupancy": 0.83,
+    "fully_async/rollouter/idle_ratio": 0.05,
+    "fully_async/rollouter/groups_running": 3,
+    "fully_async/rollouter/groups_ready": 2,
+    "fully_async/rewards/scoring": 4,
+    "fully_async/count/announced_version": 5,
+    "fully_async/count/live_replicas": 2,
+    "model_engine_server/servers": 1,
+    "model_engine_server/waiting": 7,
+    "fully_async/staleness/token_mean": 0.75,
+    "fully_async/staleness/oldest_token_max": 1.0,
+    "fully_async/staleness/bound": 1,
+}
+
+
+def test_each_side_has_a_line_with_what_it_does_its_shares_queue_slots_version_and_staleness() -> None:
+    assert sides(FIGURES) == [
+        ("trainer", "update; update 50%, wait 30%, sync 20%; step 12; version 6"),
+        ("rollout", "gate; 14 of 16 slots; busy 83%, idle 5%; 3 groups run, 2 ready, 4 rewards; version 5; 2 replicas"),
+        ("log-probs", "1 servers; 7 answers wait"),
+        ("staleness", "mean 0.75; oldest 1; bound 1"),
+    ]
+    assert sides({TRAINER_DOES: "start_up"}) == [("trainer", "start_up")]
+    assert sides({}) == []
+
+
+def test_every_metric_has_its_row_in_the_documentation_and_its_place_on_the_board() -> None:
+    documented = (REPOSITORY / "docs/run-record.md").read_text() + (
+        REPOSITORY / "docs/model-engine-server.md"
+    ).read_text()
+    for key in EXPORTED:
+        assert key.rpartition("/")[2] in documented, key
+    board = json.loads((REPOSITORY / "docs/grafana.json").read_text())
+    exported = {f"ray_{metric.name}" for metric in [*EXPORTED.values(), TRAINER_SHARE]}
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(asked) > 10
+    for query in asked:
+        named = re.findall(r"ray_recipe_\w+", query)
+        assert named and set(named) <= exported, query
+    assert {name for query in asked for name in re.findall(r"ray_recipe_\w+", query)} == exported
+    assert len({metric.name for metric in EXPORTED.values()}) == len(EXPORTED)
+
+
+def test_shares_at_a_glance_are_the_shares_and_change_nothing() -> None:
+    now = [0.0]
+    timeline = Timeline(lambda: now[0])
+    assert timeline.doing == "start_up"
+    now[0] = 5.0
+    timeline.restart()
+    with timeline.phase("wait"):
+        now[0] = 8.0
+        assert (timeline.doing, timeline.glance()) == ("wait", {"wait": 1.0})
+        now[0] = 9.0
+    with timeline.phase("update"):
+        now[0] = 10.0
+        assert timeline.glance() == timeline.glance() == {"wait": 0.8, "update": 0.2}
+        assert timeline.shares() == {"wait": 0.8, "update": 0.2}
