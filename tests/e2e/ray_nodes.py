@@ -125,6 +125,9 @@ class Nodes:
             self.port = self._free_port()
             clients = f"--ray-client-server-port={self._free_port()}"
             where = ["--head", f"--port={self.port}", clients, f"--temp-dir={self.folder}", *self._dashboard_settings()]
+        if self._dashboard:
+            # Its default is the same for every Ray on a host, and without its agent a node takes no jobs.
+            size.append(f"--dashboard-agent-listen-port={self._free_port()}")
         before = self._before(number)
         forked = self.forked and not before
         node = RayNode(self._address(number), before, [*where, *size], self.environment, forked)
@@ -158,7 +161,7 @@ class Nodes:
 
     def _free_port(self) -> int:
         with socket.socket() as free:
-            free.bind((self._address(1), 0))
+            free.bind(("", 0))  # on every address: Ray's control process listens on all of them
             return int(free.getsockname()[1])
 
 
