@@ -14,7 +14,7 @@ Each part is a process of its own and prints one line of JSON for each measureme
   are those of the scheduler's thread and of the trainer's. `control_s` is the longest that a call from another thread
   waited for the scheduler's loop and lock, from the start on.
 - turn: as live, in generation turns: taking a batch interrupts all others, and the next turn lets them go on at once,
-  which takes `turn_s`.
+  which takes `turn_s`. `collection_cpu_s` is the longest collection of garbage.
 - control: a real actor of the kind of an agent-loop worker that holds 1,000 trajectories and has 7,192 more waiting;
   the longest of 200 control calls.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -243,10 +244,31 @@ def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     from recipe.async_engine.rollout.group_run import SchedulerSettings
     from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
+    # As the trainer's process does once it is up.
+    gc.collect()
+    gc.freeze()
     bound = live // ANSWERS - 1
     ledger = SampleLedger(GateSettings(ANSWERS // GROUP, 1, bound, bound))
     settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9, turns=turns)
     return RolloutScheduler(ledger, Source(), pool, settings, Timeline(time.monotonic, live))
+
+
+@contextmanager
+def collections() -> Iterator[list[float]]:
+    """CPU seconds of each collection of garbage; every thread waits for one."""
+    spent: list[float] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            spent.append(-time.thread_time())
+        else:
+            spent[-1] += time.thread_time()
+
+    gc.callbacks.append(note)
+    try:
+        yield spent
+    finally:
+        gc.callbacks.remove(note)
 
 
 def measure_turn(live: int) -> dict[str, Any]:
@@ -329,7 +351,9 @@ def live_part() -> None:
 
 def turn_part() -> None:
     for live in LIVE:
-        show(part="turn", **measure_turn(live))
+        with collections() as spent:
+            measured = measure_turn(live)
+        show(part="turn", **measured, collection_cpu_s=max(spent))
 
 
 # Control calls

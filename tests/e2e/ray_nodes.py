@@ -25,7 +25,7 @@ import pytest
 from drilled_run import TITLES, title, wait_for
 from surroundings import shared_forks, user_environment, usual_environment, with_helpers
 
-UP_S, END_S = 60.0, 30.0
+UP_S, END_S = 180.0, 30.0
 CPUS = 20
 QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 CONTAINED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--mount"]
