@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long answers, large batches, many trajectories in flight: what they cost beside the accelerators.
 
-    python benchmarks/large_batch.py [assemble] [live] [control]
+    python benchmarks/large_batch.py [assemble] [live] [turn] [control]
 
 Each part is a process of its own and prints one line of JSON for each measurement.
 
@@ -12,7 +12,9 @@ Each part is a process of its own and prints one line of JSON for each measureme
 - live: the real scheduler and ledger over 256 stand-in replicas, whose trajectories end when the benchmark says so. A
   step trains 1,024 of them, of 128 groups, the oldest ones, while as many others take their places. CPU seconds a step
   are those of the scheduler's thread and of the trainer's. `control_s` is the longest that a call from another thread
-  waited for the scheduler's loop and lock.
+  waited for the scheduler's loop and lock, from the start on.
+- turn: as live, in generation turns: taking a batch interrupts all others, and the next turn lets them go on at once,
+  which takes `turn_s`. `collection_cpu_s` is the longest collection of garbage.
 - control: a real actor of the kind of an agent-loop worker that holds 1,000 trajectories and has 7,192 more waiting;
   the longest of 200 control calls.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -234,25 +237,80 @@ def probe(scheduler: Any, over: threading.Event, waits: list[float]) -> None:
         waits.append(time.perf_counter() - began)
 
 
-def measure_live(live: int) -> dict[str, Any]:
+def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     from recipe.async_engine.core.gate import GateSettings
     from recipe.async_engine.core.ledger import SampleLedger
     from recipe.async_engine.core.timeline import Timeline
     from recipe.async_engine.rollout.group_run import SchedulerSettings
     from recipe.async_engine.rollout.scheduler import RolloutScheduler
 
-    bound, pool = live // ANSWERS - 1, Replicas()
+    # As the trainer's process does once it is up.
+    gc.collect()
+    gc.freeze()
+    bound = live // ANSWERS - 1
     ledger = SampleLedger(GateSettings(ANSWERS // GROUP, 1, bound, bound))
-    settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9)
-    scheduler = RolloutScheduler(ledger, Source(), pool, settings, Timeline(time.monotonic, live))
+    settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9, turns=turns)
+    return RolloutScheduler(ledger, Source(), pool, settings, Timeline(time.monotonic, live))
+
+
+@contextmanager
+def collections() -> Iterator[list[float]]:
+    """CPU seconds of each collection of garbage; every thread waits for one."""
+    spent: list[float] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            spent.append(-time.thread_time())
+        else:
+            spent[-1] += time.thread_time()
+
+    gc.callbacks.append(note)
+    try:
+        yield spent
+    finally:
+        gc.callbacks.remove(note)
+
+
+def measure_turn(live: int) -> dict[str, Any]:
+    pool = Replicas()
+    scheduler = new_scheduler(live, pool, turns=True)
+    scheduler.start()
+    waits: list[float] = []
+    over = threading.Event()
+    prober = threading.Thread(target=probe, args=(scheduler, over, waits), daemon=True)
+    prober.start()
+    scheduler.open_turn()
+    while len(pool.begun) < live:
+        time.sleep(0.02)
+    for call in pool.begun[:ANSWERS]:
+        pool.loop.call_soon_threadsafe(call.done.set_result, None)
+    batch = scheduler.take_batch(600)
+    assert batch is not None and len(batch) == ANSWERS // GROUP
+    scheduler.batch_trained()
+    scheduler.version_sealed()
+    scheduler.version_announced()
+    began = time.perf_counter()
+    scheduler.open_turn()
+    while scheduler.manager.running < live - ANSWERS:
+        time.sleep(0.002)
+    turn = time.perf_counter() - began
+    over.set()
+    prober.join()
+    scheduler.stop(600)
+    return {"live": live, "turn_s": turn, "control_s": max(waits)}
+
+
+def measure_live(live: int) -> dict[str, Any]:
+    pool = Replicas()
+    scheduler = new_scheduler(live, pool)
     scheduler.start()
     clock = time.pthread_getcpuclockid(scheduler._thread._thread.ident)
     waits: list[float] = []
     over, steps, ended = threading.Event(), [], 0
     prober = threading.Thread(target=probe, args=(scheduler, over, waits), daemon=True)
+    prober.start()
     while len(pool.begun) < live:
         time.sleep(0.02)
-    prober.start()
     for _ in range(STEPS):
         while len(pool.begun) < live + ended:
             time.sleep(0.002)
@@ -291,6 +349,13 @@ def live_part() -> None:
         show(part="live", **measure_live(live))
 
 
+def turn_part() -> None:
+    for live in LIVE:
+        with collections() as spent:
+            measured = measure_turn(live)
+        show(part="turn", **measured, collection_cpu_s=max(spent))
+
+
 # Control calls
 
 
@@ -324,7 +389,7 @@ def control_part() -> None:
         show(part="control", held=HELD, waiting=len(streams) - HELD, longest_s=max(waits), calls=len(waits))
 
 
-PARTS = {"assemble": assemble_part, "live": live_part, "control": control_part}
+PARTS = {"assemble": assemble_part, "live": live_part, "turn": turn_part, "control": control_part}
 
 
 def main() -> None:

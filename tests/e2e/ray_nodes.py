@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters of several Ray nodes on one machine, for tests: nodes are added, killed and cut off like hosts.
 
-Each node has an address of its own in 127.0.0.0/8 (`Loopback`). They are one host to whoever looks, so Ray's processes
-may be forks of the one that the tests share, and a run's too.
+Two kinds, and the tests say which they take:
+
+- `Loopback`: each node has an address of its own in 127.0.0.0/8. One host to whoever looks, so Ray's processes are
+  forks of the one that the tests share, and a run's may be.
+- `Containers`: each node has a network namespace with a cable to a bridge, and process, mount and IPC namespaces with
+  a /dev/shm of its own: what a container has. It needs root and `ip`; elsewhere a test of them is skipped with why.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,12 +21,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from drilled_run import TITLES, title, wait_for
 from surroundings import shared_forks, user_environment, usual_environment, with_helpers
 
-UP_S, END_S = 60.0, 30.0
+UP_S, END_S = 180.0, 30.0
 CPUS = 20
 QUICK = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+CONTAINED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--mount"]
+OWN_SHM = 'mount -t tmpfs -o size=2g tmpfs /dev/shm && exec "$0" "$@"'
 
 
 class RayNode:
@@ -116,6 +125,9 @@ class Nodes:
             self.port = self._free_port()
             clients = f"--ray-client-server-port={self._free_port()}"
             where = ["--head", f"--port={self.port}", clients, f"--temp-dir={self.folder}", *self._dashboard_settings()]
+        if self._dashboard:
+            # Its default is the same for every Ray on a host, and without its agent a node takes no jobs.
+            size.append(f"--dashboard-agent-listen-port={self._free_port()}")
         before = self._before(number)
         forked = self.forked and not before
         node = RayNode(self._address(number), before, [*where, *size], self.environment, forked)
@@ -149,7 +161,7 @@ class Nodes:
 
     def _free_port(self) -> int:
         with socket.socket() as free:
-            free.bind((self._address(1), 0))
+            free.bind(("", 0))  # on every address: Ray's control process listens on all of them
             return int(free.getsockname()[1])
 
 
@@ -173,6 +185,63 @@ class Loopback(Nodes):
         return []
 
 
+class Containers(Nodes):
+    """See the module's contract."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._name = f"drl{os.getpid() % 100_000}"
+        self._last_port = 6378
+        self.bridge = f"{self._name}br"
+        _ip("netns", "add", self.bridge)
+        _ip("-n", self.bridge, "link", "add", self.bridge, "type", "bridge")
+        _ip("-n", self.bridge, "link", "set", self.bridge, "up")
+        if not shutil.which("unshare"):
+            pytest.skip("no process namespaces here: unshare is not installed")
+
+    def space(self, number: int) -> str:
+        """The network namespace of a node, and the name of its end of the cable."""
+        return f"{self._name}n{number}"
+
+    def _address(self, number: int) -> str:
+        return f"10.77.0.{number}"
+
+    def _before(self, number: int) -> list[str]:
+        space, far = self.space(number), f"{self._name}b{number}"
+        _ip("netns", "add", space)
+        _ip("link", "add", space, "netns", space, "type", "veth", "peer", "name", far, "netns", self.bridge)
+        _ip("-n", self.bridge, "link", "set", far, "master", self.bridge, "up")
+        _ip("-n", space, "address", "add", f"{self._address(number)}/24", "dev", space)
+        _ip("-n", space, "link", "set", space, "up")
+        _ip("-n", space, "link", "set", "lo", "up")
+        return ["ip", "netns", "exec", space, *CONTAINED, "sh", "-c", OWN_SHM]
+
+    def inside(self, node: RayNode) -> list[str]:
+        """What runs a command in the namespaces of a node, before the command."""
+        (raylet,) = (process for process in node.known if Path(title(process).split(" ")[0]).name == "raylet")
+        return ["nsenter", f"--target={raylet.pid}", "--all"]
+
+    def cut(self, node: RayNode) -> None:
+        """Nobody reaches it any more, nor it anybody."""
+        space = self.space(self.nodes.index(node) + 1)
+        _ip("-n", space, "link", "set", space, "down")
+
+    def close(self) -> None:
+        super().close()
+        for space in (self.bridge, *(self.space(number + 1) for number in range(len(self.nodes)))):
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+    def _free_port(self) -> int:
+        self._last_port += 1  # nobody else is there
+        return self._last_port
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no network namespaces here: ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
 @contextmanager
 def closing(nodes: Nodes) -> Iterator[Nodes]:
     """They are over, with all their processes, at the end."""
@@ -180,3 +249,8 @@ def closing(nodes: Nodes) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.close()
+
+
+def shares_memory(process: psutil.Process) -> bool:
+    """Whether a receiver of weights has mapped the memory that members of a weight sync on one host share."""
+    return "memfd:recipe-weights" in Path(f"/proc/{process.pid}/maps").read_text()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ray_nodes import Loopback, Nodes, closing
 
 from recipe.async_engine.task import TaskPaths
 
-RUN_S = 900.0
+RUN_S, UP_S = 900.0, 120.0
 STEPS = 3
 
 
@@ -25,18 +26,22 @@ def overrides(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
     return [*given, *workers, f"trainer.total_training_steps={STEPS}"]
 
 
-def run(command: list[str], nodes: Nodes, folder: Path, **environment: str) -> str:
-    """What a command says that ends well."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=nodes.environment | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
+def run(command: list[str], nodes: Nodes, folder: Path, unless: str) -> str:
+    """What a command says that ends well; one that ends with the words ``unless`` is run again, for a while."""
+    deadline = time.monotonic() + UP_S
+    while True:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=nodes.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+        if unless not in done.stdout or time.monotonic() > deadline:
+            break
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -47,7 +52,9 @@ def as_a_job(nodes: Nodes, task: TaskPaths, folder: Path, ray_dir: Path) -> None
     ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": nodes.environment["PYTHONPATH"]}
     settings = f"--runtime-env-json={json.dumps({'env_vars': variables})}"
-    said = run([*ray, "job", "submit", f"--address={nodes.dashboard_address}", settings, "--", *main], nodes, folder)
+    command = [*ray, "job", "submit", f"--address={nodes.dashboard_address}", settings, "--", *main]
+    # A node may be up a while before its agent is.
+    said = run(command, nodes, folder, unless="No available agent to submit job")
     assert "leaves out num_cpus, num_gpus, object_store_memory" in said
 
 

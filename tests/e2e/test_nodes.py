@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on clusters of two and three Ray nodes, of which some are lost and others join.
+"""Runs on clusters of two to four Ray nodes, of which some are lost and others join.
 
 The nodes are raylets with addresses of their own on loopback; test_partition.py has nodes in namespaces.
 """
@@ -22,6 +22,8 @@ ENDLESS = 100_000
 LONG_S = 900.0
 RESTARTED, SERVERS = "fully_async/count/agent_loop_worker_restarts", "model_engine_server/servers"
 LIVE, AGENTS = "fully_async/count/live_replicas", "fully_async/count/live_agent_loop_workers"
+SEALED, ANNOUNCED = "fully_async/count/current_param_version", "fully_async/count/announced_version"
+UP = "is up and takes part from the next weight sync on"
 
 
 def on(nodes: Nodes, overrides: list[str]) -> list[str]:
@@ -38,6 +40,19 @@ def joining(nodes: Nodes) -> list[str]:
 def newest(run: DrilledRun, column: str) -> float:
     steps = run.steps()
     return steps[-1][column] if steps else -1.0
+
+
+def wait_until_used(run: DrilledRun, nodes: Nodes, live: int, timeout_s: float = LONG_S) -> None:
+    """Until a new node's replica serves, with which there are ``live``.
+
+    It gets the first version that is begun after it is up.
+    """
+    run.wait_for(lambda: UP in trainer_log([f"{RAY_FOLDER}={nodes.folder}"]), "a replica that is up", timeout_s)
+    # One version may be on its way to the others, which the newest line may not know yet.
+    known = newest(run, SEALED) + 2
+    run.wait_for(lambda: newest(run, LIVE) == live, "a replica on the new node", timeout_s)
+    lost = max(number for number, step in enumerate(run.steps()) if step[LIVE] < live)
+    assert run.steps()[lost + 1][ANNOUNCED] <= known
 
 
 @pytest.mark.e2e
@@ -69,8 +84,7 @@ def test_run_goes_on_without_a_node_that_is_lost_and_uses_one_that_joins(
             run.wait_for(lambda: newest(run, LIVE) == 1, "the loss of a replica")
             run.wait_for(lambda: "tried again at each weight sync" in trainer_log(log), "an attempt in vain")
             nodes.add(accelerators=1)
-            run.wait_for(lambda: newest(run, LIVE) == 2, "a replica on the new node")
-            run.wait_for_steps(2)
+            wait_until_used(run, nodes, live=2)
             assert newest(run, AGENTS) == 2
             run.signal("main", signal.SIGTERM)
             ended = run.end_within(END_S)
@@ -87,6 +101,49 @@ def check_stopped(ended: FinishedRun) -> None:
     ledger = ended.summary["ledger"]
     assert ledger["issued"] == sum(ledger[key] for key in ("trained", "filtered", "failed", "live"))
     assert ledger["failed"] == 0
+
+
+def learning(folder: Path) -> list[str]:
+    """Overrides of the preset's own run on the built-in task, 100 steps, on four nodes."""
+    return [
+        "preset=tiny_cpu",
+        f"trainer.default_local_dir={folder}",
+        f"hydra.run.dir={folder}/hydra",
+        "actor_rollout_ref.rollout.agent.num_workers=4",
+        "reward.num_workers=4",
+        "async_training.max_replica_restarts=1",
+    ]
+
+
+def check_learned(ended: FinishedRun) -> None:
+    assert ended.returncode == 0, ended.output[-3000:]
+    summary = ended.summary
+    assert (summary["error"], summary["steps"], summary["ledger"]["failed"]) == (None, 100, 0)
+    assert summary["ledger"]["trained"] == 1600
+    assert summary["validation"]["first"] <= 0.5 and summary["validation"]["last"] >= 0.9
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_on_four_nodes_a_run_learns_while_one_is_lost_and_another_joins(tmp_path: Path, ray_dir: Path) -> None:
+    """The trainer and a replica on the first node, a replica on each of the others, agent loops and rewards on all."""
+    folder = tmp_path / "run"
+    with closing(Loopback(ray_dir)) as nodes:
+        nodes.add(accelerators=2)
+        _, lost, _ = (nodes.add(accelerators=1) for _ in range(3))
+        overrides = on(nodes, [*learning(folder), "rollout.n_gpus_per_node=4"])
+        with drilled(FULLY_ASYNC, overrides, folder, before=joining(nodes)) as run:
+            run.wait_for_steps(20, LONG_S)
+            assert (newest(run, LIVE), newest(run, AGENTS)) == (4, 4)
+            nodes.kill(lost)
+            run.wait_for(lambda: newest(run, LIVE) == 3, "the loss of a replica", LONG_S)
+            nodes.add(accelerators=1)
+            wait_until_used(run, nodes, live=4)
+            assert newest(run, AGENTS) == 4
+            ended = run.end_within(LONG_S)
+    check_learned(ended)
+    assert ended.metrics[-1]["fully_async/count/restarts"] == 1
 
 
 @pytest.mark.e2e
@@ -129,3 +186,32 @@ def test_node_with_a_log_prob_server_and_workers_is_replaced_and_the_last_replic
             ended = run.end_within(LONG_S)
     assert ended.returncode == 1
     assert ended.summary["error"]["name"] == "NoReplicaLeft", ended.summary["error"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_replica_over_two_nodes_generates_with_the_weights_that_reach_both(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    """Tensor parallel over an engine's worker on each of them; no node has room for another part of the run."""
+    with closing(Loopback(ray_dir)) as nodes:
+        for _ in range(3):
+            nodes.add(accelerators=1)
+        rollout = "actor_rollout_ref.rollout"
+        overrides = on(
+            nodes,
+            [
+                *small(task, tmp_path / "run", ray_dir),
+                "rollout.nnodes=2",
+                f"{rollout}.tensor_model_parallel_size=2",
+                f"{rollout}.engine_kwargs.vllm.distributed_executor_backend=mp",
+                "async_training.staleness_threshold=0",
+                "trainer.total_training_steps=4",
+            ],
+        )
+        with drilled(FULLY_ASYNC, overrides, tmp_path / "run", before=joining(nodes)) as run:
+            ended = run.end_within(LONG_S)
+    assert ended.returncode == 0, ended.output[-3000:]
+    assert ended.summary["error"] is None
+    # Each batch is on policy: the engine's log-probs are the trainer's, so both parts have its weights of each version.
+    assert all(difference < 1e-5 for difference in ended.column("rollout_corr/log_ppl_abs_diff"))

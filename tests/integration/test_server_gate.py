@@ -101,7 +101,7 @@ class Engine:
 def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda self, devices: None)
     # Without Ray there is no run to name.
-    monkeypatch.setattr("recipe.async_engine.replicas.server.run_id", lambda: "run")
+    monkeypatch.setattr("recipe.async_engine.replicas.server.part_id", lambda node_rank: "run")
     monkeypatch.setenv("VERL_RAY_JOB_ID", "")
     # vLLM's own choice, which a server makes for its engine.
     monkeypatch.delenv(RUNNER_CHOICE, raising=False)

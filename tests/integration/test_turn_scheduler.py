@@ -14,6 +14,7 @@ from recipe.async_engine.core.groups import GroupState, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import TurnError
 from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.rollout import scheduler as scheduler_module
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
@@ -130,6 +131,33 @@ def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(star
     pool.of(1, 0).finish()
     pool.of(1, 1).finish()
     assert end(scheduler) == [1]
+
+
+def test_other_calls_have_their_turn_between_portions_of_what_goes_on(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much goes on at once; the portions end with a group."""
+    monkeypatch.setattr(scheduler_module, "PORTION", 3)
+    seen: list[Any] = []
+
+    class Pool(TurnPoolFake):
+        def resume(self, calls: Iterable[ScriptedCall], turn: int) -> None:
+            keys = [call.key for call in calls]
+            if keys and not seen:
+                self.loop.call_soon(seen.append, "another call")
+            seen.extend(filter(None, [keys]))
+            super().resume(calls, turn)
+
+    pool = Pool()
+    scheduler = start(new_turns(new_ledger(b=1, bound=3, depth=3), pool, slots=8))
+    scheduler.open_turn()
+    last = pool.began(8)[-1]
+    pool.of(0, 0).finish()
+    pool.of(0, 1).finish()
+    assert end(scheduler) == [0]
+    scheduler.open_turn()
+    assert pool.resumed(last, turn=2)
+    assert seen == [["1-0-0", "1-1-0", "2-0-0", "2-1-0"], "another call", ["3-0-0", "3-1-0"]]
 
 
 def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:

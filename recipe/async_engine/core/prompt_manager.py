@@ -110,14 +110,20 @@ class PromptManager:
         if not self.is_open:
             raise TurnError("no generation turn is open")
         self.is_open = False
-        interrupted = [
-            Trajectory(group_id, index)
-            for group_id, states in self._states.items()
-            for index, state in enumerate(states)
-            if state is TrajectoryState.RUNNING
-        ]
-        for trajectory in interrupted:
-            self._set(trajectory, TrajectoryState.INTERRUPTED)
+        interrupted = []
+        for group_id, states in self._states.items():
+            running = [index for index, state in enumerate(states) if state is TrajectoryState.RUNNING]
+            if running:
+                self._groups_in[_group_state(states)] -= 1
+                for index in running:
+                    states[index] = TrajectoryState.INTERRUPTED
+                self._groups_in[_group_state(states)] += 1
+                self._waiting += self._entries(group_id, running)
+                interrupted += [Trajectory(group_id, index) for index in running]
+        # All at once: many may run, and whoever else asks the scheduler waits for this.
+        heapq.heapify(self._waiting)
+        self._trajectories_in[TrajectoryState.RUNNING] -= len(interrupted)
+        self._trajectories_in[TrajectoryState.INTERRUPTED] += len(interrupted)
         return interrupted
 
     def drain(self) -> None:
@@ -212,13 +218,17 @@ class PromptManager:
 
     def anything_waits(self) -> bool:
         """Whether a trajectory waits for a slot."""
+        return self.first_waiting() is not None
+
+    def first_waiting(self) -> int | None:
+        """The group of the trajectory that gets the next slot; None if none waits."""
         while self._waiting:
             rank, _, group_id, index = self._waiting[0]
             states = self._states.get(group_id)
             if states is not None and self._ranks.get(states[index]) == rank:
-                return True
+                return group_id
             heapq.heappop(self._waiting)
-        return False
+        return None
 
     def _fits(self, waiting: int) -> bool:
         """Whether slots are free for a group of which so many trajectories wait."""
@@ -245,10 +255,14 @@ class PromptManager:
 
     def _wait(self, trajectory: Trajectory) -> None:
         """Queue the trajectory if it waits for a slot."""
-        rank = self._ranks.get(self.state(trajectory))
-        group = self.ledger.find(trajectory.group_id)
-        if rank is not None and group is not None:
-            heapq.heappush(self._waiting, (rank, group.start, group.id, trajectory.index))
+        if self.state(trajectory) in self._ranks:
+            for entry in self._entries(trajectory.group_id, [trajectory.index]):
+                heapq.heappush(self._waiting, entry)
+
+    def _entries(self, group_id: int, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """What the queue has of trajectories of a group that wait for a slot; nothing if the ledger lacks the group."""
+        states, group = self._states[group_id], self.ledger.find(group_id)
+        return [] if group is None else [(self._ranks[states[n]], group.start, group_id, n) for n in indices]
 
 
 def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:

@@ -81,7 +81,9 @@ def check_plain(settings: Mapping[str, Any], *, available: Resources | None = No
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Refuse a configuration that verl's own types would refuse in a worker; verl is imported.
+    """Refuse a configuration for a CPU that verl's own types would refuse in a worker; verl is imported.
+
+    For other devices `look` has built them already, in the main.
 
     Raises:
         ConfigError: they do.
@@ -90,7 +92,7 @@ def check_types(settings: Mapping[str, Any]) -> None:
 
     problems, context = judge(settings, None, ())
     # What the rules refuse of it has been judged with the facts that they need.
-    if found := verl_problems(context, problems):
+    if context.on_cpu and (found := verl_problems(context, problems)):
         raise ConfigError(found)
 
 

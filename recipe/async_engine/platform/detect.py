@@ -24,7 +24,11 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/da
 ACCELERATOR_COMMANDS = ("nvidia-smi", "rocm-smi", "npu-smi")
 LOCAL_RAY_ADDRESS = "local"
 
+# A package that vLLM imports gives the root logger this level, ERROR without the variable: no warning would be seen.
+LOG_LEVEL = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
+
 CPU_ENVIRONMENT: dict[str, str] = {
+    **LOG_LEVEL,
     "VERL_PLATFORM": "cpu",
     "VLLM_TARGET_DEVICE": "cpu",
     # "auto" pins every vLLM worker of a machine to the same first cores.

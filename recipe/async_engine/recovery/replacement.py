@@ -84,7 +84,6 @@ class Replacements:
                 else:
                     self._attempts.append(attempt)
             elif (error := attempt.result.exception()) is None:
-                logger.warning("%s is up and takes part from the next weight sync on", what)
                 ready.append(attempt.result.result())
             else:
                 waits = isinstance(error, NothingFree)
@@ -123,6 +122,7 @@ class Replacements:
                 attempt.result.set_exception(error)
             return
         if attempt.result.set_running_or_notify_cancel():
+            logger.warning("%s is up and takes part from the next weight sync on", attempt.place.what)
             attempt.result.set_result(started)
         else:
             self._clear(started)

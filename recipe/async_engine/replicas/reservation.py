@@ -28,7 +28,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from recipe.async_engine.core.errors import NothingFree, RecipeError
 from recipe.async_engine.settings.placement import REPLICA_CPUS, Wanted
 
-FREE_S, POLL_S = 10.0, 0.05
+FREE_S, POLL_S = 3.0, 0.05
 """How long, and how often, a replica that is started in a run looks for accelerators: Ray counts them a bit late."""
 
 

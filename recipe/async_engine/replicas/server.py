@@ -40,7 +40,7 @@ from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.replicas.weights_gate import WeightsGate
 from recipe.async_engine.weights.staged_adapter import AdapterName
-from recipe.async_engine.weights.worker import run_id
+from recipe.async_engine.weights.worker import part_id
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         # Read by the engine's worker, for the name of the socket that weights come through.
-        os.environ["VERL_RAY_JOB_ID"] = run_id()
+        os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})

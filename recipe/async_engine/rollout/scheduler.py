@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import Any
 
 from recipe.async_engine.core.account import TokenBooks
@@ -64,6 +65,10 @@ logger = logging.getLogger(__name__)
 LOOP_S = 60.0
 # A payload that its worker has handed over is here in less, or lost.
 LAST_WORDS_S = 5.0
+PORTION, PAUSE_S = 1_024, 0.001
+"""How many trajectories begin or go on before whoever waits for the scheduler has its turn, and for how long."""
+TRAINED_FIRST = attrgetter("start", "id")
+"""Key by which groups are sorted."""
 
 
 class RolloutScheduler:
@@ -342,23 +347,36 @@ class RolloutScheduler:
     async def _issue_forever(self) -> None:
         while True:
             self._drop_overdue()
-            with self._changed:
-                turn, picked = self.manager.turns, list(self._picked())
-                self._account()
-                self._changed.made()
-            self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
-            for run, n in picked:
-                if n not in run.calls and not run.given_up:
-                    self._begin(run, n, turn)
+            while self._issue_some():
+                # Whoever waits for this loop, or for the lock, which is not a fair one, has its turn.
+                await asyncio.sleep(PAUSE_S)
             await self._wake.wait()
             self._wake.clear()
 
+    def _issue_some(self) -> bool:
+        """Let about `PORTION` trajectories begin or go on; returns whether there may be more."""
+        with self._changed:
+            turn, picked = self.manager.turns, list(self._picked())
+            self._account()
+            self._changed.made()
+        self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
+        for run, n in picked:
+            if n not in run.calls and not run.given_up:
+                self._begin(run, n, turn)
+        return len(picked) >= PORTION
+
     def _picked(self) -> Iterator[tuple[GroupRun, int]]:
-        """The trajectories that may generate from now on, those of new prompts once none waits."""
-        while True:
+        """The trajectories that may generate from now on, those of new prompts once none waits.
+
+        About `PORTION` of them, so that the lock is held for a moment only; a group is never cut in two, which a drain
+        would leave half begun.
+        """
+        count, last = 0, None
+        while count < PORTION or self.manager.first_waiting() == last:
             trajectory = self.manager.next()
             if trajectory is not None:
-                yield self._runs[trajectory.group_id], trajectory.index
+                count, last = count + 1, trajectory.group_id
+                yield self._runs[last], trajectory.index
             elif self.manager.wants_prompt() and (prompt := self._next_prompt()) is not None:
                 self._register(self.manager.issue(prompt.reference), prompt.row)
             else:
@@ -563,8 +581,13 @@ class RolloutScheduler:
     async def _announced(self) -> int:
         with self._changed:
             version = self.ledger.announce()
-            self._score(self.ledger.in_state(GroupState.READY))
+            ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
+        # Whoever announces a version waits for this, and takes no batch meanwhile.
+        for group in sorted(ready, key=TRAINED_FIRST):
+            with self._changed:
+                self._score([group])
+            await asyncio.sleep(0)
         return version
 
     async def _end_trajectories(self, timeout_s: float) -> TokenFlow | None:
@@ -613,7 +636,7 @@ class RolloutScheduler:
         """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""
         if not self._rescore:
             return
-        for group in sorted(groups, key=lambda group: (group.start, group.id)):
+        for group in sorted(groups, key=TRAINED_FIRST):
             run = self._runs[group.id]
             run.scores = [self._pool.rescore(payload, self.ledger.announced, group.start) for payload in run.payloads]
 
@@ -642,7 +665,7 @@ class RolloutScheduler:
     def _state(self) -> str:
         counts, prompts = self.ledger.counts(), self.manager.counts()
         running = self.ledger.in_state(GroupState.RUNNING)
-        oldest = min(running, key=lambda group: (group.start, group.id), default=None)
+        oldest = min(running, key=TRAINED_FIRST, default=None)
         return (
             f"{counts.running} groups run ({self.manager.running} trajectories generate, "
             f"the others wait for their reward), {counts.ready} are ready, "

@@ -30,6 +30,7 @@ from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.platform.detect import (
+    LOG_LEVEL,
     PlatformChoice,
     choose_platform,
     cluster_to_join,
@@ -369,6 +370,7 @@ def _start_ray(
         from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
         defaults = get_ppo_ray_runtime_env(config)
+        defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
     # verl's configuration has a py_executable of null.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forks = {} if prefork is None else prefork.runtime_env

@@ -6,6 +6,7 @@ account of the run, also when the run failed: the error travels in it as text, b
 is read. A `RunWatch` is there from the first moment to the last.
 """
 
+import gc
 import logging
 import os
 import threading
@@ -79,6 +80,9 @@ class TaskRunner:
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
+            # Every thread waits in a full collection of garbage: half a second for what the imports have left alone.
+            gc.collect()
+            gc.freeze()
             watch.hold(trainer.irreplaceable_actors())
             steps = trainer.fit(watch)
             next(steps)
@@ -116,7 +120,7 @@ class TaskRunner:
         from recipe.async_engine.inspection.check import check_types
 
         conf = migrate_legacy_reward_impl(OmegaConf.create(config))
-        # A main on a CPU does without verl, so it could not ask verl's types.
+        # A main on a CPU does without verl, so it has not asked verl's types.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
         model = conf.actor_rollout_ref.model

@@ -162,14 +162,15 @@ class DeadlineWeightSender(BucketedWeightSender):
         self._reserved += more
 
 
-def run_id() -> str:
-    """Tells this run from every other one on the host, on all of its nodes.
+def part_id(node_rank: int) -> str:
+    """Tells a replica's part on one node from those of every other run on the host, and from its other parts.
 
     verl names the socket between weight worker and engine by Ray's job id (vllm_rollout.py:141), which is a first job's
-    in every run that starts Ray itself: two such runs on one host would load each other's weights.
+    in every run that starts Ray itself: two such runs on one host would load each other's weights. So would the parts
+    of a replica over several nodes where these are on one host, or where Ray puts two parts on one node.
     """
     context = ray.get_runtime_context()
-    return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}"
+    return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
 
 
 def takes_adapters(model_config: Any) -> bool:
@@ -185,10 +186,11 @@ class DeadlineServerAdapter(ServerAdapter):
     """
 
     zmq_handle: str
+    node_rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), run_id())
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), part_id(self.node_rank))
         settings = (self.config.custom or {}).get("recipe", {})
         self._timeout_s = float(settings.get("weight_sync_timeout_s", 600.0))
         self.checksum: str | None = None
