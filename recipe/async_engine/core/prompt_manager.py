@@ -24,7 +24,7 @@ tests/core/test_prompt_manager.py.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -138,6 +138,18 @@ class PromptManager:
         trajectory = Trajectory(group_id, index)
         self._set(trajectory, TrajectoryState.RUNNING)
         return trajectory
+
+    def picks(self, issue: Callable[[], bool]) -> Iterator[Trajectory]:
+        """The trajectories that may generate from now on, those of new prompts once none waits.
+
+        ``issue``: issues a group for the next prompt; False if there is none now.
+        """
+        while True:
+            trajectory = self.next()
+            if trajectory is not None:
+                yield trajectory
+            elif not (self.wants_prompt() and issue()):
+                return
 
     def wants_prompt(self) -> bool:
         """Whether slots are free for a new prompt; ask when `next` gives nothing."""

@@ -24,7 +24,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -346,7 +346,9 @@ class RolloutScheduler:
         while True:
             self._drop_overdue()
             with self._changed:
-                turn, picked = self.manager.turns, list(self._picked())
+                turn = self.manager.turns
+                picks = self.manager.picks(self._issue_next)
+                picked = [(self._runs[trajectory.group_id], trajectory.index) for trajectory in picks]
                 self._account()
                 self._changed.made()
             self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
@@ -356,16 +358,12 @@ class RolloutScheduler:
             await self._wake.wait()
             self._wake.clear()
 
-    def _picked(self) -> Iterator[tuple[GroupRun, int]]:
-        """The trajectories that may generate from now on, those of new prompts once none waits."""
-        while True:
-            trajectory = self.manager.next()
-            if trajectory is not None:
-                yield self._runs[trajectory.group_id], trajectory.index
-            elif self.manager.wants_prompt() and (prompt := self._next_prompt()) is not None:
-                self._register(self.manager.issue(prompt.reference), prompt.row)
-            else:
-                return
+    def _issue_next(self) -> bool:
+        """Issue a group for the next prompt, if that is here."""
+        prompt = self._next_prompt()
+        if prompt is not None:
+            self._register(self.manager.issue(prompt.reference), prompt.row)
+        return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
         """The next prompt if it is here; otherwise it is taken, and whoever issues is woken."""
