@@ -49,6 +49,12 @@ def told(times: Times, name: str, fit: str) -> Times:
     return changed
 
 
+def ended(folder: Path) -> bool:
+    """Whether the run is there and came to its end."""
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["error"] is None
+
+
 def row(folder: Path, fit: Path) -> dict[str, float | str]:
     times, _ = fitted(fit)
     real, name = load(folder), folder.name
@@ -77,7 +83,7 @@ def main() -> None:
     parser.add_argument("--fit", default="base")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    made = [name for name in SCENARIOS if (arguments.folder / name / "summary.json").exists()]
+    made = [name for name in SCENARIOS if ended(arguments.folder / name)]
     rows = [row(arguments.folder / name, arguments.folder / arguments.fit) for name in made]
     for one in rows:
         print(json.dumps(one), flush=True)

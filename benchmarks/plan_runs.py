@@ -46,7 +46,7 @@ class Scenario:
 
 def bound(versions: float, depth: float | None = None) -> tuple[str, ...]:
     depth = versions if depth is None else depth
-    return f"async_training.max_staleness={versions}", f"async_training.staleness_threshold={depth}"
+    return f"async_training.max_staleness={versions:g}", f"async_training.staleness_threshold={depth}"
 
 
 def every(batches: int) -> str:
