@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import random
 import signal
 import time
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
+import torch
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
+from tensordict import TensorDict
+from verl import DataProto
 
 from recipe.async_engine.recovery import restarts
 from recipe.async_engine.recovery.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
-from recipe.async_engine.rewards.dispatch import NoRewardWorker, least_busy_worker
+from recipe.async_engine.rewards.dispatch import InTransit, NoRewardWorker, least_busy_worker
 from recipe.async_engine.rewards.scoring_worker import PoolTotals
 
 
@@ -37,6 +43,27 @@ class Worker:
     def compute_score(self, data: Any) -> asyncio.Future[dict[str, Any]]:
         self.waiting.append(asyncio.get_running_loop().create_future())
         return self.waiting[-1]
+
+
+def answer(mark: str = "") -> DataProto:
+    """What verl's agent-loop worker has scored; the tokens are of two turns."""
+    tensors = {"responses": torch.tensor([[1, 2], [3, 0]]), "position_ids": torch.arange(12).reshape(2, 3, 2)}
+    texts = np.array([[{"role": "user", "content": "1 + 1"}]] * 2 + [None], dtype=object)[:2]
+    return DataProto(TensorDict(tensors, batch_size=2), {"mark": np.array([mark] * 2), "raw_prompt": texts}, {"k": 1})
+
+
+def test_answer_travels_as_it_is_and_may_be_written_to() -> None:
+    sent, frozen = answer("kept"), []
+    stream = cloudpickle.dumps(InTransit(sent), protocol=5, buffer_callback=frozen.append)
+    arrived = pickle.loads(stream, buffers=[buffer.raw().toreadonly() for buffer in frozen])
+    assert type(arrived) is DataProto and len(arrived) == 2 and arrived.meta_info == {"k": 1}
+    assert set(arrived.batch.keys()) == set(sent.batch.keys())
+    for name, value in sent.batch.items():
+        assert torch.equal(arrived.batch[name], value) and arrived.batch[name].dtype == value.dtype
+        arrived.batch[name].zero_()
+    assert arrived[1].non_tensor_batch["mark"] == "kept"
+    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
+    assert sent.batch["responses"].any()
 
 
 async def begin(dispatch: Any, calls: int) -> list[asyncio.Task]:
@@ -106,21 +133,21 @@ async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest
 async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: None) -> None:
     class Dying:  # made here, so that Ray sends it by value: its processes cannot import test modules
         async def compute_score(self, data: Any) -> dict[str, Any]:
-            if data == "dies":
+            if data.non_tensor_batch["mark"][0] == "dies":
                 os._exit(1)
             return {"pid": os.getpid()}
 
     actor = ray.remote(max_restarts=1)(Dying).remote()
     dispatch = least_busy_worker([actor])
-    first = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+    first = await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60)
     with pytest.raises(WorkerDied):
-        await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
-    second = await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+        await asyncio.wait_for(dispatch.compute_score.remote(answer("dies")), 60)
+    second = await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60)
     assert second["pid"] != first["pid"]
     with pytest.raises(WorkerDied):
-        await asyncio.wait_for(dispatch.compute_score.remote("dies"), 60)
+        await asyncio.wait_for(dispatch.compute_score.remote(answer("dies")), 60)
     with pytest.raises(NoRewardWorker):
-        await asyncio.wait_for(dispatch.compute_score.remote(""), 60)
+        await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60)
 
 
 async def test_worker_whose_call_is_given_up_is_asked_again_once_it_answers() -> None:
@@ -149,14 +176,14 @@ async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monk
 
     actors = [ray.remote(max_restarts=1)(Scoring).remote() for _ in range(2)]
     dispatch = least_busy_worker(actors)
-    pids = {(await asyncio.wait_for(dispatch.compute_score.remote(""), 60))["pid"] for _ in range(4)}
+    pids = {(await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60))["pid"] for _ in range(4)}
     assert len(pids) == 2
     stopped = min(pids)
     os.kill(stopped, signal.SIGSTOP)
     given_up, began = 0, time.monotonic()
     for _ in range(6):
         try:
-            scored = await asyncio.wait_for(dispatch.compute_score.remote(""), 3)
+            scored = await asyncio.wait_for(dispatch.compute_score.remote(answer()), 3)
             assert scored["pid"] != stopped
         except TimeoutError:
             given_up += 1
@@ -168,7 +195,7 @@ async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monk
     now = set()
     while len(now) < 2:
         assert time.monotonic() - began < 240
-        now.add((await asyncio.wait_for(dispatch.compute_score.remote(""), 60))["pid"])
+        now.add((await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60))["pid"])
     assert stopped not in now
 
 
