@@ -24,7 +24,7 @@ tests/core/test_prompt_manager.py.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -144,6 +144,23 @@ class PromptManager:
         trajectory = Trajectory(group_id, index)
         self._set(trajectory, TrajectoryState.RUNNING)
         return trajectory
+
+    def picks(self, issue: Callable[[], bool], portion: int | None = None) -> Iterator[Trajectory]:
+        """The trajectories that may generate from now on, those of new prompts once none waits.
+
+        Args:
+            issue: issues a group for the next prompt; False if there is none now.
+            portion: about so many of them, so that a lock is held for a moment only; None for all. A group is never cut
+                in two, which a drain would leave half begun.
+        """
+        count, last = 0, None
+        while portion is None or count < portion or self.first_waiting() == last:
+            trajectory = self.next()
+            if trajectory is not None:
+                count, last = count + 1, trajectory.group_id
+                yield trajectory
+            elif not (self.wants_prompt() and issue()):
+                return
 
     def wants_prompt(self) -> bool:
         """Whether slots are free for a new prompt; ask when `next` gives nothing."""

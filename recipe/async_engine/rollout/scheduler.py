@@ -24,7 +24,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from operator import attrgetter
 from typing import Any
@@ -356,7 +356,8 @@ class RolloutScheduler:
     def _issue_some(self) -> bool:
         """Let about `PORTION` trajectories begin or go on; returns whether there may be more."""
         with self._changed:
-            turn, picked = self.manager.turns, list(self._picked())
+            turn, picks = self.manager.turns, self.manager.picks(self._issue_next, PORTION)
+            picked = [(self._runs[trajectory.group_id], trajectory.index) for trajectory in picks]
             self._account()
             self._changed.made()
         self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
@@ -365,22 +366,12 @@ class RolloutScheduler:
                 self._begin(run, n, turn)
         return len(picked) >= PORTION
 
-    def _picked(self) -> Iterator[tuple[GroupRun, int]]:
-        """The trajectories that may generate from now on, those of new prompts once none waits.
-
-        About `PORTION` of them, so that the lock is held for a moment only; a group is never cut in two, which a drain
-        would leave half begun.
-        """
-        count, last = 0, None
-        while count < PORTION or self.manager.first_waiting() == last:
-            trajectory = self.manager.next()
-            if trajectory is not None:
-                count, last = count + 1, trajectory.group_id
-                yield self._runs[last], trajectory.index
-            elif self.manager.wants_prompt() and (prompt := self._next_prompt()) is not None:
-                self._register(self.manager.issue(prompt.reference), prompt.row)
-            else:
-                return
+    def _issue_next(self) -> bool:
+        """Issue a group for the next prompt, if that is here."""
+        prompt = self._next_prompt()
+        if prompt is not None:
+            self._register(self.manager.issue(prompt.reference), prompt.row)
+        return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
         """The next prompt if it is here; otherwise it is taken, and whoever issues is woken."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator's error: fitted on one real run, it predicts others, which `plan_runs.py` has made.
+
+    python benchmarks/plan_error.py runs/plan [--fit base] [--write docs/plan.md]
+
+Of a predicted run it is told what its user sets (mode, bounds, devices, lengths, time of a reward), and of the fitted
+one what its record has. Compared: seconds a step after the first ones, mean staleness, and each class of the account as
+a share of trainer and rollout engines without their start-up. ``--write`` puts the table into that document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from plan_runs import SCENARIOS
+
+from recipe.async_engine.core.account import Account
+from recipe.plan.__main__ import of_run
+from recipe.plan.simulation import Simulation
+from recipe.plan.times import Times, fitted
+from recipe.report.advice import sides
+from recipe.report.run import load
+
+SKIP, SEEDS = 4, 5
+BEGINS, ENDS = "<!-- errors -->", "<!-- end of errors -->"
+
+
+def shares(account: Account) -> dict[tuple[str, str], float]:
+    found = {}
+    for side, seconds in sides(account).items():
+        whole = sum(value for name, value in seconds.items() if name != "start_up")
+        found.update({(side, name): value / whole for name, value in seconds.items() if name != "start_up"})
+    return found
+
+
+def told(times: Times, name: str, fit: str) -> Times:
+    """The fitted times with what the user of the other run has set."""
+    there, here = SCENARIOS[fit], SCENARIOS[name]
+    ratio = there.devices.trainer_devices / here.devices.trainer_devices
+    changed = replace(times, update_s=lambda lengths, ranks: ratio * times.update_s(lengths, ranks))
+    if here.lengths != there.lengths:
+        changed = replace(changed, groups=((6,) * 8,) if here.lengths == "uniform" else times.groups)
+    if here.reward_s:
+        changed = replace(changed, rewards=(here.reward_s + statistics.median(times.rewards),))
+    return changed
+
+
+def ended(folder: Path) -> bool:
+    """Whether the run is there and came to its end."""
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["error"] is None
+
+
+def row(folder: Path, fit: Path) -> dict[str, float | str]:
+    times, _ = fitted(fit)
+    real, name = load(folder), folder.name
+    lines = [line["wall_seconds"] for line in real.metrics if line.get("training/global_step")]
+    seen = (lines[-1] - lines[SKIP - 1]) / (len(lines) - SKIP)
+    scenario = of_run(real, len(lines))
+    results = [Simulation(scenario, told(times, name, fit.name), seed).run() for seed in range(SEEDS)]
+    said = statistics.median(result.step_s(SKIP) for result in results)
+    was, would = shares(real.account), shares(results[0].account)
+    worst = max({*was, *would}, key=lambda key: abs(was.get(key, 0.0) - would.get(key, 0.0)))
+    staleness = statistics.median(result.staleness for result in results)
+    return {
+        "run": name,
+        "real_s": round(seen, 2),
+        "predicted_s": round(said, 2),
+        "error_percent": round(100 * (seen / said - 1), 1),
+        "staleness": round(real.summary["staleness"]["mean"], 2),
+        "predicted_staleness": round(staleness, 2),
+        "worst_class": f"{worst[0]} {worst[1]} {100 * (would.get(worst, 0.0) - was.get(worst, 0.0)):+.0f}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fit", default="base")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    made = [name for name in SCENARIOS if ended(arguments.folder / name)]
+    rows = [row(arguments.folder / name, arguments.folder / arguments.fit) for name in made]
+    for one in rows:
+        print(json.dumps(one), flush=True)
+    others = [abs(float(one["error_percent"])) for one in rows if one["run"] != arguments.fit]
+    if not others:
+        return
+    said = f"{len(others)} runs: median {statistics.median(others):.1f}%, worst {max(others):.1f}%"
+    print(said)
+    if arguments.write is not None:
+        head = ["run", "s a step", "predicted", "error %", "staleness", "predicted", "class most off, points"]
+        lines = [" | ".join(str(cell) for cell in cells) for cells in (head, ["---"] * 7, *(r.values() for r in rows))]
+        table = "\n".join(f"| {line} |" for line in lines)
+        text = arguments.write.read_text()
+        before, after = text.split(BEGINS)[0], text.split(ENDS)[1]
+        arguments.write.write_text(f"{before}{BEGINS}\n{table}\n\n{said} (the first row is the fit).\n{ENDS}{after}")
+
+
+if __name__ == "__main__":
+    main()

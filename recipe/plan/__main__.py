@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m recipe.plan RUN --accelerators 64`` says how to split them; see docs/plan.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine.storage.event_file import OtherFormat, files
+from recipe.plan.advise import Advice, BadRequest, Goal, advise
+from recipe.plan.device import H100, DeviceTimes, shape_of
+from recipe.plan.simulation import Scenario
+from recipe.plan.times import CannotFit, Times, estimated, fitted
+from recipe.report.run import NoRecord, Run
+
+PROFILES = {"h100": H100}
+SHOWN = 8
+
+
+def of_run(run: Run, steps: int) -> Scenario:
+    """What the run in the record was."""
+    said = run.settings
+    replicas = max(1, said["rollout_replicas"])
+    groups = run.groups.to_pylist()
+    answers: dict[int, int] = {}
+    for row in run.trajectories.to_pylist():
+        answers[row["group"]] = max(answers.get(row["group"], 0), row["trajectory"] + 1)
+    trained = [row for row in groups if row["what"] == "trained"]
+    updates = {row["version"] for row in run.tokens.to_pylist()}
+    every = said["trigger_parameter_sync_step"]
+    return Scenario(
+        batch_groups=max(1, round(len(trained) / max(1, len(updates) * every))),
+        answers=max(answers.values()),
+        replicas=replicas,
+        slots=said["max_concurrent_trajectories"] // replicas,
+        places=said["engine_places"] // replicas,
+        max_staleness=said["max_staleness"],
+        pipeline_depth=said["pipeline_depth"],
+        batches_per_version=every,
+        whole_batches=said["whole_batches"],
+        shared=run.devices.shared,
+        at_swap=said["at_swap"],
+        beside=said["publish"] == "beside",
+        steps=steps,
+        trainer_ranks=said["trainer_ranks"],
+        replica_size=run.devices.size("rollout 0"),
+    )
+
+
+def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
+    """A scenario and times for nothing but a model's config, lengths and a device."""
+    if options.lengths is None:
+        raise BadRequest(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    if shape is None:
+        raise BadRequest(f"{folder}/config.json has no architecture whose shape is known")
+    if options.device not in PROFILES:
+        raise BadRequest(f"--device {options.device!r} is not known: {sorted(PROFILES)}")
+    try:
+        median, sigma, most = (float(part) for part in options.lengths.split(","))
+    except ValueError:
+        raise BadRequest(f"--lengths {options.lengths!r}: three numbers, MEDIAN,SIGMA,MOST") from None
+    draw = random.Random(0)
+    tokens = [
+        [max(1, min(int(most), round(median * draw.lognormvariate(0, sigma)))) for _ in range(8)] for _ in range(500)
+    ]
+    profile = PROFILES[options.device]
+    times = estimated(
+        DeviceTimes(profile, shape, options.replica_size), lambda ranks: DeviceTimes(profile, shape, ranks), tokens, 512
+    )
+    scenario = Scenario(options.batch, 8, 1, 320, 256, replica_size=options.replica_size, steps=options.steps)
+    return scenario, times
+
+
+def table(found: Sequence[Advice]) -> str:
+    """The best ones, for people."""
+    rows = [("trainer", "rollout", "bound", "k", "tokens/s", "over seeds", "staleness", "why not")]
+    for advice in found[:SHOWN]:
+        row = advice.row(found[0])
+        low, high = row["range"]
+        names = "trainer_accelerators", "rollout_accelerators", "max_staleness", "batches_per_version", "tokens_per_s"
+        rows.append((*(str(row[name]) for name in names), f"{low}..{high}", str(row["staleness"]), row["why_worse"]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def picture(found: Sequence[Advice], file: Path) -> None:
+    """Throughput over the split, a line a bound, as a page."""
+    from bokeh.embed import file_html
+    from bokeh.palettes import Category10
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
+
+    plot = figure(width=800, height=420, x_axis_label="trainer's accelerators", y_axis_label="trained tokens/s")
+    bounds = sorted({advice.scenario.max_staleness for advice in found})
+    for bound, colour in zip(bounds, Category10[10], strict=False):
+        best: dict[int, float] = {}
+        for advice in found:
+            if advice.scenario.max_staleness == bound:
+                ranks = advice.scenario.trainer_ranks
+                best[ranks] = max(best.get(ranks, 0.0), advice.tokens_per_s)
+        points = sorted(best.items())
+        plot.line(*zip(*points, strict=True), color=colour, legend_label=f"max_staleness {bound}", line_width=2)
+    file.write_text(file_html(plot, INLINE, "throughput over split and bound"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 2 for what cannot be planned, with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.plan", description="Says how to split accelerators.")
+    parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
+    parser.add_argument("--accelerators", type=int, required=True)
+    parser.add_argument("--goal", default="throughput", help="throughput, cost, or staleness<=N")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="steps to simulate")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", type=Path, help="an HTML file to write")
+    parser.add_argument("--device", default="h100", help="for an estimate")
+    parser.add_argument("--lengths", help="for an estimate: MEDIAN,SIGMA,MOST tokens of an answer, lognormal")
+    parser.add_argument("--batch", type=int, default=64, help="for an estimate: prompts a step")
+    parser.add_argument("--replica-size", type=int, default=1, help="for an estimate")
+    options = parser.parse_args(arguments)
+    try:
+        found, estimate = _found(options)
+    except (BadRequest, CannotFit, NoRecord, OtherFormat) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if options.picture is not None:
+        picture(found, options.picture)
+    if options.json:
+        answer: dict[str, Any] = {"estimate": estimate, "best": [advice.row(found[0]) for advice in found]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        return 0
+    said = "An estimate by a device profile; nothing was measured.\n" if estimate else ""
+    sys.stdout.write(f"{said}{table(found)}\n\n{found[0].overrides}\n")
+    return 0
+
+
+def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
+    goal = Goal(options.goal)
+    for name, least in (("seeds", 1), ("steps", 6)):
+        if getattr(options, name) < least:
+            raise BadRequest(f"--{name} {getattr(options, name)}: at least {least}")
+    if not options.run.is_dir():
+        raise BadRequest(f"{options.run} is no folder")
+    estimate = not files(options.run) and (options.run / "config.json").is_file()
+    if estimate:
+        scenario, times = of_model(options.run, options)
+    else:
+        times, run = fitted(options.run)
+        if run.devices.shared or run.settings["whole_batches"]:
+            raise BadRequest(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
+        scenario = of_run(run, options.steps)
+    found = advise(scenario, times, options.accelerators, goal, range(options.seeds))
+    if not found:
+        raise BadRequest(f"--goal {options.goal}: no candidate is within it")
+    return found, estimate
+
+
+if __name__ == "__main__":
+    sys.exit(main())

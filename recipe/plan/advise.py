@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which split of accelerators and which bound suit a run best, by simulating the candidates.
+
+Contract: each candidate is simulated with every seed, over the same lengths and times; candidates are ordered by the
+median of what the goal asks for. Why one is worse is the class of its account that takes the largest share more of
+both sides than the best one's. Shown by tests/plan/test_advise.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe.async_engine.core.account import KINDS, Kind
+from recipe.async_engine.core.events import Class
+from recipe.plan.simulation import Result, Scenario, Simulation
+from recipe.plan.times import Times
+
+SKIP = 4
+BOUNDS = (0, 1, 2, 4)
+
+
+class BadRequest(ValueError):
+    """What was asked for cannot be planned; the message names it."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``throughput``, ``cost`` (trained tokens an accelerator-second), or ``staleness<=N`` (throughput within that)."""
+
+    text: str = "throughput"
+
+    def __post_init__(self) -> None:
+        if self.text not in ("throughput", "cost") and self.most_staleness is None:
+            raise BadRequest(f"--goal {self.text!r} is not known: throughput, cost, or staleness<=N with a number N")
+
+    @property
+    def most_staleness(self) -> float | None:
+        name, _, number = self.text.partition("<=")
+        try:
+            return float(number) if name == "staleness" else None
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A candidate and what came of it: medians, and the range over the seeds."""
+
+    scenario: Scenario
+    accelerators: int
+    tokens_per_s: float
+    lowest: float
+    highest: float
+    staleness: float
+    shares: Mapping[str, float]
+
+    @property
+    def overrides(self) -> str:
+        """The line to paste."""
+        scenario = self.scenario
+        return (
+            f"trainer.n_gpus_per_node={scenario.trainer_ranks} trainer.nnodes=1 "
+            f"rollout.n_gpus_per_node={scenario.replicas * scenario.replica_size} rollout.nnodes=1 "
+            f"async_training.max_staleness={scenario.max_staleness} "
+            f"async_training.staleness_threshold={scenario.pipeline_depth:g} "
+            f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}"
+        )
+
+    def row(self, best: Advice) -> dict[str, Any]:
+        return {
+            "trainer_accelerators": self.scenario.trainer_ranks,
+            "rollout_accelerators": self.scenario.replicas * self.scenario.replica_size,
+            "max_staleness": self.scenario.max_staleness,
+            "batches_per_version": self.scenario.batches_per_version,
+            "tokens_per_s": round(self.tokens_per_s, 2),
+            "range": [round(self.lowest, 2), round(self.highest, 2)],
+            "staleness": round(self.staleness, 3),
+            "why_worse": "" if self is best else self.why_worse(best),
+            "overrides": self.overrides,
+        }
+
+    def why_worse(self, best: Advice) -> str:
+        """The class that takes the largest share more than in the best."""
+        lost = {name: share - best.shares.get(name, 0.0) for name, share in self.shares.items()}
+        waits = {name: more for name, more in lost.items() if KINDS[Class(name)] not in (Kind.USEFUL, Kind.START_UP)}
+        name = max(waits, key=lambda name: waits[name], default="")
+        return f"{name} +{100 * waits[name]:.0f}%" if name and waits[name] > 0 else "as much idle"
+
+
+def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
+    """Splits of all accelerators in eighths, by bound and by batches a version."""
+    size = base.replica_size
+    if accelerators < 1 + size:
+        raise BadRequest(f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica")
+    splits = {max(1, round(accelerators * eighth / 8)) for eighth in range(1, 8)}
+    found = []
+    for trainer in sorted(splits):
+        replicas = (accelerators - trainer) // size
+        for bound in BOUNDS if replicas else ():
+            for batches in sorted({base.batches_per_version, 1}):
+                scenario = replace(base, trainer_ranks=trainer, replicas=replicas, batches_per_version=batches)
+                found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound), faults=()))
+    return found
+
+
+def advise(base: Scenario, times: Times, accelerators: int, goal: Goal, seeds: Iterable[int]) -> list[Advice]:
+    """All candidates, the best first."""
+    seeds = list(seeds)
+    found = [
+        _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds])
+        for scenario in candidates(base, accelerators)
+    ]
+    limit = goal.most_staleness
+    fit = [advice for advice in found if limit is None or advice.staleness <= limit]
+
+    def worth(advice: Advice) -> float:
+        return advice.tokens_per_s / (advice.accelerators if goal.text == "cost" else 1)
+
+    return sorted(fit, key=worth, reverse=True)
+
+
+def _judge(scenario: Scenario, results: list[Result]) -> Advice:
+    rates = [result.tokens_per_s(SKIP) for result in results]
+    totals = results[0].account.total
+    whole = sum(totals.values())
+    return Advice(
+        scenario,
+        scenario.trainer_ranks + scenario.replicas * scenario.replica_size,
+        statistics.median(rates),
+        min(rates),
+        max(rates),
+        statistics.median(result.staleness for result in results),
+        {name: seconds / whole for name, seconds in totals.items()},
+    )

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine on a virtual clock: continuous batching in whole decode steps.
+
+Contract: a request joins at the next boundary between steps if a place is free, and waits in order otherwise; each step
+gives every request in a place one token, and the step that it joins at reads its context besides. Between two changes
+the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows linearly with context
+there. A request that is cut keeps the tokens of whole steps. What its places do is told to the `EngineActivity` of real
+engines. Shown by tests/plan/test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from recipe.async_engine.core.events import Class, EngineActivity, Work
+from recipe.plan.clock import Clock
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """An answer at an engine: ``length`` tokens in all, of which it has ``tokens``; versions as (version, tokens)."""
+
+    name: str
+    group: int
+    index: int
+    length: int
+    prompt: int = 0
+    tokens: int = 0
+    entered: int = 0
+    work: Work = Work.NEW
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Engine:
+    """See the module's contract.
+
+    Args:
+        places: requests that it generates at once.
+        step_s: seconds of a decode step, by requests and tokens of context.
+        read_s: seconds that reading so many tokens adds to a step.
+        ended: called with a request that has its last token.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        places: int,
+        step_s: Callable[[int, int], float],
+        read_s: Callable[[int], float],
+        ended: Callable[[Request], None],
+    ) -> None:
+        self._clock, self._places, self._step_s, self._read_s, self._ended = clock, places, step_s, read_s, ended
+        self.activity = EngineActivity(clock, places)
+        self.activity.open()
+        self.activity.take()
+        self.running: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._ends: list[tuple[int, str]] = []
+        self._new: list[Request] = []
+        self._steps = self._context = self._planned = self._number = 0
+        self._began = self._first = self._step = self._slope = self._carried = 0.0
+        self.closed = False
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Take a request; while the engine is closed it waits."""
+        self._waiting.append(request)
+        self.activity.expect(request.name, request.work)
+        if not self.closed and len(self.running) < self._places:
+            self._stop_after(self._whole_steps() + 1 if self.running else 0)
+
+    def cut(self) -> list[Request]:
+        """Close, and give back every request with the tokens of whole steps."""
+        self._count(self._whole_steps())
+        found = [*self.running.values(), *self._waiting]
+        for request in self.running.values():
+            self._leave(request)
+        for request in found:
+            self.activity.forget(request.name)
+        self.running, self._ends, self._new, self._context = {}, [], [], 0
+        self._waiting.clear()
+        self._close()
+        return found
+
+    def hold(self) -> list[Request]:
+        """Close with its requests kept in their places."""
+        steps = self._whole_steps()
+        # The step under way is not lost.
+        self._carried = self._clock.now - self._began - self._seconds(steps) if self.running else 0.0
+        self._count(steps)
+        self._close()
+        return list(self.running.values())
+
+    def reopen(self, again: bool = False) -> None:
+        """Serve again; ``again``: what is kept is read again first."""
+        self.closed = False
+        self.activity.open()
+        if again:
+            self.activity.recompute(self.running)
+            self._new = list(self.running.values())
+            self._carried = 0.0
+        self._plan()
+
+    def close(self, why: Class) -> None:
+        """Serve nothing for this reason."""
+        self.activity.close(why)
+
+    def tokens_of(self, request: Request) -> int:
+        """Those that it has now."""
+        at_engine = request.name in self.running
+        return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
+
+    def _close(self) -> None:
+        self.closed = True
+        self._number += 1
+        self.activity.close(Class.WAIT_WEIGHTS)
+
+    def _whole_steps(self) -> int:
+        """Of the stretch under way, those that are over now."""
+        if self.closed or not self.running or self._step <= 0:
+            return 0
+        spent = self._clock.now - self._began - self._first + self._step + 1e-9
+        if spent < self._step:
+            return 0
+        if self._slope <= 0:
+            return min(self._planned, int(spent / self._step))
+        half = self._step - self._slope / 2
+        return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
+
+    def _seconds(self, steps: int) -> float:
+        return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
+
+    def _stop_after(self, steps: int) -> None:
+        """End the stretch under way after so many steps."""
+        if self.running and steps >= self._planned:
+            return
+        self._planned = steps
+        self._number += 1
+        number, left = self._number, self._began + self._seconds(steps) - self._clock.now if steps else 0.0
+        self._clock.after(left, lambda: self._boundary(number))
+
+    def _boundary(self, number: int) -> None:
+        if number != self._number:
+            return
+        self._count(self._planned)
+        ended = []
+        while self._ends and self._ends[0][0] <= self._steps:
+            request = self.running.pop(heapq.heappop(self._ends)[1])
+            self._leave(request)
+            self.activity.answer(request.name, request.tokens)
+            self.activity.forget(request.name)
+            ended.append(request)
+        self._plan()
+        for request in ended:
+            self._ended(request)
+
+    def _count(self, steps: int) -> None:
+        """So many steps of the stretch are over."""
+        self._steps += steps
+        self._context += steps * len(self.running)
+        if steps:
+            for request in self._new:
+                self.activity.output(request.name, 1)
+            self._new = []
+        self._planned = 0
+
+    def _leave(self, request: Request) -> None:
+        sampled = self._steps - request.entered
+        if sampled:
+            self.activity.output(request.name, sampled)
+        self.activity.leave(request.name)
+        request.tokens += sampled
+        self._context -= request.prompt + request.tokens
+
+    def _plan(self) -> None:
+        """Admit what has a place, and begin the next stretch."""
+        while self._waiting and len(self.running) < self._places:
+            request = self._waiting.popleft()
+            request.entered = self._steps
+            self.running[request.name] = request
+            self._context += request.prompt + request.tokens
+            heapq.heappush(self._ends, (self._steps + max(1, request.length - request.tokens), request.name))
+            self.activity.enter(request.name)
+            self._new.append(request)
+        self._number += 1
+        if not self.running:
+            return
+        batch = len(self.running)
+        self._began = self._clock.now
+        self._step = self._step_s(batch, self._context)
+        self._slope = max(0.0, self._step_s(batch, self._context + batch) - self._step)
+        self._first = self._step + sum(self._read_s(request.prompt + request.tokens) for request in self._new)
+        self._first -= min(self._first, self._carried)
+        self._carried = 0.0
+        self._planned = 1 if self._new else self._ends[0][0] - self._steps
+        number = self._number
+        self._clock.after(self._seconds(self._planned), lambda: self._boundary(number))

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on a virtual clock: the real ledger, gate and prompt manager, with models of engines, trainer and rewards.
+
+Contract: what may start, generate next or be trained is decided by the run's own state machines
+(`recipe.async_engine.core`), so a bound holds here as it does there and :class:`Result` has their counts. Engines tell
+the same `EngineActivity`, trainer and scheduler the same `Lane`, and the account is closed over these events. The same
+scenario and seed give the same result. Not modelled: filtered groups, retries of failed attempts, validation,
+tools. Shown by tests/plan/test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from recipe.async_engine.core.account import Account, Devices, TokenBooks, close
+from recipe.async_engine.core.events import ROLLOUT, SCHEDULER, TRAINER, Class, Event, Lane, Why, Work
+from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
+from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.timeline import Timeline
+from recipe.plan.clock import Clock, Process
+from recipe.plan.engine import Engine, Request
+from recipe.plan.times import Times
+
+Decided = TypeVar("Decided")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A replica dies at ``at`` and another one takes its place ``down_s`` seconds later."""
+
+    at: float
+    replica: int
+    down_s: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to be simulated, in the words of `RunPlan`.
+
+    slots, places: trajectories under way, and those that generate at once, of one replica. shared: both sides take
+    turns on the same accelerators. at_swap: drain, interrupt or keep. beside: training goes on while a version is on
+    its way.
+    """
+
+    batch_groups: int
+    answers: int
+    replicas: int
+    slots: int
+    places: int
+    max_staleness: int = 1
+    pipeline_depth: float = 1.0
+    batches_per_version: int = 1
+    whole_batches: bool = False
+    shared: bool = False
+    at_swap: str = "interrupt"
+    keep_cache: bool = False
+    beside: bool = True
+    steps: int = 20
+    trainer_ranks: int = 1
+    replica_size: int = 1
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run would report.
+
+    ended: when each step ended, in virtual seconds. staleness: mean over groups, by their oldest token. token_ages:
+    trained tokens by age in versions. decisions_s: CPU seconds that the core took to decide.
+    """
+
+    ended: list[float]
+    tokens: list[int]
+    staleness: float
+    staleness_max: int
+    token_ages: dict[int, int]
+    account: Account
+    decisions_s: float
+    trained_groups: int
+
+    def step_s(self, skip: int) -> float:
+        """Mean over the steps after the first ``skip``."""
+        return (self.ended[-1] - self.ended[skip - 1]) / (len(self.ended) - skip)
+
+    def tokens_per_s(self, skip: int) -> float:
+        return sum(self.tokens[skip:]) / (self.ended[-1] - self.ended[skip - 1])
+
+
+@dataclass
+class _Group:
+    """Of a live group: answers that are not there yet, and the tokens by version of those that are."""
+
+    left: int
+    lengths: list[int]
+    oldest: int | None = None
+    versions: dict[int, int] = field(default_factory=dict)
+    answers: list[int] = field(default_factory=list)
+
+
+class Simulation:
+    """See the module's contract."""
+
+    def __init__(self, scenario: Scenario, times: Times, seed: int = 0) -> None:
+        self.scenario, self.times = scenario, times
+        self.clock = Clock()
+        # Apart, so that a group has the same lengths whatever happened before it.
+        self._random, self._lengths = random.Random(seed), random.Random(seed)
+        gate = GateSettings(
+            scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
+        )
+        target = scenario.steps * scenario.batch_groups
+        self.ledger = SampleLedger(gate, target_groups=target, whole_batches=scenario.whole_batches)
+        self.manager = PromptManager(
+            self.ledger, scenario.answers, scenario.slots * scenario.replicas, stream=not scenario.shared
+        )
+        self._timeline = Timeline(self.clock)
+        self._timeline.lane.take()
+        self._lane = Lane(self.clock, Why.GATE)
+        self._lane.take()
+        read = times.read_s
+        self.engines = [
+            Engine(self.clock, scenario.places, times.step_s, read, self._sampled) for _ in range(scenario.replicas)
+        ]
+        self._loads = [(0, number) for number in range(scenario.replicas)]
+        self._down: set[int] = set()
+        self._groups: dict[int, _Group] = {}
+        self._at: dict[str, int] = {}
+        self._held: dict[tuple[int, int], Request] = {}
+        self._publishing = self._over = False
+        self._scoring = self._issued = 0
+        self.decisions_s = self._agents_free = 0.0
+        self._tokens: list[int] = []
+        self._ended: list[float] = []
+        self._ages: dict[int, int] = {}
+        self._books = {"sampled": 0, "trained": 0}
+
+    def run(self) -> Result:
+        """Simulate it to its end; RuntimeError if it stands still."""
+        self.begin()
+        self.clock.run(lambda: self._over)
+        if not self._over:
+            raise RuntimeError(f"the simulated run stands still at {self.clock.now:g} s: {self.ledger.counts()}")
+        self._timeline.stop()
+        return self._result()
+
+    def begin(self) -> None:
+        """Have everything begin; nothing happens before ``clock`` runs."""
+        for fault in self.scenario.faults:
+            self.clock.after(fault.at, lambda fault=fault: self._die(fault))  # type: ignore[misc]
+        self._timeline.restart()
+        if not self.scenario.shared:
+            self.manager.open_turn()
+            self._issue()
+        self.clock.start(self._train())
+
+    # The trainer: the order of `AsyncPPOTrainer`'s steps.
+
+    def _train(self) -> Process:
+        scenario, times = self.scenario, self.times
+        for _ in range(scenario.steps):
+            with self._timeline.phase("wait"):
+                if scenario.shared:
+                    self._open_engines()
+                    self.manager.open_turn()
+                    self._issue()
+                self._why()
+                yield self.ledger.may_take
+                batch = self._timed(self.ledger.take)
+                if scenario.shared:
+                    self._end_turn()
+            lengths = [length for group in batch for length in self._groups[group.id].answers]
+            ranks = scenario.trainer_ranks
+            with self._timeline.phase("train"):
+                yield times.driver_s
+                with self._timeline.phase("log_probs"):
+                    yield times.log_probs_s(lengths, ranks)
+                with self._timeline.phase("update"):
+                    yield times.update_s(lengths, ranks)
+            self._trained(lengths)
+            if self.ledger.batches_left == 0:
+                with self._timeline.phase("sync"):
+                    yield lambda: not self._publishing
+                    yield times.snapshot_s
+                    self._timed(self.ledger.seal)
+                    self._issue()
+                    self._publishing = True
+                    self.clock.start(self._bring())
+                    if not scenario.beside or scenario.shared:
+                        yield lambda: not self._publishing
+            self._ended.append(self.clock.now)
+        self._over = True
+
+    def _trained(self, lengths: list[int]) -> None:
+        for group in self.ledger.leased():
+            for version, tokens in self._groups.pop(group.id).versions.items():
+                age = self.ledger.version - version
+                self._ages[age] = self._ages.get(age, 0) + tokens
+        self._timed(self.ledger.mark_trained)
+        self._tokens.append(sum(lengths))
+        self._books["trained"] += sum(lengths)
+        self._issue()
+
+    # A version on its way: the order of `_bring`.
+
+    def _bring(self) -> Process:
+        scenario, times = self.scenario, self.times
+        yield times.stage_s
+        if scenario.at_swap == "drain" and not scenario.shared:
+            if not scenario.whole_batches:
+                self.manager.drain()
+            yield lambda: not self.manager.running and not (scenario.whole_batches and self._fills())
+            self.manager.drain()
+            self._why()
+        cut: list[Request] = []
+        for number, engine in enumerate(self.engines):
+            if number in self._down or scenario.shared:
+                continue
+            found = engine.hold() if scenario.at_swap == "keep" else engine.cut()
+            for request in found:
+                self._label(engine, request)
+            if scenario.at_swap != "keep":
+                cut += found
+        yield times.swap_s
+        self._timed(self.ledger.announce)
+        if not scenario.shared:
+            self._open_engines()
+            for request in cut:
+                request.work = Work.AGAIN if request.tokens else request.work
+                self._send(request)
+            if not self.manager.is_open:
+                self.manager.open_turn()
+        self._publishing = False
+        self._issue()
+
+    def _fills(self) -> bool:
+        return self.manager.anything_waits() or self.ledger.can_issue()
+
+    def _label(self, engine: Engine, request: Request) -> None:
+        """What it has so far is of the version that generates until now."""
+        known = sum(tokens for _, tokens in request.versions)
+        if (more := engine.tokens_of(request) - known) > 0:
+            request.versions.append((self.ledger.announced, more))
+
+    def _open_engines(self) -> None:
+        for number, engine in enumerate(self.engines):
+            if number not in self._down and engine.closed:
+                engine.reopen(again=not self.scenario.keep_cache)
+
+    def _end_turn(self) -> None:
+        for engine in self.engines:
+            for request in engine.cut():
+                self._label(engine, request)
+                self._at.pop(request.name, None)
+                self._held[request.group, request.index] = request
+            engine.close(Class.WAIT_OTHER_SIDE)
+        self._timed(self.manager.close_turn)
+        self._why()
+
+    # Generation.
+
+    def _issue(self) -> None:
+        began = time.process_time()
+        picked = list(self.manager.picks(self._issue_one))
+        self.decisions_s += time.process_time() - began
+        for trajectory in picked:
+            self._begin(trajectory)
+        self._why()
+        self.clock.changed()
+
+    def _issue_one(self) -> bool:
+        number = self._issued = self._issued + 1
+        group = self.manager.issue(PromptRef(number, 0, str(number)))
+        lengths = self.times.lengths(self._lengths)
+        # A group of another size takes answers of the lengths that this one has.
+        of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
+        self._groups[group.id] = _Group(self.scenario.answers, of_answers)
+        return True
+
+    def _begin(self, trajectory: Trajectory) -> None:
+        group_id, index = trajectory.group_id, trajectory.index
+        request = self._held.pop((group_id, index), None)
+        if request is not None:
+            request.work = Work.AGAIN if request.tokens else request.work
+            self._send(request)
+            return
+        request = Request(
+            f"{group_id}-{index}", group_id, index, self._groups[group_id].lengths[index], self.times.prompt
+        )
+        self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
+        wait = self._agents_free - self.clock.now + self.times.begin_s
+        self.clock.after(wait, lambda: self._send(request))
+
+    def _send(self, request: Request) -> None:
+        if self.scenario.shared and not self.manager.is_open:
+            self._held[request.group, request.index] = request
+            return
+        number = self._least_loaded()
+        self._at[request.name] = number
+        self.engines[number].submit(request)
+        heapq.heappush(self._loads, (self.engines[number].load, number))
+
+    def _least_loaded(self) -> int:
+        """The live engine with the fewest requests; an entry that is out of date is put right when it is met."""
+        while True:
+            load, number = heapq.heappop(self._loads)
+            if number in self._down:
+                continue
+            if load == self.engines[number].load:
+                return number
+            heapq.heappush(self._loads, (self.engines[number].load, number))
+
+    def _sampled(self, request: Request) -> None:
+        number = self._at.pop(request.name)
+        self._label(self.engines[number], request)
+        heapq.heappush(self._loads, (self.engines[number].load, number))
+        self.clock.after(self.times.end_s, lambda: self._free(request))
+
+    def _free(self, request: Request) -> None:
+        self._books["sampled"] += request.tokens
+        self._timed(lambda: self.manager.sampled(Trajectory(request.group, request.index)))
+        self._scoring += 1
+        self.clock.after(self.times.reward_s(self._random), lambda: self._scored(request))
+        self._issue()
+
+    def _scored(self, request: Request) -> None:
+        self._scoring -= 1
+        group = self._groups[request.group]
+        group.left -= 1
+        group.answers.append(request.tokens)
+        for version, tokens in request.versions:
+            group.versions[version] = group.versions.get(version, 0) + tokens
+        if not group.left:
+            oldest = min(group.versions)
+            known = self.ledger.find(request.group)
+            assert known is not None
+            start = max(known.start, oldest)
+            self._timed(lambda: self.manager.complete(request.group, start))
+            self._issue()
+
+    def _die(self, fault: Fault) -> None:
+        engine = self.engines[fault.replica]
+        self._down.add(fault.replica)
+        lost = engine.cut()
+        engine.close(Class.DOWN)
+        for request in lost:
+            self._label(engine, request)
+            request.work = Work.AGAIN
+            self._send(request)
+        self.clock.after(fault.down_s, lambda: self._come_back(fault.replica))
+
+    def _come_back(self, number: int) -> None:
+        self._down.discard(number)
+        self.engines[number].reopen()
+        heapq.heappush(self._loads, (self.engines[number].load, number))
+
+    # What is told.
+
+    def _timed(self, decide: Callable[[], Decided]) -> Decided:
+        """What the core decides, and how long it takes for that."""
+        began = time.process_time()
+        try:
+            return decide()
+        finally:
+            self.decisions_s += time.process_time() - began
+
+    def _why(self) -> None:
+        if self.manager.running:
+            why = Why.GENERATING
+        elif self._scoring and not self.ledger.may_take():
+            why = Why.REWARD
+        elif not self.manager.is_open:
+            why = Why.TURN if self.scenario.shared else Why.DRAIN
+        elif self.ledger.all_issued:
+            why = Why.END
+        else:
+            why = Why.GATE
+        self._lane.turn_to(why)
+
+    def _events(self) -> Iterator[Event]:
+        for lane, spans in ((TRAINER, self._timeline.lane.take()), (SCHEDULER, self._lane.take())):
+            for span in spans:
+                yield Event(lane, span.what, span.start, span.end, span.share)
+        for number, engine in enumerate(self.engines):
+            for span in engine.activity.take():
+                yield Event(f"{ROLLOUT} {number}", span.what, span.start, span.end, span.share)
+
+    def _result(self) -> Result:
+        sizes = {TRAINER: self.scenario.trainer_ranks, ROLLOUT: self.scenario.replica_size}
+        under_way = self._books["sampled"] - self._books["trained"]
+        books = TokenBooks(sampled=self._books["sampled"], trained=self._books["trained"], in_flight=under_way)
+        account = close(list(self._events()), Devices(sizes, shared=self.scenario.shared), self.clock.now, books)
+        return Result(
+            self._ended,
+            self._tokens,
+            self.ledger.staleness.mean,
+            self.ledger.staleness.max,
+            dict(sorted(self._ages.items())),
+            account,
+            self.decisions_s,
+            self.ledger.counts().trained,
+        )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
+
+Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (the share of a
+decode step that grows with the batch) stays as it was seen in that run. `estimated` takes a model's shape, a device
+profile and lengths; nothing in it was measured. Shown by tests/plan/test_times.py.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipe.async_engine.core.account import Piece
+from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
+from recipe.plan.device import DeviceTimes
+from recipe.report.run import Run, load
+
+Seconds = Callable[[Sequence[int], int], float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each part.
+
+    groups: lengths of the answers of groups, drawn as they are. agents_s: of an answer's way through the agent loops,
+    which take one after the other; begin_s, end_s: latencies before an answer's first and after its last token.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    step_s: Callable[[int, int], float]
+    read_s: Callable[[int], float]
+    update_s: Seconds
+    log_probs_s: Seconds
+    rewards: tuple[float, ...] = (0.0,)
+    prompt: int = 0
+    begin_s: float = 0.0
+    agents_s: float = 0.0
+    end_s: float = 0.0
+    driver_s: float = 0.0
+    snapshot_s: float = 0.0
+    stage_s: float = 0.0
+    swap_s: float = 0.0
+
+    def lengths(self, draw: random.Random) -> tuple[int, ...]:
+        """Of the answers of one group."""
+        return draw.choice(self.groups)
+
+    def reward_s(self, draw: random.Random) -> float:
+        return draw.choice(self.rewards)
+
+
+class CannotFit(ValueError):
+    """A record does not have what a fit needs."""
+
+
+def fitted(folder: Path) -> tuple[Times, Run]:
+    """The times of the run in ``folder``, from its record alone.
+
+    Raises:
+        CannotFit: no answer, no update or no sync is in its record.
+    """
+    run = load(folder)
+    answers = _answers(run)
+    lengths = [tokens for group in answers.values() for tokens, _ in group]
+    updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
+    if not lengths or not updates or not synced:
+        missing = "answer" if not lengths else "update" if not updates else "weight sync"
+        raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
+    places = run.settings["engine_places"] / max(1, run.settings["rollout_replicas"])
+    used = _place_seconds(run.pieces, places)
+    step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
+    first = used[Class.PREFILL] / len(lengths)
+    overhead = [took - first - step * (tokens - 1) for group in answers.values() for tokens, took in group]
+    # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
+    latency = max(0.0, min(overhead))
+    agents = used[Class.WAIT_AGENTS] / places / len(lengths)
+    batches = max(1, len(updates))
+    per_token = sum(updates) / max(1, sum(lengths))
+    steps = _phases(run, "train")
+    log_probs = sum(_phases(run, "log_probs")) / max(1, sum(lengths))
+    parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
+    resumes = [event.end - event.start for event in synced if event.what == "resume"]
+    swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
+    rows = run.trajectories.to_pylist()
+    took = [row["end"] - row["start"] for row in rows if row["what"] == "reward"]
+    times = Times(
+        groups=tuple(tuple(tokens for tokens, _ in group) for group in answers.values()),
+        step_s=lambda batch, context: step,
+        # A burst fills all places at once: each has its part of the first step.
+        read_s=lambda tokens: max(0.0, first - step) / places,
+        update_s=_scaled(per_token, run.settings["trainer_ranks"]),
+        log_probs_s=_scaled(log_probs, run.settings["trainer_ranks"]),
+        rewards=tuple(took) or (0.0,),
+        agents_s=agents,
+        begin_s=latency / 2,
+        end_s=latency / 2,
+        driver_s=sum(steps) / batches,
+        snapshot_s=statistics.median(_phases(run, "sync") or [0.0]),
+        stage_s=statistics.median(parts["stage"] or [0.0]),
+        swap_s=swap,
+    )
+    return times, run
+
+
+def estimated(
+    rollout: DeviceTimes, trainer: Callable[[int], DeviceTimes], groups: Sequence[Sequence[int]], prompt: int
+) -> Times:
+    """Of a device profile: an estimate. ``trainer``: the trainer's times on so many devices."""
+    return Times(
+        groups=tuple(tuple(group) for group in groups),
+        step_s=rollout.decode_step_s,
+        read_s=rollout.prefill_s,
+        update_s=lambda lengths, ranks: trainer(ranks).update_s([prompt + length for length in lengths]),
+        log_probs_s=lambda lengths, ranks: 0.0,
+        prompt=prompt,
+        stage_s=rollout.transfer_s(),
+        swap_s=rollout.load_s(),
+    )
+
+
+def _scaled(per_token: float, ranks_seen: int) -> Seconds:
+    return lambda lengths, ranks: per_token * sum(lengths) * ranks_seen / ranks
+
+
+def _answers(run: Run) -> dict[int, list[tuple[int, float]]]:
+    """By group, the (tokens, seconds) of its answers."""
+    found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+    for row in run.trajectories.to_pylist():
+        if row["what"] == "generating" and row["tokens"]:
+            found[row["group"]].append((row["tokens"], row["end"] - row["start"]))
+    return found
+
+
+def _phases(run: Run, what: str) -> list[float]:
+    return [event.end - event.start for event in run.events if event.lane == TRAINER and event.what == what]
+
+
+def _place_seconds(pieces: Sequence[Piece], places: float) -> dict[Class, float]:
+    used: defaultdict[Class, float] = defaultdict(float)
+    for piece in pieces:
+        if piece.device.startswith(ROLLOUT):
+            used[piece.what] += (piece.end - piece.start) * piece.share * places
+    return used

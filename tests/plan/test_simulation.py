@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator against closed forms and its promises: conservation, the bound, the same result from the same seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from recipe.plan.simulation import Fault, Result, Scenario, Simulation
+from recipe.plan.times import Times
+
+STEP = 0.5
+
+
+def times(groups: tuple[tuple[int, ...], ...] = ((4, 4),), update: float = 1.0, **more: float) -> Times:
+    return Times(
+        groups=groups,
+        step_s=lambda batch, context: STEP,
+        read_s=lambda tokens: 0.0,
+        update_s=lambda lengths, ranks: update / ranks,
+        log_probs_s=lambda lengths, ranks: 0.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+SMALL = Scenario(batch_groups=2, answers=2, replicas=1, slots=4, places=4, steps=12)
+TAILS = tuple((1 + draw % 7, 1 + (draw * draw) % 29) for draw in range(40))
+WAYS = {
+    "interrupt": replace(SMALL, max_staleness=2, pipeline_depth=2, slots=6),
+    "keep": replace(SMALL, at_swap="keep", max_staleness=3, pipeline_depth=3, slots=8),
+    "keep_cache": replace(SMALL, at_swap="keep", keep_cache=True, max_staleness=3, pipeline_depth=3, slots=8),
+    "drain": replace(SMALL, at_swap="drain"),
+    "one_step_off": replace(SMALL, at_swap="drain", whole_batches=True),
+    "k_2": replace(SMALL, batches_per_version=2, max_staleness=2, pipeline_depth=1.5),
+    "synchronous": replace(SMALL, max_staleness=0, pipeline_depth=0),
+    "partial_rollout": replace(SMALL, shared=True, max_staleness=3, pipeline_depth=3),
+    "two_replicas": replace(SMALL, replicas=2, max_staleness=2, pipeline_depth=2),
+    "one_slot_a_group": replace(SMALL, slots=2, places=1),
+    "fault": replace(SMALL, replicas=2, max_staleness=2, pipeline_depth=2, faults=(Fault(6.3, 1, 20.0),)),
+}
+
+
+def simulate(scenario: Scenario, seed: int = 0, **more: float) -> Result:
+    return Simulation(scenario, times(TAILS, stage_s=0.7, swap_s=0.2, begin_s=0.05, **more), seed).run()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(3))
+def test_bound_tokens_and_seconds_hold_in_every_mode(way: str, seed: int) -> None:
+    scenario = WAYS[way]
+    result = simulate(scenario, seed)
+    assert result.trained_groups == scenario.steps * scenario.batch_groups
+    assert result.staleness_max <= scenario.max_staleness
+    assert max(result.token_ages) <= scenario.max_staleness
+    assert sum(result.token_ages.values()) == sum(result.tokens)
+    assert result.account.closes, result.account.summary()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_seed_gives_the_same_result(way: str) -> None:
+    first, again = (simulate(WAYS[way], 5) for _ in range(2))
+    assert (first.ended, first.token_ages, first.account) == (again.ended, again.token_ages, again.account)
+
+
+def test_synchronous_steps_take_generation_and_update() -> None:
+    scenario = replace(SMALL, max_staleness=0, pipeline_depth=0)
+    result = Simulation(scenario, times(stage_s=0.3, swap_s=0.2)).run()
+    assert result.step_s(2) == pytest.approx(4 * STEP + 1.0 + 0.3 + 0.2)
+    assert result.staleness == 0
+
+
+def test_a_batch_that_is_generated_in_two_rounds_takes_two() -> None:
+    scenario = replace(SMALL, max_staleness=0, pipeline_depth=0, places=2, slots=2)
+    assert Simulation(scenario, times()).run().step_s(2) == pytest.approx(2 * 4 * STEP + 1.0)
+
+
+@pytest.mark.parametrize(("update", "limit"), [(5.0, 5.0), (0.1, 4 * STEP)])
+def test_the_slower_side_sets_the_pace_of_a_stream(update: float, limit: float) -> None:
+    scenario = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", keep_cache=True, steps=40)
+    result = Simulation(scenario, times(update=update)).run()
+    assert result.step_s(10) == pytest.approx(limit, rel=0.02)
+
+
+def test_a_trainer_that_takes_no_time_waits_all_the_time() -> None:
+    scenario = replace(SMALL, max_staleness=1, pipeline_depth=1)
+    seconds = Simulation(scenario, times(update=0.0)).run().account.devices["trainer"].seconds
+    assert seconds["wait_batch"] == pytest.approx(sum(seconds.values()))
+
+
+def test_a_tail_holds_up_the_tighter_bound() -> None:
+    lengths = (*((2, 2),) * 9, (2, 80))
+    steps = [
+        Simulation(replace(SMALL, max_staleness=s, pipeline_depth=s, steps=60, slots=12, places=12), times(lengths), 1)
+        .run()
+        .step_s(5)
+        for s in (1, 6)
+    ]
+    assert steps[1] < 0.8 * steps[0]
+
+
+def test_steps_that_grow_with_context_are_summed_exactly() -> None:
+    scenario = replace(SMALL, batch_groups=1, answers=1, slots=1, places=1, max_staleness=0, pipeline_depth=0, steps=3)
+    length = random.Random(0).randrange(50, 90)
+    growing = replace(times(((length,),)), step_s=lambda batch, context: 0.1 + 0.001 * context)
+    by_hand = sum(0.1 + 0.001 * context for context in range(length)) + 1.0
+    assert Simulation(scenario, growing).run().step_s(1) == pytest.approx(by_hand)
+
+
+def test_a_dead_replica_costs_time_and_no_token() -> None:
+    narrow = replace(WAYS["fault"], slots=2, places=2, faults=())
+    whole, with_fault = simulate(narrow), simulate(replace(narrow, faults=(Fault(6.3, 1, 1000.0),)))
+    assert with_fault.ended[-1] > 1.3 * whole.ended[-1]
+    assert with_fault.account.devices["rollout 1"].seconds["down"] > 0
+    assert sum(with_fault.token_ages.values()) == sum(with_fault.tokens)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times fitted from a record whose run is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_engine.core.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
+from recipe.async_engine.storage.event_file import EventFile
+from recipe.plan.__main__ import main, of_run
+from recipe.plan.times import CannotFit, fitted
+
+SETTINGS = {
+    "max_staleness": 2,
+    "pipeline_depth": 1.5,
+    "trigger_parameter_sync_step": 1,
+    "max_concurrent_trajectories": 4,
+    "engine_places": 2,
+    "trainer_ranks": 1,
+    "rollout_replicas": 1,
+    "publish": "beside",
+    "at_swap": "interrupt",
+    "whole_batches": False,
+}
+ENGINE = f"{ROLLOUT} 0"
+
+
+def record(folder: Path, events: list[Event]) -> Path:
+    """Of one engine with two places that decoded for 16 s, after reading for 2 s, and of one step of training."""
+    header = {"settings": SETTINGS, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
+    file = EventFile(folder, header)
+    file.write([Event(ENGINE, "prefill", 0.0, 2.0), Event(ENGINE, "decoding", 2.0, 18.0), *events])
+    file.close()
+    return folder
+
+
+TRAINED = [
+    *(Event(TRAJECTORIES, "generating", 0.0, 20.0, 1.0, 0, 0, n, 17) for n in range(2)),
+    *(Event(TRAJECTORIES, "reward", 20.0, 20.5, 1.0, 0, 0, n) for n in range(2)),
+    Event(GROUPS, "trained", 0.0, 30.0, version=0, group=0, tokens=34),
+    Event(TOKENS, "0", 22.0, 22.0, version=0, tokens=34),
+    Event(TRAINER, "train", 22.0, 23.0),
+    Event(TRAINER, "update", 23.0, 29.8),
+    Event(TRAINER, "sync", 29.8, 30.0),
+    *(
+        Event(WEIGHTS, what, 30.0, 30.0 + took, version=1)
+        for what, took in (("stage", 3), ("swap", 0.5), ("resume", 0.1))
+    ),
+]
+
+
+def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
+    times, run = fitted(record(tmp_path, TRAINED))
+    # Two places for 16 s, and 16 tokens of each answer after its first.
+    assert times.step_s(2, 0) == pytest.approx(1.0)
+    # Both first steps took 2 s, of which 1 s is a step.
+    assert 2 * times.read_s(0) == pytest.approx(1.0)
+    assert times.begin_s + times.end_s == pytest.approx(20.0 - 18.0)
+    assert times.update_s([17, 17], 1) == pytest.approx(6.8)
+    assert times.update_s([17, 17], 2) == pytest.approx(3.4)
+    assert (times.driver_s, times.snapshot_s, times.stage_s, times.swap_s) == pytest.approx((1.0, 0.2, 3.0, 0.6))
+    assert times.groups == ((17, 17),)
+    assert set(times.rewards) == {0.5}
+    scenario = of_run(run, 7)
+    assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
+    assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
+
+
+def test_a_record_without_an_answer_cannot_be_fitted(tmp_path: Path) -> None:
+    with pytest.raises(CannotFit, match="no answer"):
+        fitted(record(tmp_path, []))
+
+
+def test_advice_from_a_record_is_no_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [str(record(tmp_path, TRAINED)), "--accelerators", "2", "--seeds", "1", "--steps", "6"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("trainer")
+    assert "trainer.n_gpus_per_node=1" in said.splitlines()[-1]
