@@ -80,9 +80,11 @@ class ActorWorker(DetachActorWorker):
         lora_engine.register(get_device_name(), get_vendor())
         super().init_model()
         self._device = get_platform().current_device()
-        if self.world_size > 1 and get_platform().device_name == "cpu" and self.actor is not None:
+        module = getattr(self.actor.engine, "module", None) if self.actor is not None else None
+        # Megatron's is a list of parts.
+        if self.world_size > 1 and get_platform().device_name == "cpu" and isinstance(module, torch.nn.Module):
             self._collectives = CollectiveTime()
-            self._collectives.watch(self.actor.engine.module)
+            self._collectives.watch(module)
         engine = getattr(self, "checkpoint_engine", None)
         if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
             delta = OmegaConf.select(self.config, "rollout.custom.recipe.encoding") == DELTA
