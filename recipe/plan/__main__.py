@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.storage.event_file import OtherFormat, files
-from recipe.plan.advise import Advice, BadRequest, Goal, advise
+from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import H100, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario
-from recipe.plan.times import CannotFit, Times, estimated, fitted
+from recipe.plan.times import CannotFit, Times, estimated, fitted, steps_trained
 from recipe.report.run import NoRecord, Run
 
 PROFILES = {"h100": H100}
 SHOWN = 8
+WIDEST = 10.0
 
 
 def of_run(run: Run, steps: int) -> Scenario:
@@ -31,17 +34,15 @@ def of_run(run: Run, steps: int) -> Scenario:
     for row in run.trajectories.to_pylist():
         answers[row["group"]] = max(answers.get(row["group"], 0), row["trajectory"] + 1)
     trained = [row for row in groups if row["what"] == "trained"]
-    updates = {row["version"] for row in run.tokens.to_pylist()}
-    every = said["trigger_parameter_sync_step"]
     return Scenario(
-        batch_groups=max(1, round(len(trained) / max(1, len(updates) * every))),
+        batch_groups=max(1, round(len(trained) / steps_trained(run))),
         answers=max(answers.values()),
         replicas=replicas,
         slots=said["max_concurrent_trajectories"] // replicas,
         places=said["engine_places"] // replicas,
         max_staleness=said["max_staleness"],
         pipeline_depth=said["pipeline_depth"],
-        batches_per_version=every,
+        batches_per_version=said["trigger_parameter_sync_step"],
         whole_batches=said["whole_batches"],
         shared=run.devices.shared,
         at_swap=said["at_swap"],
@@ -56,15 +57,15 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
     """A scenario and times for nothing but a model's config, lengths and a device."""
     if options.lengths is None:
         raise BadRequest(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
-    shape = shape_of(json.loads((folder / "config.json").read_text()))
+    try:
+        shape = shape_of(json.loads((folder / "config.json").read_text()))
+    except (AttributeError, ValueError):
+        raise BadRequest(f"{folder}/config.json is no JSON object") from None
     if shape is None:
         raise BadRequest(f"{folder}/config.json has no architecture whose shape is known")
     if options.device not in PROFILES:
         raise BadRequest(f"--device {options.device!r} is not known: {sorted(PROFILES)}")
-    try:
-        median, sigma, most = (float(part) for part in options.lengths.split(","))
-    except ValueError:
-        raise BadRequest(f"--lengths {options.lengths!r}: three numbers, MEDIAN,SIGMA,MOST") from None
+    median, sigma, most = _lengths(options.lengths)
     draw = random.Random(0)
     tokens = [
         [max(1, min(int(most), round(median * draw.lognormvariate(0, sigma)))) for _ in range(8)] for _ in range(500)
@@ -75,6 +76,26 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
     )
     scenario = Scenario(options.batch, 8, 1, 320, 256, replica_size=options.replica_size, steps=options.steps)
     return scenario, times
+
+
+def assumed(scenario: Scenario) -> str:
+    """Overrides for what an estimate takes for granted; a run with a record has its own."""
+    rollout = "actor_rollout_ref.rollout"
+    return (
+        f" actor_rollout_ref.actor.ppo_mini_batch_size={scenario.batch_groups} {rollout}.n={scenario.answers} "
+        f"{rollout}.max_num_seqs={scenario.places} {rollout}.tensor_model_parallel_size={scenario.replica_size} "
+        "async_training.concurrent_samples_per_replica=null"
+    )
+
+
+def _lengths(text: str) -> tuple[float, float, float]:
+    try:
+        median, sigma, most = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadRequest(f"--lengths {text!r}: three numbers, MEDIAN,SIGMA,MOST") from None
+    if not (1 <= median <= most < math.inf and 0 <= sigma <= WIDEST):
+        raise BadRequest(f"--lengths {text!r}: 1 <= MEDIAN <= MOST and 0 <= SIGMA <= {WIDEST:g} (of the logarithm)")
+    return median, sigma, most
 
 
 def table(found: Sequence[Advice]) -> str:
@@ -115,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run's folder with its record, or one with a model's config.json")
     parser.add_argument("--accelerators", type=int, required=True)
     parser.add_argument("--goal", default="throughput", help="throughput, cost, or staleness<=N")
+    parser.add_argument("--per-node", type=int, default=PER_NODE, help="accelerators of a node")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="steps to simulate")
     parser.add_argument("--json", action="store_true")
@@ -142,9 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
     goal = Goal(options.goal)
-    for name, least in (("seeds", 1), ("steps", 6)):
+    for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:
-            raise BadRequest(f"--{name} {getattr(options, name)}: at least {least}")
+            raise BadRequest(f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}")
+    if options.picture is not None and not options.picture.parent.is_dir():
+        raise BadRequest(f"--picture {options.picture}: there is no folder {options.picture.parent}")
     if not options.run.is_dir():
         raise BadRequest(f"{options.run} is no folder")
     estimate = not files(options.run) and (options.run / "config.json").is_file()
@@ -155,10 +179,10 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         if run.devices.shared or run.settings["whole_batches"]:
             raise BadRequest(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
         scenario = of_run(run, options.steps)
-    found = advise(scenario, times, options.accelerators, goal, range(options.seeds))
+    found = advise(scenario, times, options.accelerators, goal, range(options.seeds), options.per_node)
     if not found:
         raise BadRequest(f"--goal {options.goal}: no candidate is within it")
-    return found, estimate
+    return [replace(advice, also=assumed(scenario)) for advice in found] if estimate else found, estimate
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from recipe.plan.times import Times
 
 SKIP = 4
 BOUNDS = (0, 1, 2, 4)
+PER_NODE = 8
+MOST = 16_384
+"""Accelerators; a candidate of as many takes minutes to be simulated."""
 
 
 class BadRequest(ValueError):
@@ -47,7 +50,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate and what came of it: medians, and the range over the seeds."""
+    """A candidate and what came of it: medians, and the range over the seeds.
+
+    per_node: accelerators of a node. also: further overrides of the line to paste.
+    """
 
     scenario: Scenario
     accelerators: int
@@ -56,17 +62,22 @@ class Advice:
     highest: float
     staleness: float
     shares: Mapping[str, float]
+    per_node: int = PER_NODE
+    also: str = ""
 
     @property
     def overrides(self) -> str:
         """The line to paste."""
         scenario = self.scenario
+        rollout = scenario.replicas * scenario.replica_size
+        trainer_part, rollout_part = parts_of_nodes(scenario.trainer_ranks, rollout, self.per_node)
         return (
-            f"trainer.n_gpus_per_node={scenario.trainer_ranks} trainer.nnodes=1 "
-            f"rollout.n_gpus_per_node={scenario.replicas * scenario.replica_size} rollout.nnodes=1 "
+            f"trainer.n_gpus_per_node={trainer_part} trainer.nnodes={scenario.trainer_ranks // trainer_part} "
+            f"rollout.n_gpus_per_node={rollout_part} rollout.nnodes={rollout // rollout_part} "
             f"async_training.max_staleness={scenario.max_staleness} "
-            f"async_training.staleness_threshold={scenario.pipeline_depth:g} "
-            f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}"
+            # Where a configuration sets it, it wins over staleness_threshold.
+            f"async_training.pipeline_depth={scenario.pipeline_depth:g} "
+            f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}{self.also}"
         )
 
     def row(self, best: Advice) -> dict[str, Any]:
@@ -91,26 +102,62 @@ class Advice:
 
 
 def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
-    """Splits of all accelerators in eighths, by bound and by batches a version."""
-    size = base.replica_size
-    if accelerators < 1 + size:
-        raise BadRequest(f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica")
-    splits = {max(1, round(accelerators * eighth / 8)) for eighth in range(1, 8)}
+    """Splits of the accelerators, about an eighth apart, by bound and by batches a version.
+
+    The trainer has a number of ranks among which a batch's trajectories divide; the configuration allows no other.
+    """
+    size, rows = base.replica_size, base.batch_groups * base.answers
+    if not 1 + size <= accelerators <= MOST:
+        raise BadRequest(
+            f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica, and at most "
+            f"{MOST}"
+        )
     found = []
-    for trainer in sorted(splits):
+    for trainer in sorted({_ranks(rows, accelerators * eighth // 8, accelerators - size) for eighth in range(1, 8)}):
         replicas = (accelerators - trainer) // size
-        for bound in BOUNDS if replicas else ():
+        for bound in BOUNDS:
             for batches in sorted({base.batches_per_version, 1}):
                 scenario = replace(base, trainer_ranks=trainer, replicas=replicas, batches_per_version=batches)
                 found.append(replace(scenario, max_staleness=bound, pipeline_depth=float(bound), faults=()))
     return found
 
 
-def advise(base: Scenario, times: Times, accelerators: int, goal: Goal, seeds: Iterable[int]) -> list[Advice]:
-    """All candidates, the best first."""
+def _ranks(rows: int, wanted: int, most: int) -> int:
+    """The largest divisor of ``rows`` that is not above ``wanted`` and ``most``."""
+    return next(ranks for ranks in range(max(1, min(wanted, most)), 0, -1) if rows % ranks == 0)
+
+
+def parts_of_nodes(trainer: int, rollout: int, per_node: int) -> tuple[int, int]:
+    """Accelerators that trainer and rollout have on each of their nodes, as many as fit beside each other.
+
+    The nodes are as few as there may be, with ``per_node`` accelerators each.
+    """
+    nodes = -(-(trainer + rollout) // per_node)
+    pairs = [(a, b) for a in _divisors(trainer, per_node) for b in _divisors(rollout, per_node)]
+    return max((pair for pair in pairs if _fit((trainer, rollout), pair, nodes, per_node)), key=sum)
+
+
+def _divisors(count: int, most: int) -> list[int]:
+    return [part for part in range(1, most + 1) if count % part == 0]
+
+
+def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: int) -> bool:
+    """Whether so many accelerators in such parts fit on the nodes, the larger parts first."""
+    (small, small_count), (large, large_count) = sorted(zip(parts, counts, strict=True))
+    full, rest = divmod(large_count // large, per_node // large)
+    empty = nodes - full - (rest > 0)
+    room = full * (per_node % large // small) + empty * (per_node // small)
+    room += (per_node - rest * large) // small if rest else 0
+    return empty >= 0 and room >= small_count // small
+
+
+def advise(
+    base: Scenario, times: Times, accelerators: int, goal: Goal, seeds: Iterable[int], per_node: int = PER_NODE
+) -> list[Advice]:
+    """All candidates, the best first; a node has ``per_node`` accelerators."""
     seeds = list(seeds)
     found = [
-        _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds])
+        _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
         for scenario in candidates(base, accelerators)
     ]
     limit = goal.most_staleness
@@ -122,7 +169,7 @@ def advise(base: Scenario, times: Times, accelerators: int, goal: Goal, seeds: I
     return sorted(fit, key=worth, reverse=True)
 
 
-def _judge(scenario: Scenario, results: list[Result]) -> Advice:
+def _judge(scenario: Scenario, results: list[Result], per_node: int) -> Advice:
     rates = [result.tokens_per_s(SKIP) for result in results]
     totals = results[0].account.total
     whole = sum(totals.values())
@@ -134,4 +181,5 @@ def _judge(scenario: Scenario, results: list[Result]) -> Advice:
         max(rates),
         statistics.median(result.staleness for result in results),
         {name: seconds / whole for name, seconds in totals.items()},
+        per_node,
     )

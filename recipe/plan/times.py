@@ -79,10 +79,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
     latency = max(0.0, min(overhead))
     agents = used[Class.WAIT_AGENTS] / places / len(lengths)
-    batches = max(1, len(updates))
-    per_token = sum(updates) / max(1, sum(lengths))
-    steps = _phases(run, "train")
-    log_probs = sum(_phases(run, "log_probs")) / max(1, sum(lengths))
+    # Of the tokens that were generated some are not trained yet.
+    trained = sum(row["tokens"] for row in run.groups.to_pylist() if row["what"] == "trained")
+    if not trained:
+        raise CannotFit(f"{folder} has no trained group in its record: let the run train some steps first")
+    per_token = sum(updates) / trained
+    log_probs = sum(_phases(run, "log_probs")) / trained
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
@@ -99,12 +101,18 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         agents_s=agents,
         begin_s=latency / 2,
         end_s=latency / 2,
-        driver_s=sum(steps) / batches,
+        driver_s=sum(_phases(run, "train")) / steps_trained(run),
         snapshot_s=statistics.median(_phases(run, "sync") or [0.0]),
         stage_s=statistics.median(parts["stage"] or [0.0]),
         swap_s=swap,
     )
     return times, run
+
+
+def steps_trained(run: Run) -> int:
+    """Steps whose groups its record has as trained, at least 1; the ages of a batch's tokens are told at one moment."""
+    last = max((row["end"] for row in run.groups.to_pylist() if row["what"] == "trained"), default=0.0)
+    return max(1, len({row["start"] for row in run.tokens.to_pylist() if row["start"] <= last}))
 
 
 def estimated(

@@ -66,6 +66,38 @@ def test_answer_travels_as_it_is_and_may_be_written_to() -> None:
     assert sent.batch["responses"].any()
 
 
+class Marked(DataProto):
+    """A subclass, as a project may have one."""
+
+
+def odd(kind: str) -> Any:
+    sent = answer()
+    if kind == "bfloat16":
+        sent.batch["scores"] = torch.ones(2, 2, dtype=torch.bfloat16)
+    elif kind == "nested":
+        sent.batch["nested"] = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(3)], layout=torch.jagged)
+    elif kind == "no tensors":
+        sent = DataProto(None, sent.non_tensor_batch, sent.meta_info)
+    elif kind == "subclass":
+        sent = Marked(sent.batch, sent.non_tensor_batch, sent.meta_info)
+    return sent if kind != "other" else {"prompt": "1 + 1"}
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "nested", "no tensors", "subclass", "other"])
+def test_what_arrays_cannot_say_travels_as_it_is(kind: str) -> None:
+    sent = odd(kind)
+    arrived = pickle.loads(cloudpickle.dumps(InTransit(sent), protocol=5))
+    assert type(arrived).__name__ == type(sent).__name__
+    if not isinstance(sent, DataProto):
+        assert arrived == sent
+        return
+    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
+    for name, value in ({} if sent.batch is None else sent.batch).items():
+        came = arrived.batch[name]
+        pairs = zip(value.unbind(), came.unbind(), strict=True)
+        assert came.dtype == value.dtype and all(torch.equal(left, right) for left, right in pairs)
+
+
 async def begin(dispatch: Any, calls: int) -> list[asyncio.Task]:
     """As verl does: one of a list of handles, at random."""
     handles = [dispatch]

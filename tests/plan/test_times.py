@@ -27,9 +27,9 @@ SETTINGS = {
 ENGINE = f"{ROLLOUT} 0"
 
 
-def record(folder: Path, events: list[Event]) -> Path:
+def record(folder: Path, events: list[Event], **settings: int) -> Path:
     """Of one engine with two places that decoded for 16 s, after reading for 2 s, and of one step of training."""
-    header = {"settings": SETTINGS, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
+    header = {"settings": SETTINGS | settings, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
     file = EventFile(folder, header)
     file.write([Event(ENGINE, "prefill", 0.0, 2.0), Event(ENGINE, "decoding", 2.0, 18.0), *events])
     file.close()
@@ -66,6 +66,17 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     scenario = of_run(run, 7)
     assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
     assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
+
+
+def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: Path) -> None:
+    ahead = [Event(TRAJECTORIES, "generating", 20.0, 40.0, 1.0, 0, 7, n, 17) for n in range(2)]
+    # Four steps make a version, of which three were trained, and a batch is taken that is not.
+    more = [Event(GROUPS, "trained", 0.0, 30.0 + n, version=0, group=n, tokens=34) for n in (1, 2)]
+    taken = [Event(TOKENS, "0", at, at, version=0, tokens=34) for at in (30.5, 31.5, 32.5)]
+    times, run = fitted(record(tmp_path, [*TRAINED, *ahead, *more, *taken], trigger_parameter_sync_step=4))
+    assert times.update_s([34, 34, 34], 1) == pytest.approx(6.8)
+    assert of_run(run, 7).batch_groups == 1
+    assert times.driver_s == pytest.approx(1.0 / 3)
 
 
 def test_a_record_without_an_answer_cannot_be_fitted(tmp_path: Path) -> None:

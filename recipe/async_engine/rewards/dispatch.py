@@ -26,6 +26,20 @@ ANSWER_S = 30.0
 """How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that
 ask it only one ends it."""
 
+ARRAY_TYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
 
 class NoRewardWorker(RecipeError):
     """Every reward worker has died, and none is started again."""
@@ -34,7 +48,8 @@ class NoRewardWorker(RecipeError):
 class InTransit:
     """A DataProto that is pickled as its arrays, and is a DataProto again where it is unpickled.
 
-    verl's own way, a consolidated TensorDict through ``torch.save``, costs several times the rest of a reward call.
+    verl's own way, a consolidated TensorDict through ``torch.save``, costs several times the rest of a reward call. It
+    is left to what arrays cannot say: a subclass, no tensors at all, nested or sparse tensors, bfloat16.
     """
 
     def __init__(self, data: DataProto) -> None:
@@ -42,8 +57,20 @@ class InTransit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = self.data
+        if type(data) is not DataProto or data.batch is None or not all(map(_is_array, data.batch.values())):
+            return _as_it_is, (data,)
         arrays = {name: value.numpy(force=True) for name, value in data.batch.items()}
         return _arrived, (arrays, len(data), data.non_tensor_batch, data.meta_info)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether numpy has a value like this one."""
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    return plain and value.dtype in ARRAY_TYPES
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 def _arrived(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
