@@ -123,8 +123,11 @@ class Recording:
 
     def ask(self) -> None:
         """Ask everyone now: what one does before it is asked for the first time is not recorded."""
-        with self._lock:
-            self._ask_all()
+        try:
+            with self._lock:
+                self._ask_all()
+        except Exception:  # a run does not end for its record
+            logger.exception("the record of events misses something")
 
     def summary(self) -> dict[str, Any] | None:
         """The account in the keys of ``summary.json``; None before there is one."""
