@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -146,9 +148,8 @@ class Recording:
             _, table = read(self._file.path)
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
-        lanes = table.column("lane").to_pylist()
-        rows = [n for n, lane in enumerate(lanes) if lane not in (TRAJECTORIES, GROUPS)]
-        self.account = close(events_of(table.take(rows)), self._devices, until - self._began, tokens)
+        many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
+        self.account = close(events_of(table.filter(pc.invert(many))), self._devices, until - self._began, tokens)
         return self.account
 
     def engine_tokens(self) -> dict[str, int] | None:
