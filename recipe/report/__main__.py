@@ -4,6 +4,7 @@ docs/report.md.
 """
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ from recipe.report.page import brief, write
 from recipe.report.run import NoRecord, load
 from recipe.report.trace import write_trace
 
+WAIT_S = 600.0
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 2 if there is nothing to report on."""
+    """Returns the exit status: 2 if there is nothing to report on, or the file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m recipe.report", description="Writes the report of a run, or compares two runs."
     )
@@ -30,19 +33,35 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
     parser.add_argument("--follow", action="store_true", help="say what the run does, in lines, until it ends")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a run to follow to begin")
+    parser.add_argument(
+        "--wait", type=_seconds, metavar="SECONDS", help=f"for a run to follow to begin, {WAIT_S:g} if it is not given"
+    )
     options = parser.parse_args(arguments)
     if options.other is not None and (options.follow or options.trace):
         parser.error("--trace and --follow are of one run: name one")
+    if options.follow and (options.trace or options.output):
+        parser.error("--follow writes no file: leave out --trace and --output")
+    if options.trace and options.output:
+        parser.error("--trace has the file to write: leave out --output")
+    if options.wait is not None and not options.follow:
+        parser.error("--wait is for --follow: name both")
     if options.follow:
-        return _follow(options.run, options.wait)
+        return _follow(options.run, WAIT_S if options.wait is None else options.wait)
     try:
         output, lines = _written(options)
-    except (NoRecord, OtherFormat) as error:
+    except (NoRecord, OtherFormat, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write("\n".join([*lines, str(output)]) + "\n")
     return 0
+
+
+def _seconds(text: str) -> float:
+    """A time to wait, which has an end."""
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise argparse.ArgumentTypeError(f"{text}: give seconds, 0 or more")
+    return seconds
 
 
 def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
@@ -69,11 +88,11 @@ def _say(line: str) -> None:
 def _follow(run: Path, wait_s: float) -> int:
     try:
         return follow(run, wait_s, _say)
-    except OtherFormat as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
     except (KeyboardInterrupt, BrokenPipeError):
         return 128 + signal.SIGINT
+    except (OtherFormat, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def lanes(run: Run) -> figure:
     rows += versions(run)
     order = [VERSIONS, WEIGHTS, *names[::-1]] if syncs else names[::-1]
     plot = _time_figure(run, "Lanes: what took most of each moment", 120 + 30 * len(order), y_range=order)
-    columns = dict(zip(("lane", "start", "end", "what", "color"), zip(*rows, strict=True), strict=True)) if rows else {}
+    names_of = ("lane", "start", "end", "what", "color")
+    columns = dict(zip(names_of, zip(*rows, strict=True) if rows else ([],) * len(names_of), strict=True))
     bars = plot.hbar(y="lane", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
     tips = [("lane", "@lane"), ("what", "@what"), ("from", "@start{0.00} s"), ("to", "@end{0.00} s")]
     plot.add_tools(HoverTool(renderers=[bars], tooltips=tips))

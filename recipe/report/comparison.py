@@ -13,7 +13,7 @@ from pathlib import Path
 from recipe.async_engine.core.events import Class
 from recipe.report import charts
 from recipe.report.advice import sides, useful_share
-from recipe.report.page import STALENESS, advice_list, document, learned, steps, what_happened
+from recipe.report.page import STALENESS, advice_list, document, learned, steps, steps_of_start, what_happened
 from recipe.report.run import Run
 
 
@@ -36,7 +36,8 @@ def write(first: Run, second: Run, path: Path) -> None:
         ("Learning", charts.curves(runs, learned(first, second), "Reward and validation")),
         ("Staleness", charts.curves(runs, STALENESS, "Staleness in versions")[:1]),
     ]
-    path.write_text(document(" and ".join(names), top, [(title, plots) for title, plots in sections if plots]))
+    text = document(" and ".join(names), top, [(title, plots) for title, plots in sections if plots])
+    path.write_text(text, encoding="utf-8")
 
 
 def _table(caption: str, heads: list[str], rows: list[list[str]]) -> str:
@@ -53,7 +54,8 @@ def _table(caption: str, heads: list[str], rows: list[list[str]]) -> str:
 
 def running_s(run: Run) -> float:
     """Seconds of the run without its start-up: from the first device's end of it."""
-    return run.until - min(device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
+    starts = (device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
+    return run.until - min(starts, default=0.0)
 
 
 def _tokens(run: Run) -> float:
@@ -69,7 +71,7 @@ def _score(run: Run) -> str:
 FIGURES: Mapping[str, Callable[[Run], str]] = {
     "steps": lambda run: str(steps(run)),
     "seconds without the start-up": lambda run: f"{running_s(run):.1f}",
-    "seconds a step": lambda run: f"{running_s(run) / steps(run):.3f}" if steps(run) else "",
+    "seconds a step": lambda run: f"{running_s(run) / steps_of_start(run):.3f}" if steps_of_start(run) else "",
     "trained tokens a second": lambda run: f"{_tokens(run) / running_s(run):.0f}" if running_s(run) else "",
     "validation score": _score,
     "useful, without the start-up": lambda run: ", ".join(
@@ -98,7 +100,7 @@ def _account(runs: Mapping[str, Run]) -> str:
     """Accelerator-seconds a step by class, since two runs hardly have as many steps."""
     totals = []
     for run in runs.values():
-        count = max(1, steps(run))
+        count = max(1, steps_of_start(run))
         totals.append({what: seconds / count for what, seconds in run.account.total.items()})
     first, second = totals
     present = [

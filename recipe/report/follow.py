@@ -8,7 +8,6 @@ A run that is started again in the same folder meanwhile is followed on. Shown b
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from recipe.async_engine.core.events import SCHEDULER, TRAINER, Class
 from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, STEP, TRAINER_DOES, sides
 from recipe.async_engine.storage.event_file import Tail, files
 from recipe.async_engine.storage.owner import is_owned, owner_of
-from recipe.report.run import FRESH_S
+from recipe.report.run import FRESH_S, summary_of, whole_steps
 
 POLL_S = 1.0
 LINES_S = 5.0
@@ -58,10 +57,7 @@ class Follower:
     @property
     def summary(self) -> dict[str, Any] | None:
         """What the run left at its end."""
-        try:
-            return dict(json.loads((self._folder / "summary.json").read_text()))
-        except (OSError, ValueError):
-            return None
+        return summary_of(self._folder)
 
     @property
     def is_over(self) -> bool:
@@ -106,8 +102,8 @@ class Follower:
             file.seek(self._metrics_at)
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
-        for line in lines:
-            step = json.loads(line)
+        # Where a resumed run has left out lines meanwhile, the first one may be a piece.
+        for step in whole_steps(lines):
             shares = any(key.startswith(SHARE) for key in self.figures)
             self.figures |= {key: value for key, value in step.items() if not (shares and key.startswith(SHARE))}
             self.steps.append(step)

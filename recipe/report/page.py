@@ -46,7 +46,7 @@ Section = tuple[str, list[Any]]
 def write(run: Run, path: Path) -> None:
     """Write the report of ``run`` to ``path``."""
     top = f"<p>{escape(what_happened(run))}</p>{advice_list(run)}{_tables(run)}"
-    path.write_text(document(f"Report of {run.name}", top, _sections(run), _news(run)))
+    path.write_text(document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
 
 
 def document(title: str, top: str, sections: list[Section], bottom: str = "") -> str:
@@ -82,7 +82,9 @@ def brief(run: Run) -> list[str]:
     total = sum(run.account.total.values()) or 1.0
     top = sorted(run.account.total.items(), key=lambda item: -item[1])[:5]
     took = ", ".join(f"{charts.words(what)} {seconds / total:.0%}" for what, seconds in top)
-    closes = "" if run.account.closes else "; the account does not close"
+    # What became of the tokens only the run itself could say.
+    closed = run.account.closes and (run.summary.get("account") or {}).get("closes", True)
+    closes = "" if closed else "; the account does not close"
     advised = f"{run.advice[0].reason} ({run.advice[0].share:.0%}): {run.advice[0].change}" if run.advice else "none"
     return [what_happened(run), f"accelerators: {took}{closes}", f"advice: {advised}"]
 
@@ -107,6 +109,14 @@ def what_happened(run: Run) -> str:
 
 def steps(run: Run) -> int:
     return max((int(step.get("training/global_step") or 0) for step in run.metrics), default=0)
+
+
+def steps_of_start(run: Run) -> int:
+    """Without those of earlier starts in the folder, which the record and its account do not have."""
+    resumed = (run.summary.get("resumed") or {}).get("step")
+    if resumed is not None:
+        return steps(run) - int(resumed)
+    return min(steps(run), len(run.tokens["start"].unique()))
 
 
 def _is_loss(what: str) -> bool:

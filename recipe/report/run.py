@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -99,7 +100,7 @@ def load(folder: Path) -> Run:
     header, table = read(found[-1])
     if not header or table.num_rows == 0:
         raise NoRecord(f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones")
-    summary = _json(folder / "summary.json")
+    summary = summary_of(folder) or {}
     account = summary.get("account") or {}
     until = account.get("duration") or pc.max(table["end"]).as_py()
     lanes = table["lane"]
@@ -130,16 +131,24 @@ def _state(summary: dict[str, Any], silent_s: float) -> str:
     return "goes on" if silent_s < FRESH_S else "was killed"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """What the run left at its end, if it can be read."""
+    try:
+        return dict(json.loads((folder / "summary.json").read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The steps' metrics; a line that was cut off is left out."""
+    return whole_steps(path.read_bytes().splitlines() if path.is_file() else ())
+
+
+def whole_steps(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The steps' metrics, of the lines of ``metrics.jsonl``; a line that was cut off is left out."""
     found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in lines:
         try:
-            found.append(json.loads(line))
-        except ValueError:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             continue
     return found

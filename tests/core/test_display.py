@@ -176,3 +176,24 @@ def test_plain_lines_come_at_their_interval() -> None:
         now[0] = float(second)
         bar.live([("trainer", "update")])
     assert stream.getvalue().count("trainer: update") == 3
+
+
+@pytest.mark.parametrize("size", [(60, 40), (120, 40)])
+def test_terminal_that_is_closed_ends_no_run(
+    size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display_module, "PLAIN_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal(*size) as (stream, outside):
+        display = Display("fully_async", 10, stream)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, outside)
+        display.resume(2)
+        display.live(FIGURES)
+        display.step(METRICS)
+        record = RunRecord(str(tmp_path), "fully_async", 0.0)
+        record.close(None)
+        display.end(record.summary)
+        # What the stream still has is not for this test.
+        os.dup2(null, stream.fileno())
+        os.close(null)

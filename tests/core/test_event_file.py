@@ -110,3 +110,40 @@ def test_tail_of_another_versions_record_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     with pytest.raises(OtherFormat, match="version 9"):
         Tail(file.path).new()
+
+
+def test_what_could_not_be_written_up_to_the_end_is_counted(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, {})
+    file.write(EVENTS)
+    size = file.path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, hard))
+        for _ in range(3):
+            file.write(EVENTS)
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.lost == 6
+    assert events_of(read(file.path)[1]) == EVENTS
+
+
+def test_what_waits_is_written_at_the_end_if_there_is_room_by_then(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+        for _ in range(3):
+            file.write(EVENTS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.close()
+    assert file.lost == 0
+    assert events_of(read(file.path)[1]) == EVENTS * 3
+
+
+def test_files_that_somebody_else_put_there_are_left_alone(tmp_path: Path) -> None:
+    first = EventFile(tmp_path, {}).path
+    first.with_name("0000 copy.arrow").write_bytes(first.read_bytes())
+    second = EventFile(tmp_path, {}).path
+    assert files(tmp_path) == [first, second]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe.report import follow as following
-from recipe.report.follow import ENDED, FAILED, NONE_BEGAN, follow
+from recipe.report.follow import ENDED, FAILED, NONE_BEGAN, Follower, follow
 
 SOON = 60.0
 # A run as far as its folder shows it: it does what it is told, a line each.
@@ -147,6 +147,16 @@ def test_nothing_to_follow_is_said_after_the_wait(folder: Path) -> None:
     said: list[str] = []
     assert follow(folder, 0.1, said.append) == NONE_BEGAN
     assert "no run has begun" in said[-1] and "--wait" in said[-1] and "default_local_dir" in said[-1]
+
+
+def test_lines_that_a_resumed_run_wrote_anew_are_taken_in_from_the_next_whole_one(folder: Path) -> None:
+    folder.mkdir()
+    metrics, follower = folder / "metrics.jsonl", Follower(folder)
+    metrics.write_text('{"training/global_step": 1}\n')
+    assert follower.look()
+    metrics.write_text('{"training/global_step": 1, "critic/score/mean": 0.5}\n{"training/global_step": 2}\n')
+    assert follower.look()
+    assert [step["training/global_step"] for step in follower.steps] == [1, 2]
 
 
 def test_ctrl_c_ends_it_cleanly(folder: Path, run: Run) -> None:

@@ -181,3 +181,17 @@ def test_of_many_groups_ever_fewer_are_kept() -> None:
     assert all(is_kept(group) for group in range(GROUPS_IN_FULL))
     kept = sum(is_kept(group) for group in range(100 * GROUPS_IN_FULL))
     assert 3 * GROUPS_IN_FULL < kept < 8 * GROUPS_IN_FULL
+
+
+def test_parts_that_cannot_be_asked_end_no_run(tmp_path: Path) -> None:
+    failing = True
+
+    def parts() -> dict[str, Any]:
+        if failing:
+            raise RuntimeError("a replica is being replaced")
+        return {}
+
+    recording = Recording(str(tmp_path), DEVICES, {}, parts)
+    recording.ask()
+    failing = False
+    assert recording.close(time.monotonic(), None).devices == {}

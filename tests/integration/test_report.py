@@ -219,3 +219,73 @@ def test_report_runs_as_a_module_without_the_stack(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trace", "FILE", "--output", "FILE"],
+        ["--follow", "--trace", "FILE"],
+        ["--follow", "--output", "FILE"],
+        ["--wait", "1"],
+        ["--follow", "--wait", "nan"],
+        ["--follow", "--wait", "-1"],
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, summary={"error": None}).close()
+    file = tmp_path / "file"
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), *(str(file) if word == "FILE" else word for word in words)])
+    assert ended.value.code == 2 and not file.exists()
+    assert words[-2].removeprefix("FILE") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_file_that_cannot_be_written_is_named(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path).close()
+    place = tmp_path / "no such folder" / "file"
+    assert main([str(tmp_path), option, str(place)]) == 2
+    assert str(place) in capsys.readouterr().err
+
+
+def test_summary_that_was_cut_off_and_lines_of_garbage_are_left_out(tmp_path: Path) -> None:
+    run_of(tmp_path, ago=100.0).close()
+    (tmp_path / "summary.json").write_text('{"steps": 6, "acc')
+    with open(tmp_path / "metrics.jsonl", "ab") as metrics:
+        metrics.write(b'\xff\x00\n7\n{"training/global_step": 99')
+    run = load(tmp_path)
+    assert run.state == "was killed" and len(run.metrics) == STEPS
+
+
+@pytest.mark.parametrize("summary", [{"error": None, "resumed": {"step": 10}}, None])
+def test_seconds_a_step_of_a_resumed_run_are_of_its_own_steps(summary: dict[str, Any] | None, tmp_path: Path) -> None:
+    """The record is of the newest start; the steps of earlier ones are in the folder too."""
+    run_of(tmp_path, summary=summary).close()
+    with open(tmp_path / "metrics.jsonl", "w") as metrics:
+        for step in range(10 + STEPS):
+            metrics.write(json.dumps({"training/global_step": step + 1}) + "\n")
+    assert main([str(tmp_path), str(tmp_path)]) == 0
+    text = (tmp_path / "compared.html").read_text()
+    assert re.findall(r"<td>seconds a step</td><td[^>]*>([\d.]+)", text) == [f"{STEP_S:.3f}"]
+    assert re.findall(r"</span> training</td><td[^>]*>([\d.]+)", text) == ["4.000"]
+
+
+def test_run_that_has_no_device_yet_is_reported_and_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where both sides share their accelerators, before an engine was asked."""
+    about = {"accelerators": {"trainer": 2, "rollout": 1}, "shared": True, "began": time.time()}
+    file = EventFile(tmp_path, about)
+    file.write([Event(TRAINER, Class.START_UP, 0.0, 3.0)])
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--trace", str(tmp_path / "trace")]) == 0
+    # The library's, of a chart that asks for data which is not there.
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_tokens_that_do_not_close_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path, summary={"error": None, "account": {"duration": 24.0, "closes": False}}).close()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("the account does not close")

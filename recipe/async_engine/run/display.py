@@ -3,14 +3,17 @@
 
 Contract: on a terminal with room, bar and lines are a panel that is written over in place. Elsewhere (no terminal,
 `TERM=dumb`, a narrow window) the bar is a line of its own, and the sides are plain lines, every `PLAIN_S` seconds. The
-cursor is never hidden, so a main that is killed leaves the terminal as it was. Shown by tests/core/test_display.py.
+cursor is never hidden, so a main that is killed leaves the terminal as it was. Where nothing can be written any more
+(the terminal was closed, the pipe's reader has ended) nothing is shown, and the run goes on. Shown by
+tests/core/test_display.py.
 """
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleDimensions, Group
@@ -22,6 +25,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from recipe.async_engine.core.figures import STEP, sides
+
+logger = logging.getLogger(__name__)
 
 PLAIN_S = 30.0
 COLUMNS, LINES = 90, 12
@@ -123,11 +128,22 @@ class Display:
     def __init__(self, mode: str, total_steps: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         kind = LivePanel if has_room(self._stream) else Bar
+        self._is_lost = False
         self._shown: Bar | LivePanel = kind(mode, total_steps, self._stream)
+
+    @contextmanager
+    def _while_it_can_be_written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._is_lost:
+                logger.warning("the run is not shown any more, and goes on: %s", error)
+            self._is_lost = True
 
     def resume(self, step: int) -> None:
         """Go on after ``step``."""
-        self._shown.resume(step)
+        with self._while_it_can_be_written():
+            self._shown.resume(step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A step is trained."""
@@ -140,15 +156,18 @@ class Display:
             "val": next((v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k), None),
         }
         said = {name: f"{value:.3g}" for name, value in shown.items() if value is not None}
-        self._shown.step(int(metrics[STEP]), said)
+        with self._while_it_can_be_written():
+            self._shown.step(int(metrics[STEP]), said)
 
     def live(self, figures: Mapping[str, Any]) -> None:
         """What each side does now, with its figures (`recipe.async_engine.core.figures`)."""
-        self._shown.live(sides(figures))
+        with self._while_it_can_be_written():
+            self._shown.live(sides(figures))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Close the bar and show the summary."""
-        self._shown.close()
+        with self._while_it_can_be_written():
+            self._shown.close()
         ledger, staleness, validation = summary["ledger"], summary["staleness"], summary["validation"]
         lines = [
             f"steps {summary['steps']}, versions {summary['versions']}, wall {summary['wall_seconds']:.0f} s, "
@@ -162,8 +181,9 @@ class Display:
             f"{summary['unchanged_versions']}",
             "groups " + ", ".join(f"{name} {count}" for name, count in ledger.items()),
         ]
-        self._stream.write("\n".join(lines) + "\n")
-        self._stream.flush()
+        with self._while_it_can_be_written():
+            self._stream.write("\n".join(lines) + "\n")
+            self._stream.flush()
 
 
 def _shown(value: float | None, unit: str = "") -> str:

@@ -53,8 +53,9 @@ class OtherFormat(ValueError):
 
 
 def files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The record's files of a run's folder, one for each start, the newest last."""
-    return sorted(Path(folder, FOLDER).glob("*.arrow"))
+    """The record's files of a run's folder, one for each start, the newest last; others' files are left out."""
+    found = (path for path in Path(folder, FOLDER).glob("*.arrow") if path.stem.isdecimal())
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 class EventFile:
@@ -74,7 +75,7 @@ class EventFile:
         self._waiting: list[Event] = []
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - it stays open as long as the run
         # Holds what the stream's writer has written and the file does not have yet.
-        self._bytes = io.BytesIO()
+        self._bytes, self._in_bytes = io.BytesIO(), 0
         metadata = {FORMAT: str(VERSION).encode(), HEADER: json.dumps(header).encode()}
         self._schema = COLUMNS.with_metadata(metadata)
         self._stream = pa.ipc.new_stream(self._bytes, self._schema, options=COMPRESSED)
@@ -88,14 +89,16 @@ class EventFile:
             columns = zip(*self._waiting, strict=True)
             arrays = [pa.array(column, type=field.type) for column, field in zip(columns, COLUMNS, strict=True)]
             self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-            self._waiting = []
+            self._waiting, self._in_bytes = [], len(self._waiting)
             self._flushed()
 
     def close(self) -> None:
-        """Write the stream's end."""
+        """Write what waits, and the stream's end; what still cannot be written is lost."""
+        self.write([])
         if self._flushed():
             self._stream.close()
             self._flushed()
+        self.lost += len(self._waiting) + self._in_bytes
         self._file.close()
 
     def _flushed(self) -> bool:
@@ -114,6 +117,7 @@ class EventFile:
             return False
         self._bytes.seek(0)
         self._bytes.truncate()
+        self._in_bytes = 0
         return True
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -123,8 +125,11 @@ class Recording:
 
     def ask(self) -> None:
         """Ask everyone now: what one does before it is asked for the first time is not recorded."""
-        with self._lock:
-            self._ask_all()
+        try:
+            with self._lock:
+                self._ask_all()
+        except Exception:  # a run does not end for its record
+            logger.exception("the record of events misses something")
 
     def summary(self) -> dict[str, Any] | None:
         """The account in the keys of ``summary.json``; None before there is one."""
@@ -143,9 +148,8 @@ class Recording:
             _, table = read(self._file.path)
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
-        lanes = table.column("lane").to_pylist()
-        rows = [n for n, lane in enumerate(lanes) if lane not in (TRAJECTORIES, GROUPS)]
-        self.account = close(events_of(table.take(rows)), self._devices, until - self._began, tokens)
+        many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
+        self.account = close(events_of(table.filter(pc.invert(many))), self._devices, until - self._began, tokens)
         return self.account
 
     def engine_tokens(self) -> dict[str, int] | None:
