@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 
 import two_turn_loop
 from planted import note, noted, planted_s
-from slow_decode import SlowDecodeExtension
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.emulation.devices import emulation
+from recipe.emulation.engine import EmulatedExtension
 
 SHORT, LONG, LONG_EVERY = int(os.environ.get("ANSWER", "6")), 120, 4
 
@@ -65,7 +67,7 @@ class SlowPrompts(RLHFDataset):
         return super().__getitem__(item)
 
 
-class SlowSwap(SlowDecodeExtension):
+class SlowSwap(EmulatedExtension):
     """An engine whose swaps of weights, but for the first one, take their time."""
 
     swaps = 0
@@ -78,14 +80,16 @@ class SlowSwap(SlowDecodeExtension):
         return super().swap_staged(version)
 
 
-class OneSlowEngine(SlowDecodeExtension):
+class OneSlowEngine(EmulatedExtension):
     """The first engine to start decodes three times as slowly as the others."""
 
     def __new__(cls, **kwargs: Any) -> OneSlowEngine:
         mark = Path(os.environ["PLANTED"] + ".slow")
         try:
             mark.touch(exist_ok=False)
-            os.environ["DECODE_STEP_S"] = str(3 * float(os.environ["DECODE_STEP_S"]))
+            here = emulation()
+            assert here.decode_step_s is not None
+            os.environ.update(dataclasses.replace(here, decode_step_s=3 * here.decode_step_s).environment())
             mark.write_text(str(os.getpid()))
         except FileExistsError:
             pass

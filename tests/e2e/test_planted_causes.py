@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from main_runs import run_main, small
+from main_runs import EMULATED, decode_steps, run_main, small
 
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.rollout.trajectory_worker import REWARD_AT_ONCE_S
@@ -69,7 +69,7 @@ class Cause:
     setting: str
     overrides: list[str] = field(default_factory=list)
     loop: str = "ShortAnswers"
-    extension: str = "slow_decode.SlowDecodeExtension"
+    extension: str = EMULATED
     reward: str = "quick_reward"
     environment: dict[str, str] = field(default_factory=dict)
     seconds: Callable[[Run, Planted], tuple[float, ...]] | None = None
@@ -179,7 +179,8 @@ def test_a_planted_cause_is_named_first_and_its_seconds_are_in_the_account(
     name: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause, here, planted = CAUSES[name], Path(__file__).parent / "planting.py", tmp_path / "planted.jsonl"
-    for key, value in {**cause.environment, "DECODE_STEP_S": str(STEP_S), "PLANTED": str(planted)}.items():
+    decode_steps(monkeypatch, STEP_S)
+    for key, value in {**cause.environment, "PLANTED": str(planted)}.items():
         monkeypatch.setenv(key, value)
     loops = tmp_path / "agent_loops.yaml"
     loops.write_text(f"- name: planted\n  _target_: planting.{cause.loop}\n")

@@ -43,6 +43,7 @@ def wait_for(condition: Any) -> None:
 
 
 def agent_class() -> type:
+    from recipe.async_engine.core.events import AwayActivity
     from recipe.async_engine.recovery.control import Early
     from recipe.async_engine.rollout.kept_answers import AnswerBook
     from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
@@ -55,7 +56,7 @@ def agent_class() -> type:
             self._scoring = self._reference = None
             self._is_prepared, self._score_parts = True, False
             self._answers, self._turns, self._running = AnswerBook(), TurnGate(HELD_S), {}
-            self._unwanted = Early()
+            self._unwanted, self._away = Early(), AwayActivity(time.monotonic)
             self._trajectory_timeout_s = HELD_S
 
             class NoClient:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ class Trainer(StagedTrainer, Reporting):
     def __init__(self, norms: Any = (1.0,)) -> None:
         self.metrics, self.timing_raw = {}, {}
         self.norms = norms
+        self.record = SimpleNamespace(ranks_compared=lambda seconds: nullcontext())
         self.timeline, self.unchanged = Timeline(time.monotonic), UnchangedWeights(3)
         self.skipped_updates = {model: SkippedUpdates(model, 3) for model in ("actor", "critic")}
         self.reward_tensor = torch.zeros(4, 3)

@@ -162,7 +162,9 @@ def test_lines_that_a_resumed_run_wrote_anew_are_taken_in_from_the_next_whole_on
 def test_ctrl_c_ends_it_cleanly(folder: Path, run: Run) -> None:
     run.tell("step")
     command = [sys.executable, "-m", "recipe.report", str(folder), "--follow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+    # Whoever started these tests may ignore the signal, and what they start inherits that.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard) as follower:
         assert follower.stdout is not None and follower.stderr is not None
         assert follower.stdout.readline().startswith("following")
         assert "step 1" in follower.stdout.readline()

@@ -91,7 +91,7 @@ class DelayedTrainer(Startup):
         self.resource_pool_manager = SimpleNamespace(resource_pool_spec={"trainer_pool": [8]})
         self.taken, self.rollout_is_placed = taken, threading.Event()
 
-    def _start_training(self) -> None:
+    def start_training(self) -> None:
         assert self.rollout_is_placed.wait(SOON_S)
         self._init_resource_pools()
         (pool,) = self.resource_pool_manager.resource_pool_dict.values()
@@ -105,7 +105,7 @@ class DelayedTrainer(Startup):
             pool.get_placement_groups(device_name="cpu")
         self.rollout_is_placed.set()
 
-    def _use_rollout(self, rollout: Any) -> None: ...
+    def use_rollout(self, rollout: Any) -> None: ...
 
 
 def test_a_trainer_that_comes_later_than_small_replicas_has_its_node_whole(groups: list[Any]) -> None:

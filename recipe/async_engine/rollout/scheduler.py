@@ -255,6 +255,7 @@ class RolloutScheduler:
         with self._changed:
             if not fill:
                 self.manager.drain()
+                self._account()
             deadline = time.monotonic() + timeout_s
             in_time = self._changed.wait_until(lambda: self._error is not None or drained(), deadline)
             if not drained():
