@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,12 @@ def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, st
 
 
 def trainer_log(overrides: list[str]) -> str:
-    """What the trainer's actor of a run that has just ended has logged."""
+    """What the trainer's actor of a run has logged."""
     temporary = next((value for key, _, value in (item.partition("=") for item in overrides) if key == RAY_FOLDER), "")
     logs = Path(temporary, "session_latest", "logs").glob("worker-*.err") if temporary else ()
-    texts = [path.read_text(errors="replace") for path in logs]
+    texts = []
+    for path in logs:
+        # Ray gives a worker's file another name when it gets work.
+        with suppress(FileNotFoundError):
+            texts.append(path.read_text(errors="replace"))
     return "\n".join(text for text in texts if ":actor_name:TaskRunner" in text)
