@@ -371,17 +371,8 @@ class Simulation:
             self.decisions_s += time.process_time() - began
 
     def _why(self) -> None:
-        if self.manager.running:
-            why = Why.GENERATING
-        elif self._scoring and not self.ledger.may_take():
-            why = Why.REWARD
-        elif not self.manager.is_open:
-            why = Why.TURN if self.scenario.shared else Why.DRAIN
-        elif self.ledger.all_issued:
-            why = Why.END
-        else:
-            why = Why.GATE
-        self._lane.turn_to(why)
+        waits = self._scoring > 0 and not self.ledger.may_take()
+        self._lane.turn_to(self.manager.why(prompts_left=True, waits_for_rewards=waits))
 
     def _events(self) -> Iterator[Event]:
         for lane, spans in ((TRAINER, self._timeline.lane.take()), (SCHEDULER, self._lane.take())):

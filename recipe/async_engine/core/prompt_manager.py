@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.events import LAST_OF, Why
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef
@@ -161,6 +162,27 @@ class PromptManager:
                 yield trajectory
             elif not (self.wants_prompt() and issue()):
                 return
+
+    def why(self, prompts_left: bool, waits_for_rewards: bool) -> Why:
+        """Why nothing more begins to generate.
+
+        Args:
+            prompts_left: whether there is a next prompt, now or later.
+            waits_for_rewards: whether only rewards keep the run from going on while nothing generates.
+        """
+        if self.running:
+            if self.is_open and (not self.has_room() or self.anything_waits()):
+                return Why.GENERATING
+            return LAST_OF[self._held_by(prompts_left)]
+        return Why.REWARD if waits_for_rewards else self._held_by(prompts_left)
+
+    def _held_by(self, prompts_left: bool) -> Why:
+        """What keeps a trajectory that would have its slots from beginning."""
+        if not self.is_open:
+            return Why.DRAIN if self.stream else Why.TURN
+        if self.ledger.all_issued or not prompts_left:
+            return Why.END
+        return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
 
     def wants_prompt(self) -> bool:
         """Whether slots are free for a new prompt; ask when `next` gives nothing."""

@@ -31,7 +31,7 @@ from typing import Any
 
 from recipe.async_engine.core.account import TokenBooks
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import LAST_OF, Class, Event, Lane, Tell, Why, ignore
+from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
 from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
@@ -602,23 +602,8 @@ class RolloutScheduler:
 
     def _account(self) -> None:
         self._timeline.rollout.set(running=self.manager.running)
-        self.lane.turn_to(self._why())
-
-    def _why(self) -> Why:
-        """Why nothing more begins to generate."""
-        if self.manager.running:
-            if self.manager.is_open and (not self.manager.has_room() or self.manager.anything_waits()):
-                return Why.GENERATING
-            return LAST_OF[self._held_by()]
-        return Why.REWARD if self._timeline.rollout.waits_for_rewards else self._held_by()
-
-    def _held_by(self) -> Why:
-        """What keeps a trajectory that would have its slots from beginning."""
-        if not self.manager.is_open:
-            return Why.TURN if self._settings.turns else Why.DRAIN
-        if self.ledger.all_issued or not self._prompts.left:
-            return Why.END
-        return Why.PROMPTS if self.ledger.can_issue() else Why.GATE
+        waits = self._timeline.rollout.waits_for_rewards
+        self.lane.turn_to(self.manager.why(bool(self._prompts.left), waits))
 
     def _tell_all(self, events: Iterable[Event]) -> None:
         for event in events:
