@@ -2,7 +2,8 @@
 """Everything here needs an accelerator, and is skipped by name without one. One command: ``make test-gpu``.
 
 What is run is in the modules beside this one that are no tests: the same functions run on a CPU, in
-tests/integration/test_gpu_scenarios.py. Figures go to one file: ``FIGURES``, or build/gpu-figures.json.
+tests/integration/test_weight_worker.py, test_model_engine_adapter.py, test_nccl_engine.py and
+tests/e2e/test_gpu_modes.py. Figures go to one file: ``FIGURES``, or build/gpu-figures.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ of the time that they say. Where both sides share their accelerators, a second i
 the trainer waits or validates, and the trainer's otherwise. Events that overlap make the sum exceed the life:
 :attr:`Account.closes` is False then, as it is where a device's unknown time or the tokens do not come out.
 
-Shown by tests/core/test_account.py and, of real runs, tests/e2e/accounts.py.
+Shown by tests/core/test_account.py and, of real runs, tests/accounts.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Contract: engines count what they sample, workers what they are answered with, the scheduler what its groups' answers
 have and how they end; `TokenBooks.not_known` is 0 only if the three agree. Of a worker or an engine that died the count
 is lost: what the next one of the three knows of its tokens stands for it then. Shown by
-tests/integration/test_token_books.py and, of real runs, tests/e2e/accounts.py.
+tests/integration/test_token_books.py and, of real runs, tests/accounts.py.
 """
 
 from collections.abc import Mapping

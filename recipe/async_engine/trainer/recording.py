@@ -8,7 +8,7 @@ after it was last asked is `lost_with_replica`, and the time from there to the e
 From the 10,000th group on, the rows of trajectories and groups are kept of one group in two, in four and so on. Nothing
 here ends a run: what cannot be asked or written is not known to the account, which says so.
 
-Shown by tests/integration/test_recording.py and tests/e2e/accounts.py.
+Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
