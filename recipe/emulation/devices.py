@@ -4,8 +4,8 @@
 Contract: `EMULATED_DEVICES` has the run's emulation as JSON, the fields of `Emulation`; every process of the run reads
 it there, below stock verl's mains and this package's alike. `Device.work` returns when the device's time has passed,
 or when the real work has ended if that is later. What was too slow to be emulated is in the record: a comparison in
-which `late_s` is not small measures this machine instead of the device. Shown by tests/plan/test_emulation.py and, in
-engines, tests/integration/test_emulated_devices.py.
+which `late_s` is not small measures this machine instead of the device. Shown by tests/plan/test_emulation.py and, in a
+run, tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations

@@ -15,12 +15,11 @@ from typing import Any
 
 from recipe.async_engine.storage.event_file import OtherFormat, files
 from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
-from recipe.plan.device import H100, DeviceTimes, shape_of
+from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import CannotFit, Times, estimated, fitted, steps_trained
 from recipe.report.run import NoRecord, Run
 
-PROFILES = {"h100": H100}
 SHOWN = 8
 WIDEST = 10.0
 

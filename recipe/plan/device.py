@@ -94,6 +94,8 @@ H100 = DeviceProfile(
 )
 
 # The fields of the published config.json files that a shape is made of.
+PROFILES = {"h100": H100}
+
 MODELS = {
     "qwen2.5-0.5b": {
         "model_type": "qwen2",

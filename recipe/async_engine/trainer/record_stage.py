@@ -4,8 +4,8 @@
 Contract: verl's calls of its worker groups are phases of the timeline, in which the trainer's accelerators compute;
 within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one; the part
 of it that they wait for the slowest one, in the mean, is told apart where a rank can say (`collectives`). With
-``async_training.events=false`` nothing is
-recorded and there is no account. Shown by tests/integration/test_recording.py and tests/e2e/accounts.py.
+``async_training.events=false`` nothing is recorded and there is no account. Shown by
+tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
@@ -95,11 +95,6 @@ class RecordStage:
         self._recording.follow(TRAINER, timeline.lane)
         self.tell = self._recording.tell
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a record."""
-        return self._recording is not None
-
     def follow(self, scheduler: RolloutScheduler) -> None:
         """From now on what the scheduler does is recorded, and what the servers do."""
         if self._recording is not None:
@@ -161,6 +156,8 @@ class RecordStage:
         ended = time.monotonic()
         spent = [seconds for seconds in collective_seconds() if seconds is not None]
         if len(spent) < self._ranks:
+            # They never can: no further call is to wait for the question.
+            self._ranks = 0
             return
         before, self._collective_s = self._collective_s or [0.0] * len(spent), spent
         wait = mean_wait([now - then for now, then in zip(spent, before, strict=True)])
