@@ -18,7 +18,7 @@ from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import CannotFit, Times, estimated, fitted, steps_trained
-from recipe.report.run import NoRecord, Run
+from recipe.report.run import NoRecord, Run, about, answer_counts
 
 SHOWN = 8
 WIDEST = 10.0
@@ -28,14 +28,9 @@ def of_run(run: Run, steps: int) -> Scenario:
     """What the run in the record was."""
     said = run.settings
     replicas = max(1, said["rollout_replicas"])
-    groups = run.groups.to_pylist()
-    answers: dict[int, int] = {}
-    for row in run.trajectories.to_pylist():
-        answers[row["group"]] = max(answers.get(row["group"], 0), row["trajectory"] + 1)
-    trained = [row for row in groups if row["what"] == "trained"]
     return Scenario(
-        batch_groups=max(1, round(len(trained) / steps_trained(run))),
-        answers=max(answers.values()),
+        batch_groups=max(1, round(len(about(run.groups, "trained")) / steps_trained(run))),
+        answers=max(answer_counts(run).values()),
         replicas=replicas,
         slots=said["max_concurrent_trajectories"] // replicas,
         places=said["engine_places"] // replicas,

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from recipe.async_engine.core.account import Piece
 from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
 from recipe.plan.device import DeviceTimes
-from recipe.report.run import Run, load
+from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], int], float]
 
@@ -80,7 +82,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     latency = max(0.0, min(overhead))
     agents = used[Class.WAIT_AGENTS] / places / len(lengths)
     # Of the tokens that were generated some are not trained yet.
-    trained = sum(row["tokens"] for row in run.groups.to_pylist() if row["what"] == "trained")
+    trained = pc.sum(about(run.groups, "trained")["tokens"]).as_py()
     if not trained:
         raise CannotFit(f"{folder} has no trained group in its record: let the run train some steps first")
     per_token = sum(updates) / trained
@@ -88,8 +90,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
-    rows = run.trajectories.to_pylist()
-    took = [row["end"] - row["start"] for row in rows if row["what"] == "reward"]
+    rewards = about(run.trajectories, "reward")
+    took = pc.subtract(rewards["end"], rewards["start"]).to_pylist()
     times = Times(
         groups=tuple(tuple(tokens for tokens, _ in group) for group in answers.values()),
         step_s=lambda batch, context: step,
@@ -111,8 +113,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
 
 def steps_trained(run: Run) -> int:
     """Steps whose groups its record has as trained, at least 1; the ages of a batch's tokens are told at one moment."""
-    last = max((row["end"] for row in run.groups.to_pylist() if row["what"] == "trained"), default=0.0)
-    return max(1, len({row["start"] for row in run.tokens.to_pylist() if row["start"] <= last}))
+    last = pc.max(about(run.groups, "trained")["end"]).as_py() or 0.0
+    return max(1, sum(start <= last for start in run.tokens["start"].unique().to_pylist()))
 
 
 def estimated(
@@ -138,8 +140,8 @@ def _scaled(per_token: float, ranks_seen: int) -> Seconds:
 def _answers(run: Run) -> dict[int, list[tuple[int, float]]]:
     """By group, the (tokens, seconds) of its answers."""
     found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
-    for row in run.trajectories.to_pylist():
-        if row["what"] == "generating" and row["tokens"]:
+    for row in about(run.trajectories, "generating").to_pylist():
+        if row["tokens"]:
             found[row["group"]].append((row["tokens"], row["end"] - row["start"]))
     return found
 

@@ -19,7 +19,7 @@ from bokeh.plotting import figure
 
 from recipe.async_engine.core.account import KINDS, Kind, Piece
 from recipe.async_engine.core.events import RUN, WEIGHTS, Class
-from recipe.report.run import Run
+from recipe.report.run import Run, about
 
 BINS = 400
 WIDE_BINS = 80
@@ -208,11 +208,11 @@ def color(version: int) -> str:
 
 def one_by_one(run: Run) -> figure | None:
     """The lives of some trajectories, evenly taken, one line each, colored by the version that they began at."""
-    begun = run.trajectories.filter(pc.equal(run.trajectories["what"], "generating")).sort_by("start")
+    begun = about(run.trajectories, "generating").sort_by("start")
     if not begun.num_rows:
         return None
     taken = begun.take(np.unique(np.linspace(0, begun.num_rows - 1, MOST_LIVES).astype(int)))
-    ready = run.groups.filter(pc.equal(run.groups["what"], "ready"))
+    ready = about(run.groups, "ready")
     waits = dict(
         zip(
             ready["group"].to_pylist(),
@@ -220,7 +220,7 @@ def one_by_one(run: Run) -> figure | None:
             strict=True,
         )
     )
-    rewards = run.trajectories.filter(pc.equal(run.trajectories["what"], "reward"))
+    rewards = about(run.trajectories, "reward")
     keys = zip(
         rewards["group"].to_pylist(), rewards["trajectory"].to_pylist(), rewards["start"].to_pylist(), strict=True
     )
@@ -264,7 +264,7 @@ def lives(run: Run) -> figure | None:
     """Mean seconds that trajectories spent generating, with their reward, and ready, by the version they began at."""
     stages: dict[str, dict[int, float]] = {}
     for stage, table in (("generating", run.trajectories), ("reward", run.trajectories), ("ready", run.groups)):
-        rows = table.filter(pc.equal(table["what"], stage))
+        rows = about(table, stage)
         if not rows.num_rows:
             continue
         rows = pa.table({"version": rows["version"], "seconds": pc.subtract(rows["end"], rows["start"])})
@@ -313,10 +313,10 @@ def histograms(run: Run) -> list[figure]:
     trajectories, groups = run.trajectories, run.groups
 
     def seconds(table: pa.Table, what: str) -> np.ndarray:
-        rows = table.filter(pc.equal(table["what"], what))
+        rows = about(table, what)
         return pc.subtract(rows["end"], rows["start"]).to_numpy(zero_copy_only=False)
 
-    lengths = trajectories.filter(pc.equal(trajectories["what"], "generating"))["tokens"].drop_null()
+    lengths = about(trajectories, "generating")["tokens"].drop_null()
     ages = np.array([int(age) for age in run.tokens["what"].to_pylist()])
     found = [
         histogram("Tokens of an answer", "tokens", lengths.to_numpy()),
@@ -344,15 +344,16 @@ def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[fig
     ``runs``: by the name that their lines have, "" for one alone.
     """
     present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
-    lines = [(f"{name}: {key}" if name else key, run, key) for key in present for name, run in runs.items()]
+    along = {name: axes(run) for name, run in runs.items()}
+    lines = [(f"{name}: {key}" if name else key, name, key) for key in present for name in runs]
     plots = []
-    for label in axes(next(iter(runs.values()))) if lines else ():
+    for label in next(iter(along.values())) if lines else ():
         plot = _figure(title, height=240)
-        for number, (named, run, key) in enumerate(lines):
-            every = max(1, len(run.metrics) // 2000)
+        for number, (named, name, key) in enumerate(lines):
+            metrics = runs[name].metrics
             points = [
                 (x, step[key])
-                for x, step in list(zip(axes(run)[label], run.metrics, strict=True))[::every]
+                for x, step in list(zip(along[name][label], metrics, strict=True))[:: max(1, len(metrics) // 2000)]
                 if x is not None and step.get(key) is not None
             ]
             if points:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,18 @@ class Run:
     def advice(self) -> list[Advice]:
         """The greatest loss first."""
         return advise(Facts(self.account, self.settings, meanwhile(self.pieces, self.devices), speeds(self)))
+
+
+def about(table: pa.Table, what: str) -> pa.Table:
+    """The rows of a run's table that are about this."""
+    return table.filter(pc.equal(table["what"], what))
+
+
+def answer_counts(run: Run) -> Counter[int]:
+    """How many answers each group has."""
+    rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
+    groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
+    return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
 
 
 HARDLY = 0.02

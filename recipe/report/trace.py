@@ -10,19 +10,18 @@ is made of a run that goes on or was killed too. Shown by tests/integration/test
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recipe.async_engine.core.account import ENDS, KINDS, Kind, Piece
 from recipe.async_engine.core.events import RUN, SCHEDULER, TRAINER, WEIGHTS, Class, Event
 from recipe.async_engine.storage.event_file import events_of
-from recipe.report.run import Run
+from recipe.report.run import Run, about, answer_counts
 from recipe.report.trace_file import Slots, TraceFile, Value
 
 ACCOUNT, PHASE, BATCH, TRAJECTORY, GROUP, VERSION, DEVICE = (
@@ -189,7 +188,7 @@ def _groups(file: TraceFile, run: Run) -> None:
             ready[event.group] = event.start
         else:
             rows.append(event)
-    answers = _answers(run)
+    answers = answer_counts(run)
     for event in sorted(rows, key=lambda event: event.start):
         track, group = slots.take(event.start, event.end), event.group or 0
         values = {"group": group, "version": event.version, "tokens": event.tokens, "reason": event.text}
@@ -200,24 +199,17 @@ def _groups(file: TraceFile, run: Run) -> None:
         file.end(track, event.end)
 
 
-def _answers(run: Run) -> Counter[int]:
-    """How many answers each group has."""
-    rows = run.trajectories.group_by("group").aggregate([("trajectory", "max")])
-    groups, last = rows["group"].to_pylist(), rows["trajectory_max"].to_pylist()
-    return Counter({group: n + 1 for group, n in zip(groups, last, strict=True)})
-
-
 def _trajectories(file: TraceFile, run: Run) -> None:
     """Each attempt at an answer: generating, then the wait for its reward."""
     slots = Slots(file, file.process("trajectories"), "trajectory")
-    rewarded = {_key(event, event.start): event.end for event in _rows(_of(run.trajectories, "reward"))}
-    recomputed = {_key(event, event.start): event.tokens for event in _rows(_of(run.trajectories, "interrupted"))}
-    for event in _rows(_of(run.trajectories, "generating")):
+    rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
+    recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
+    for event in _rows(about(run.trajectories, "generating")):
         reward_end = rewarded.get(_key(event, event.end))
         track = slots.take(event.start, reward_end or event.end)
-        about = {"group": event.group, "trajectory": event.trajectory}
+        named = {"group": event.group, "trajectory": event.trajectory}
         values: dict[str, Value] = {
-            **about,
+            **named,
             "version": event.version,
             "tokens": event.tokens,
             "attempt": event.text,
@@ -226,15 +218,11 @@ def _trajectories(file: TraceFile, run: Run) -> None:
         flows = [answer_flow(event.group or 0, event.trajectory or 0)]
         file.slice(track, event.what, event.start, event.end, TRAJECTORY, values, flows)
         if reward_end is not None:
-            file.slice(track, "reward", event.end, reward_end, TRAJECTORY, about)
+            file.slice(track, "reward", event.end, reward_end, TRAJECTORY, named)
 
 
 def _key(event: Event, at: float) -> tuple[int | None, int | None, float]:
     return event.group, event.trajectory, at
-
-
-def _of(table: pa.Table, what: str) -> pa.Table:
-    return table.filter(pc.equal(table["what"], what))
 
 
 def _rows(table: pa.Table) -> Iterator[Event]:
@@ -247,8 +235,8 @@ def _batches(run: Run) -> list[Batch]:
     """What the trainer trained together: their tokens are counted at one moment, their groups end before the next."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
-    trained = sorted(_rows(_of(run.groups, "trained")), key=lambda event: event.end)
-    ends, answers = [event.end for event in trained], _answers(run)
+    trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)
+    ends, answers = [event.end for event in trained], answer_counts(run)
     batches = []
     for number, rows in enumerate(moments):
         start, following = rows[0].start, moments[number + 1 : number + 2]
