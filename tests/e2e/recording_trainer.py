@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
+from recipe.async_engine.storage.event_file import files, read
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 SOME_TOKENS = 3
-MIDWAY_S = 60.0
+MIDWAY_S = RECORD_S = 60.0
 
 
 class Recording:
@@ -49,7 +50,11 @@ class Recording:
         super()._save_checkpoint()
         if self.global_steps == int(os.environ.get("CRASH_AFTER_STEP", "0")):
             self.saving.finish()
+            self.before_the_kill()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def before_the_kill(self) -> None:
+        """For subclasses."""
 
 
 def is_midway(snapshot: dict[str, Any]) -> bool:
@@ -88,7 +93,14 @@ class Midway(Recording):
 
 
 class RecordingTrainer(Recording, PartialRolloutTrainer):
-    """See the module."""
+    """See the module. It is killed when its record of events has been written once, which a quick run ends before."""
+
+    def before_the_kill(self) -> None:
+        deadline = time.monotonic() + RECORD_S
+        while not read(files(self.config.trainer.default_local_dir)[-1])[1].num_rows:
+            if time.monotonic() > deadline:
+                raise TimeoutError("nothing of the record of events was written")
+            time.sleep(0.1)
 
 
 class MidwayApart(Midway, AsyncPPOTrainer):
