@@ -41,6 +41,8 @@ def receive(address: str, device: str, pipe: Any) -> None:
 
     receiver.receive_weights(take)
     pipe.send(checksum.value())
+    # An engine lives on. A process that ends at once can take its last answer along: zmq's thread has not sent it yet.
+    pipe.recv()
 
 
 def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
@@ -69,8 +71,9 @@ def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
     try:
         assert ours.poll(DEADLINE_S), "the engine did not take the weights"
         assert ours.recv() == checksum.value()
-    finally:
+        ours.send("taken")
         engine.join(DEADLINE_S)
+    finally:
         engine.kill()
     nbytes = sum(tensor.nbytes for _, tensor in sent)
     return {"seconds": round(seconds, 4), "gigabytes_per_second": round(nbytes / seconds / 1e9, 3)}
