@@ -18,12 +18,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, shape_of
 
 VARIABLE = "EMULATED_DEVICES"
 PROFILES: Mapping[str, DeviceProfile] = {"h100": H100}
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,19 @@ class Emulation:
             which creates the file `dies_once`.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     device: str = "h100"
     model: str = "qwen2.5-7b"
-    replica_devices: int = 1
-    trainer_devices: int = 1
+    replica_devices: Count = 1
+    trainer_devices: Count = 1
     shared: bool = False
-    token_scale: int = 1
-    time_scale: float = 1.0
-    decode_step_s: float | None = None
+    token_scale: Count = 1
+    time_scale: Positive = 1.0
+    decode_step_s: Positive | None = None
     computes: bool = True
     record: str | None = None
-    dies_after_s: float | None = None
+    dies_after_s: Positive | None = None
     dies_once: str | None = None
 
     def __post_init__(self) -> None:
@@ -65,11 +72,14 @@ class Emulation:
 
     @classmethod
     def parse(cls, text: str) -> Emulation:
-        given = json.loads(text)
-        unknown = set(given) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"{VARIABLE} has no {sorted(unknown)}; it has {[field.name for field in fields(cls)]}.")
-        return cls(**given)
+        """Raises ValueError, which names the variable and all that is wrong in it."""
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(
+                f"{VARIABLE}={text} does not say what the devices are: {error}\n"
+                f"It is a JSON object with some of {[field.name for field in fields(cls)]}."
+            ) from error
 
     def environment(self) -> dict[str, str]:
         """What a run of these devices needs in its environment."""

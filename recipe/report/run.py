@@ -39,7 +39,8 @@ class Run:
     """A run as far as its folder has it.
 
     events: of every lane but trajectories, groups and tokens, which are tables. state: "ended", "failed", "goes on" or
-    "was killed". until: seconds of the run's clock that the account covers.
+    "was killed". until: seconds of the run's clock that the account covers. later_error: of a start after this one that
+    ended before it had a record.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Run:
     tokens: pa.Table
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
+    later_error: str | None = None
 
     @property
     def name(self) -> str:
@@ -114,6 +116,10 @@ def load(folder: Path) -> Run:
     if not header or table.num_rows == 0:
         raise NoRecord(f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones")
     summary = summary_of(folder) or {}
+    later_error = None
+    if summary and not summary.get("account") and summary.get("began", 0.0) > header["began"]:
+        # It is of a start that ended before it had a record.
+        summary, later_error = {}, (summary.get("error") or {}).get("message")
     account = summary.get("account") or {}
     until = account.get("duration") or pc.max(table["end"]).as_py()
     lanes = table["lane"]
@@ -135,6 +141,7 @@ def load(folder: Path) -> Run:
         tokens=table.filter(pc.equal(lanes, TOKENS)),
         summary=summary,
         metrics=_lines(folder / "metrics.jsonl"),
+        later_error=later_error,
     )
 
 

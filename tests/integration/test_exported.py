@@ -14,6 +14,7 @@ from recipe.async_engine.trainer import exported
 from recipe.async_engine.trainer.figures_stage import FiguresStage
 
 FIGURES = {STEP: 3, f"{SHARE}wait": 0.25, f"{SHARE}update": 0.75, "critic/score/mean": None, "actor/lr": 1.0}
+ODD = {**FIGURES, "critic/score/mean": "high"}
 
 
 class Gauge:
@@ -43,8 +44,9 @@ def stage(prometheus: bool, experiment: Any = "mine") -> FiguresStage:
     return made
 
 
-def test_each_figure_is_told_with_its_run_and_a_share_with_its_phase(told: list[Any]) -> None:
-    stage(prometheus=True, experiment=7).export(FIGURES)
+@pytest.mark.parametrize("figures", [FIGURES, ODD])
+def test_each_figure_is_told_with_its_run_and_a_share_with_its_phase(figures: dict[str, Any], told: list[Any]) -> None:
+    stage(prometheus=True, experiment=7).export(figures)
     assert told == [
         ("recipe_step", 3.0, {"run": "7"}),
         ("recipe_trainer_share", 0.25, {"run": "7", "phase": "wait"}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from recipe.async_engine.core.account import Devices, TokenBooks
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.storage.event_file import events_of, files, read
+from recipe.async_engine.storage.event_file import EventFile, events_of, files, read
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
 from recipe.report.__main__ import main as report
@@ -197,3 +198,24 @@ def test_parts_that_cannot_be_asked_end_no_run(tmp_path: Path) -> None:
     recording.ask()
     failing = False
     assert recording.close(time.monotonic(), None).devices == {}
+
+
+def test_a_write_that_does_not_return_keeps_no_run_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network disk that has gone; the account is of what was written before."""
+    for name, seconds in (("WRITE_S", 0.1), ("ASK_S", 0.01), ("ANSWER_S", 0.05)):
+        monkeypatch.setattr(f"recipe.async_engine.trainer.recording.{name}", seconds)
+    recording = Recording(str(tmp_path), DEVICES, {}, dict)
+    now = time.monotonic()
+    recording.tell(Event(TRAINER, "wait", now, now + 0.01))
+    until(lambda: bool(recorded(tmp_path)))
+    writing, gone = threading.Event(), threading.Event()
+    monkeypatch.setattr(EventFile, "write", lambda *_: writing.set() or gone.wait(SOON))
+    assert writing.wait(SOON)
+    try:
+        assert recording.engine_tokens() is None
+        assert recording.close(time.monotonic(), None).devices.keys() == {TRAINER}
+    finally:
+        gone.set()
+    assert "a write to" in caplog.text

@@ -189,6 +189,14 @@ def test_newest_start_of_a_run_is_reported(tmp_path: Path) -> None:
     assert page(tmp_path)
 
 
+def test_start_that_fails_before_it_has_a_record_is_not_taken_for_the_recorded_one(tmp_path: Path) -> None:
+    error = {"name": "ConfigError", "message": "no such model"}
+    run_of(tmp_path, ago=3600, summary={"began": time.time(), "error": error, "account": None}).close()
+    run = load(tmp_path)
+    assert (run.state, run.until, run.summary) == ("was killed", STEPS * STEP_S, {})
+    assert "a later start had no record: no such model" in what_happened(run)
+
+
 @pytest.mark.parametrize("files", [[], ["0000.arrow"]])
 def test_folder_without_a_record_is_refused_in_words(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,13 +23,19 @@ def test_a_process_finds_the_devices_of_its_run() -> None:
     [
         ('{"model": "none"}', "model='none' is not known; there are .*qwen2.5-7b"),
         ('{"device": "none"}', "device='none' is not known; there are .'h100'."),
-        ('{"modle": "qwen2.5-7b"}', "has no .'modle'.; it has .*'model'"),
+        ('{"modle": "qwen2.5-7b"}', "(?s)modle\n.*It is a JSON object with some of .*'model'"),
+        ("qwen2.5-7b", f"(?s){VARIABLE}=qwen2.5-7b does not say .*Invalid JSON"),
+        ("[]", f"{VARIABLE}=.. does not say .*"),
+        ('{"token_scale": "64"}', "(?s)token_scale\n.*valid integer"),
+        ('{"replica_devices": 0}', "(?s)replica_devices\n.*greater than or equal to 1"),
+        ('{"time_scale": -1}', "(?s)time_scale\n.*greater than 0"),
         ('{"dies_after_s": 3}', "dies_after_s and dies_once go together"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         Emulation.parse(text)
+    assert VARIABLE in str(refused.value)
     with pytest.raises(ValueError, match=f"{VARIABLE} is not set"):
         emulation({})
 

@@ -46,6 +46,7 @@ class RunRecord:
         self._began = time.time() if began is None else began
         self.summary: dict[str, Any] = {
             "mode": mode,
+            "began": self._began,
             "steps": 0,
             "versions": 0,
             "stopped_by": None,

@@ -7,6 +7,7 @@ Each has the label `run`, the name of the experiment. Shown by tests/integration
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from ray.util.metrics import Gauge
@@ -26,7 +27,7 @@ class PrometheusExporter:
     def tell(self, figures: Mapping[str, Any]) -> None:
         """From now on these are the figures; what is no number is left out."""
         for key, value in figures.items():
-            if value is None:
+            if not isinstance(value, Real):
                 continue
             if key.startswith(SHARE):
                 phase = {PHASE: key.removeprefix(SHARE)}

@@ -17,7 +17,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,14 +139,18 @@ class Recording:
         return {**self.account.summary(), "events_lost": self._file.lost, "cpu_seconds": self.cpu_s}
 
     def close(self, until: float, tokens: TokenBooks | None) -> Account:
-        """Ask once more, write what there is, and make the account up to ``until``, by this process's clock."""
+        """Ask once more, write what there is, and make the account up to ``until``, by this process's clock.
+
+        Where a write has not returned for `WRITE_S`, the account is of what the file has.
+        """
         self._over.set()
         self._thread.join(2 * ANSWER_S)
-        with self._lock:
-            self._ask_all()
-            self._write()
-            self._file.close()
-            _, table = read(self._file.path)
+        with self._locked_soon() as locked:
+            if locked:
+                self._ask_all()
+                self._write()
+                self._file.close()
+        _, table = read(self._file.path)
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
         many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
@@ -154,7 +159,9 @@ class Recording:
 
     def engine_tokens(self) -> dict[str, int] | None:
         """Sums over the counts of all engines, which are asked now; None if one has died or does not answer."""
-        with self._lock:
+        with self._locked_soon() as locked:
+            if not locked:
+                return None
             self._ask_all()
             devices = [device for device in self._known.values() if device.is_counted]
             if self.deaths or any(device.asked is not None for device in devices):
@@ -164,6 +171,18 @@ class Recording:
                 for name, count in device.tokens.items():
                     sums[name] = sums.get(name, 0) + count
         return sums
+
+    @contextmanager
+    def _locked_soon(self) -> Iterator[bool]:
+        """Have the lock unless the thread keeps it for `WRITE_S`; says whether it was had."""
+        locked = self._lock.acquire(timeout=WRITE_S)
+        if not locked:
+            logger.error("the record lacks its end: a write to %s has not returned for %g s", self._file.path, WRITE_S)
+        try:
+            yield locked
+        finally:
+            if locked:
+                self._lock.release()
 
     # The thread's work.
 
