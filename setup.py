@@ -90,6 +90,7 @@ setup(
         "perfetto>=0.59",
         "psutil",
         "pyarrow>=19.0.0",
+        "pydantic>=2.11",
         "pyseccomp; sys_platform == 'linux'",
         "rich",
         "safetensors",
