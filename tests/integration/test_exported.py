@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipe.async_engine.core.figures import SHARE, STEP
 from recipe.async_engine.trainer import exported
-from recipe.async_engine.trainer.figures_stage import FiguresStage
 
 FIGURES = {STEP: 3, f"{SHARE}wait": 0.25, f"{SHARE}update": 0.75, "critic/score/mean": None, "actor/lr": 1.0}
 ODD = {**FIGURES, "critic/score/mean": "high"}
@@ -37,26 +35,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, dict[str, st
     return Gauge.told
 
 
-def stage(prometheus: bool, experiment: Any = "mine") -> FiguresStage:
-    made = object.__new__(FiguresStage)
-    made.plan = SimpleNamespace(settings=SimpleNamespace(async_training=SimpleNamespace(prometheus=prometheus)))
-    made.config = SimpleNamespace(trainer=SimpleNamespace(experiment_name=experiment))
-    return made
-
-
 @pytest.mark.parametrize("figures", [FIGURES, ODD])
 def test_each_figure_is_told_with_its_run_and_a_share_with_its_phase(figures: dict[str, Any], told: list[Any]) -> None:
-    stage(prometheus=True, experiment=7).export(figures)
+    exported.PrometheusExporter("7").tell(figures)
     assert told == [
         ("recipe_step", 3.0, {"run": "7"}),
         ("recipe_trainer_share", 0.25, {"run": "7", "phase": "wait"}),
         ("recipe_trainer_share", 0.75, {"run": "7", "phase": "update"}),
     ]
-
-
-def test_nothing_is_told_where_it_is_switched_off(told: list[Any]) -> None:
-    stage(prometheus=False).export(FIGURES)
-    assert told == []
 
 
 def test_an_exporter_that_fails_is_named_once_and_ends_nothing(
@@ -66,8 +52,8 @@ def test_an_exporter_that_fails_is_named_once_and_ends_nothing(
         raise ConnectionError("no exporter")
 
     monkeypatch.setattr(Gauge, "set", fails)
-    made = stage(prometheus=True)
+    exporter = exported.PrometheusExporter("mine")
     with caplog.at_level(logging.ERROR):
-        made.export(FIGURES)
-        made.export(FIGURES)
+        exporter.tell(FIGURES)
+        exporter.tell(FIGURES)
     assert len(caplog.messages) == 1

@@ -26,6 +26,8 @@ from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
+from recipe.async_engine.core.events import Class
+from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
@@ -44,6 +46,7 @@ from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.exported import PrometheusExporter
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
@@ -58,7 +61,7 @@ from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup, FiguresStage):
+class AsyncPPOTrainer(Startup):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
@@ -98,6 +101,7 @@ class AsyncPPOTrainer(Startup, FiguresStage):
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
         self.ledger = new_ledger(self.plan)
         self.scheduler: RolloutScheduler | None = None
+        self.figures: FiguresStage | None = None
         self._interrupted_tokens = TokenAccount()
         self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched)
         self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
@@ -118,6 +122,10 @@ class AsyncPPOTrainer(Startup, FiguresStage):
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = scheduler_settings(self.plan, self.config, self.in_turns)
         return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self.record.tell)
+
+    def _new_exporter(self) -> PrometheusExporter | None:
+        told = self.plan.settings.async_training.prometheus
+        return PrometheusExporter(str(self.config.trainer.experiment_name)) if told else None
 
     def _asked(self) -> Sequence[Any]:
         """The servers that the record asks what they did."""
@@ -152,6 +160,9 @@ class AsyncPPOTrainer(Startup, FiguresStage):
         self.record.follow(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
+        self.figures = FiguresStage(
+            self.ledger, self.scheduler, self.timeline, lambda: self.publisher.live_replicas, self._new_exporter()
+        )
         self.publishing = PublishStage(
             self.plan,
             self.scheduler,
@@ -241,11 +252,11 @@ class AsyncPPOTrainer(Startup, FiguresStage):
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
         self.metrics.update(self.fleet.metrics(self.ledger.announced))
-        self.metrics.update(self.figures())
+        assert self.figures is not None
+        self.metrics.update(self.figures.now(self.global_steps))
         self.metrics.update(self.reward_loop_manager.metrics())
         self.logger.log(data=self.metrics, step=self.global_steps)
-        self.reported = self.metrics
-        self.export(self.metrics)
+        self.figures.report(self.metrics)
         return self.metrics
 
     def _fetched_groups(self) -> list[GroupRun] | None:
@@ -406,6 +417,10 @@ class AsyncPPOTrainer(Startup, FiguresStage):
             self.validation["first"] = score
         self.validation["last"] = score
         return metrics
+
+    def live(self) -> dict[str, Any]:
+        """What each side does now, and its figures; callable from any thread."""
+        return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""

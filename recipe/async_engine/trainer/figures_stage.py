@@ -7,68 +7,67 @@ exporter has is what was told last, by whoever asked. Shown by tests/integration
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import EXPORTED, ROLLOUT_DOES, SERVERS, SHARE, STEP, TRAINER_DOES
+from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.exported import PrometheusExporter
-from recipe.async_engine.trainer.staged import StagedTrainer
 
-logger = logging.getLogger(__name__)
+LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live")
 
 
-class FiguresStage(StagedTrainer):
-    """See the module's contract."""
+class FiguresStage:
+    """See the module's contract.
 
-    timeline: Timeline
-    scheduler: RolloutScheduler | None
-    global_steps: int
-    # Metrics of the last step.
-    reported: Mapping[str, Any] = {}
-    _exporter: PrometheusExporter | None = None
-    _has_failed = False
+    Args:
+        live_replicas: how many there are now.
+        exporter: what tells Prometheus, with ``async_training.prometheus``.
+    """
 
-    def live(self) -> dict[str, Any]:
+    def __init__(
+        self,
+        ledger: SampleLedger,
+        scheduler: RolloutScheduler,
+        timeline: Timeline,
+        live_replicas: Callable[[], int],
+        exporter: PrometheusExporter | None,
+    ) -> None:
+        self._ledger, self._scheduler, self._timeline = ledger, scheduler, timeline
+        self._live_replicas, self._exporter = live_replicas, exporter
+        self._reported: Mapping[str, Any] = {}
+
+    def live(self, step: int) -> dict[str, Any]:
         """What each side does now, and its figures; the main asks every second."""
-        if self.scheduler is None or not self.is_up:
-            return {TRAINER_DOES: Class.START_UP}
         reported = {
-            name: value for name, value in self.reported.items() if name in EXPORTED or name.startswith(SERVERS)
+            name: value for name, value in self._reported.items() if name in EXPORTED or name.startswith(SERVERS)
         }
-        figures = {**reported, **self.figures()}
-        self.export(figures)
-        return {**figures, TRAINER_DOES: self.timeline.doing, ROLLOUT_DOES: self.scheduler.lane.what}
+        figures = {**reported, **self.now(step)}
+        self._export(figures)
+        return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._scheduler.lane.what}
 
-    def export(self, figures: Mapping[str, Any]) -> None:
-        """Have Ray's exporter tell these from now on, with ``async_training.prometheus``."""
-        if not self.plan.settings.async_training.prometheus or self._has_failed:
-            return
-        self._exporter = self._exporter or PrometheusExporter(str(self.config.trainer.experiment_name))
-        try:
-            self._exporter.tell(figures)
-        except Exception:  # a run does not end for what is told of it
-            self._has_failed = True
-            logger.exception("Prometheus is told nothing more")
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """These are the metrics of the last step."""
+        self._reported = metrics
+        self._export(metrics)
 
-    def figures(self) -> dict[str, float]:
+    def now(self, step: int) -> dict[str, float]:
         """In the keys of docs/run-record.md."""
-        assert self.scheduler is not None
-        shares = self.timeline.glance()
-        counts = self.scheduler.counts()
+        shares = self._timeline.glance()
+        counts = self._scheduler.counts()
         return {
-            STEP: self.global_steps,
-            "fully_async/count/current_param_version": self.ledger.version,
-            "fully_async/count/announced_version": self.ledger.announced,
-            "fully_async/count/live_replicas": self.publisher.live_replicas,
+            STEP: step,
+            "fully_async/count/current_param_version": self._ledger.version,
+            "fully_async/count/announced_version": self._ledger.announced,
+            "fully_async/count/live_replicas": self._live_replicas(),
             "fully_async/trainer/idle_ratio": shares.get("wait", 0.0),
             **{f"{SHARE}{phase}": share for phase, share in shares.items()},
-            **self.scheduler.metrics(),
+            **self._scheduler.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
         }
 
-
-LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live")
+    def _export(self, figures: Mapping[str, Any]) -> None:
+        if self._exporter is not None:
+            self._exporter.tell(figures)
