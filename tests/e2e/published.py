@@ -213,3 +213,20 @@ DAPO = [
     "actor_rollout_ref.actor.entropy_from_logits_with_chunking=True",
     "actor_rollout_ref.ref.entropy_from_logits_with_chunking=True",
 ]
+
+# Of a laptop in the place of the script's eight accelerators, and of the tiny model in that of its own.
+SCALED_DOWN = [
+    "+preset=tiny_cpu",
+    "data.train_batch_size=8",
+    "data.max_prompt_length=32",
+    "data.max_response_length=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=False",
+    "trainer.n_gpus_per_node=1",
+    "trainer.logger=[console]",
+    "trainer.save_freq=-1",
+]

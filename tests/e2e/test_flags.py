@@ -10,30 +10,14 @@ from typing import Any
 import pytest
 import stock_overrides as stock
 from main_process import short_run
-from published import DAPO, GRPO_GSM8K, PPO_CRITIC
+from published import DAPO, GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS = 3
-# Of a laptop in the place of the script's eight accelerators, and of the tiny model in that of its own.
-SCALED_DOWN = [
-    "+preset=tiny_cpu",
-    "data.train_batch_size=8",
-    "data.max_prompt_length=32",
-    "data.max_response_length=32",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    "actor_rollout_ref.model.use_remove_padding=False",
-    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.ref.fsdp_config.param_offload=False",
-    "trainer.n_gpus_per_node=1",
-    "trainer.logger=[console]",
-    "trainer.save_freq=-1",
-    f"trainer.total_training_steps={STEPS}",
-]
+ENDS = f"trainer.total_training_steps={STEPS}"
 
 
 MODES = ("fully_async", "one_step_off", "partial_rollout")
@@ -41,7 +25,7 @@ MODES = ("fully_async", "one_step_off", "partial_rollout")
 
 def train(mode: str, script: list[str], task: TaskPaths, folder: Path, ray_dir: Path) -> list[dict[str, Any]]:
     """The metrics of each step of a run that ended well: of `data.train_batch_size` prompts, in two mini-batches."""
-    overrides = [*script, f"+recipe={mode}", *SCALED_DOWN, *short_run(task, folder, ray_dir)]
+    overrides = [*script, f"+recipe={mode}", *SCALED_DOWN, ENDS, *short_run(task, folder, ray_dir)]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main("verl.trainer.main_ppo", overrides, folder, environment)
     assert finished.returncode == 0, finished.stdout[-8000:]
@@ -102,7 +86,7 @@ def test_the_published_dapo_script_filters_groups_by_a_flag(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused_by_its_setting(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
-    overrides = [*GRPO_GSM8K, "+recipe=fully_async", *SCALED_DOWN, *short_run(task, tmp_path, ray_dir)]
+    overrides = [*GRPO_GSM8K, "+recipe=fully_async", *SCALED_DOWN, ENDS, *short_run(task, tmp_path, ray_dir)]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
     finished = stock.forked_main(
         "verl.trainer.main_ppo", [*overrides, "data.train_batch_size=10"], tmp_path, environment

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on clusters of two to four Ray nodes, of which some are lost and others join.
+"""Runs on clusters of two and four Ray nodes, of which some are lost and others join.
 
 The nodes are raylets with addresses of their own on loopback; test_partition.py has nodes in namespaces.
 """
@@ -7,6 +7,7 @@ The nodes are raylets with addresses of their own on loopback; test_partition.py
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,14 +127,17 @@ def check_learned(ended: FinishedRun) -> None:
 @pytest.mark.e2e
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_on_four_nodes_a_run_learns_while_one_is_lost_and_another_joins(tmp_path: Path, ray_dir: Path) -> None:
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+def test_on_four_nodes_a_mode_learns_while_one_is_lost_and_another_joins(
+    mode: str, tmp_path: Path, ray_dir: Path
+) -> None:
     """The trainer and a replica on the first node, a replica on each of the others, agent loops and rewards on all."""
     folder = tmp_path / "run"
     with closing(Loopback(ray_dir)) as nodes:
         nodes.add(accelerators=2)
         _, lost, _ = (nodes.add(accelerators=1) for _ in range(3))
         overrides = on(nodes, [*learning(folder), "rollout.n_gpus_per_node=4"])
-        with drilled(FULLY_ASYNC, overrides, folder, before=joining(nodes)) as run:
+        with drilled(f"recipe.{mode}.main", overrides, folder, before=joining(nodes)) as run:
             run.wait_for_steps(20, LONG_S)
             assert (newest(run, LIVE), newest(run, AGENTS)) == (4, 4)
             nodes.kill(lost)
@@ -144,6 +148,39 @@ def test_on_four_nodes_a_run_learns_while_one_is_lost_and_another_joins(tmp_path
             ended = run.end_within(LONG_S)
     check_learned(ended)
     assert ended.metrics[-1]["fully_async/count/restarts"] == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_on_four_nodes_partial_rollout_learns_without_one_that_had_agent_loops_and_ends_by_name_without_a_rank(
+    tmp_path: Path, ray_dir: Path
+) -> None:
+    """Ranks with their engines on the first two nodes, agent loops and rewards on all four."""
+    folder = tmp_path / "run"
+    with closing(Loopback(ray_dir)) as nodes:
+        nodes.add(accelerators=1)
+        with_rank = nodes.add(accelerators=1)
+        _, lost = nodes.add(accelerators=0), nodes.add(accelerators=0)
+        overrides = on(nodes, [*learning(folder), "trainer.nnodes=2", "trainer.save_freq=100"])
+        with drilled("recipe.partial_rollout.main", overrides, folder, before=joining(nodes)) as run:
+            run.wait_for_steps(20, LONG_S)
+            assert (newest(run, LIVE), newest(run, AGENTS)) == (2, 4)
+            nodes.kill(lost)
+            run.wait_for(lambda: newest(run, RESTARTED) == 1, "an agent-loop worker that is started again", LONG_S)
+            nodes.add(accelerators=0)
+            ended = run.end_within(LONG_S)
+        check_learned(ended)
+        # The same command goes on from the checkpoint; Ray's job is the cluster's second, so nothing is a fork.
+        plain = f"ray_kwargs.ray_init.runtime_env.py_executable={sys.executable}"
+        longer = [*overrides[:-1], plain, f"trainer.total_training_steps={ENDLESS}"]
+        with drilled("recipe.partial_rollout.main", longer, folder, before=joining(nodes)) as run:
+            run.wait_for_steps(2, LONG_S)
+            nodes.kill(with_rank)
+            ended = run.end_within(LONG_S)
+    assert ended.returncode == 1
+    assert ended.summary["error"]["name"] == "PartLost", ended.summary["error"]
+    assert "training worker 1 (" in ended.summary["error"]["message"]
 
 
 @pytest.mark.e2e

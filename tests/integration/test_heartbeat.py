@@ -192,6 +192,7 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_of_run, "ASK_AGAIN_S", 2.0)
+    monkeypatch.setattr(watch_of_run, "BLAME_S", 2.0)
     remote = ray.remote(Trainer)
     held = {name: remote.options(num_cpus=0).remote() for name in ("training worker 0", "training worker 1")}
     ray.get([actor.pid.remote() for actor in held.values()], timeout=SOON_S)
@@ -204,6 +205,8 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     watch.start()
     time.sleep(3.0)
     assert not failed
+    error = RuntimeError("connection closed by peer")
+    assert watch.blamed(error) is error
     ray.kill(held["training worker 1"])
     deadline = time.monotonic() + SOON_S
     while not failed:
@@ -212,4 +215,5 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
     watch.stop()
     assert isinstance(failed[0], PartLost)
     assert str(failed[0]).startswith("training worker 1 died")
+    assert str(watch.blamed(error)).startswith("training worker 1 died"), "the other rank's collective may fail first"
     ray.kill(held["training worker 0"])

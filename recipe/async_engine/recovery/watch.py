@@ -39,6 +39,7 @@ REPORT_S = 15.0
 GRACE_S = 5.0
 LOOK_S = 1.0
 ASK_AGAIN_S = 15.0
+BLAME_S = 5.0
 STATUS = 70
 
 
@@ -114,9 +115,10 @@ class RunWatch:
         self._ask_at, self._held = dict.fromkeys(actors, 0.0), dict(actors)
 
     def blamed(self, error: Exception) -> Exception:
-        """What a trainer's error comes from: the held actor whose call failed with it, if it is one's, else itself.
+        """What a trainer's error comes from: the held actor whose call failed with it, or that has died; else itself.
 
         Ray does not say which actor it was where a connection broke and it does not know yet that the node is gone.
+        And where one rank dies, it may be another one's collective that fails first.
         """
         cause: BaseException | None = error
         while cause is not None:
@@ -124,7 +126,28 @@ class RunWatch:
                 if isinstance(cause, RayActorError) and actor._actor_id.hex() == cause.actor_id:
                     return _lost_part(name, cause)
             cause = cause.__cause__
-        return error
+        lost = self._found_dead()
+        if lost is None:
+            return error
+        logger.error("%s came of it: %s", type(error).__name__, error)
+        return lost
+
+    def _found_dead(self) -> PartLost | None:
+        """The held actor that has died, if one has; one that is busy is waited for, as long as `BLAME_S`."""
+        asked = {actor.__ray_call__.remote(_nothing): name for name, actor in self._held.items()}
+        until = time.monotonic() + BLAME_S
+        waiting = list(asked)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            if not done:
+                return None
+            try:
+                ray.get(done[0], timeout=ANSWER_S)
+            except RayActorError as error:
+                return _lost_part(asked[done[0]], error)
+            except RayError:
+                continue
+        return None
 
     def last_words(self) -> dict[str, str] | None:
         """Why the watch ends the run: an error's name and message, None if it does not."""
