@@ -73,18 +73,17 @@ def by_a_stock_main(nodes: Nodes, task: TaskPaths, folder: Path, ray_dir: Path) 
 
     Nor does it take the platform to the workers of a cluster.
     """
-    given = {**CPU_ENVIRONMENT, VARIABLE: "1"}
     command = [
         *GRPO_GSM8K,
         "+recipe=fully_async",
         *SCALED_DOWN,
         *(item for item in short_run(task, folder, ray_dir) if "_temp_dir" not in item),
         *(f"ray_kwargs.ray_init.{name}=null" for name in ("num_cpus", "num_gpus", "object_store_memory")),
-        *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()),
+        *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in CPU_ENVIRONMENT.items()),
         f"trainer.total_training_steps={STEPS}",
     ]
     main = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    run([*main, *command], nodes, folder, RAY_ADDRESS=nodes.ray_address, **given)
+    run([*main, *command], nodes, folder, RAY_ADDRESS=nodes.ray_address, **{**CPU_ENVIRONMENT, VARIABLE: "1"})
 
 
 @pytest.mark.e2e
