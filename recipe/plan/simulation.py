@@ -105,13 +105,18 @@ class _Group:
 
 
 class Simulation:
-    """See the module's contract."""
+    """See the module's contract.
 
-    def __init__(self, scenario: Scenario, times: Times, seed: int = 0) -> None:
+    seed: of what is drawn. Without one, groups have the lengths of the record's in their order, as in a run of the same
+    data and seed; what is drawn besides is drawn with seed 0.
+    """
+
+    def __init__(self, scenario: Scenario, times: Times, seed: int | None = 0) -> None:
         self.scenario, self.times = scenario, times
+        self._replays = seed is None
         self.clock = Clock()
         # Apart, so that a group has the same lengths whatever happened before it.
-        self._random, self._lengths = random.Random(seed), random.Random(seed)
+        self._random, self._lengths = random.Random(seed or 0), random.Random(seed or 0)
         gate = GateSettings(
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
         )
@@ -277,7 +282,8 @@ class Simulation:
     def _issue_one(self) -> bool:
         number = self._issued = self._issued + 1
         group = self.manager.issue(PromptRef(number, 0, str(number)))
-        lengths = self.times.lengths(self._lengths)
+        groups = self.times.groups
+        lengths = groups[(number - 1) % len(groups)] if self._replays else self.times.lengths(self._lengths)
         # A group of another size takes answers of the lengths that this one has.
         of_answers = [lengths[n % len(lengths)] for n in range(self.scenario.answers)]
         self._groups[group.id] = _Group(self.scenario.answers, of_answers)

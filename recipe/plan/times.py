@@ -29,8 +29,8 @@ Seconds = Callable[[Sequence[int], int], float]
 class Times:
     """Seconds of each part.
 
-    groups: lengths of the answers of groups, drawn as they are. agents_s: of an answer's way through the agent loops,
-    which take one after the other; begin_s, end_s: latencies before an answer's first and after its last token.
+    groups: lengths of the answers of groups, in the order in which they began. agents_s: of an answer's way through
+    the agent loops, which take one after the other; begin_s, end_s: latencies before its first and after its last token.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     rewards = about(run.trajectories, "reward")
     took = pc.subtract(rewards["end"], rewards["start"]).to_pylist()
     times = Times(
-        groups=tuple(tuple(tokens for tokens, _ in group) for group in answers.values()),
+        groups=tuple(tuple(tokens for tokens, _ in answers[group]) for group in sorted(answers)),
         step_s=lambda batch, context: step,
         # A burst fills all places at once: each has its part of the first step.
         read_s=lambda tokens: max(0.0, first - step) / places,

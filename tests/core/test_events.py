@@ -137,6 +137,26 @@ def test_requests_beyond_the_places_share_them() -> None:
     assert seconds(engine.take()) == {Class.PREFILL: 2, Class.VALIDATING: 1}
 
 
+def test_requests_that_wait_at_a_full_engine_are_in_no_place() -> None:
+    clock = Clock()
+    engine = serving(clock, places=2)
+    for name, work in (("a", Work.NEW), ("b", Work.NEW), ("c", Work.NEW), ("d", Work.AGAIN)):
+        engine.expect(name, work)
+        engine.enter(name)
+    engine.output("a", 1)
+    clock.now += 3
+    engine.output("b", 1)
+    clock.now += 5
+    engine.leave("a")
+    engine.leave("c")
+    clock.now += 2
+    assert seconds(engine.take()) == {
+        Class.DECODING: pytest.approx(3 / 2 + 5 + 2 / 2),
+        Class.PREFILL: pytest.approx(3 / 2 * 2 / 3),
+        Class.RE_PREFILL: pytest.approx(3 / 2 / 3 + 2 / 2),
+    }
+
+
 def test_tokens_that_are_trained_are_counted_and_no_others() -> None:
     clock = Clock()
     engine = serving(clock)

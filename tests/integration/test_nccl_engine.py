@@ -158,7 +158,8 @@ def test_trainer_that_fails_once_sends_again_and_the_replicas_know_why(
     fleet_of: FleetOf, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet = fleet_of(engine)
-    fleet.trainer.ask("fail_at", "layer.3")
+    # The one that sends: had each rank a failure of its own, the slower one's would be left for the second attempt.
+    ray.get(fleet.trainer.ranks[0].fail_at.remote("layer.3"), timeout=SOON_S)
     started = time.monotonic()
     publish(fleet, 1, transfers=2, whole=False)
     assert time.monotonic() - started < SOON_S

@@ -306,7 +306,8 @@ class EngineActivity:
         self._closed: Class | None = Class.START_UP
         self._told: dict[str, Work] = {}
         self._requests: dict[str, _Request] = {}
-        self._kinds: Counter[Class] = Counter()
+        # Of requests with a token, which are in a place, and of those without one yet.
+        self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
         self._spans: list[Span] | None = None
         self.sampled = self.answered = 0
@@ -348,7 +349,7 @@ class EngineActivity:
         else:
             self._cut()
         request = self._requests[name] = _Request(self._told.get(name, Work.OTHER))
-        self._kinds[request.kind] += 1
+        self._kinds[request.answers][request.kind] += 1
 
     def output(self, name: str, tokens: int) -> None:
         """The engine has sampled so many tokens for it in all."""
@@ -372,7 +373,8 @@ class EngineActivity:
             self._advance()
         else:
             self._cut()
-        self._kinds[self._requests.pop(name).kind] -= 1
+        request = self._requests.pop(name)
+        self._kinds[request.answers][request.kind] -= 1
 
     def take(self) -> list[Span]:
         """The spans from the last time that this was asked up to now; none the first time."""
@@ -382,9 +384,9 @@ class EngineActivity:
 
     def _turn(self, request: _Request, answers: bool, work: Work | None = None) -> None:
         self._advance()
-        self._kinds[request.kind] -= 1
+        self._kinds[request.answers][request.kind] -= 1
         request.answers, request.work = answers, work or request.work
-        self._kinds[request.kind] += 1
+        self._kinds[request.answers][request.kind] += 1
 
     def _advance(self) -> None:
         """Account for the time up to now, in which nothing changed."""
@@ -397,13 +399,17 @@ class EngineActivity:
         elif not self._requests:
             self._use(EMPTY, seconds)
         else:
-            requests = len(self._requests)
-            places = max(requests, self._places)
-            for kind, count in self._kinds.items():
-                if count:
-                    self._use(kind, seconds * count / places)
-            if requests < places:
-                self._use(Class.IDLE_PLACES, seconds * (places - requests) / places)
+            answering = self._kinds[True].total()
+            waiting = len(self._requests) - answering
+            places = max(answering, self._places)
+            # The others that have no token yet wait at the engine for a place.
+            entered = min(waiting, places - answering)
+            for answers, part in ((True, 1.0), (False, entered / max(1, waiting))):
+                for kind, count in self._kinds[answers].items():
+                    if count:
+                        self._use(kind, seconds * count * part / places)
+            if answering + entered < places:
+                self._use(Class.IDLE_PLACES, seconds * (places - answering - entered) / places)
 
     def _use(self, what: str, seconds: float) -> None:
         self._used[what] = self._used.get(what, 0.0) + seconds
