@@ -29,8 +29,8 @@ Seconds = Callable[[Sequence[int], int], float]
 class Times:
     """Seconds of each part.
 
-    groups: lengths of the answers of groups, in the order in which they began. agents_s: of an answer's way through
-    the agent loops, which take one after the other; begin_s, end_s: latencies before its first token and after its last.
+    groups: lengths of groups' answers in tokens, in the order in which they began. agents_s: of an answer's way through
+    the agent loops, one after the other; begin_s, end_s: latencies before its first and after its last token.
     """
 
     groups: tuple[tuple[int, ...], ...]

@@ -65,6 +65,18 @@ def test_the_same_seed_gives_the_same_result(way: str) -> None:
     assert (first.ended, first.token_ages, first.account) == (again.ended, again.token_ages, again.account)
 
 
+def test_without_a_seed_groups_have_the_lengths_of_the_record_in_its_order() -> None:
+    groups = tuple((length, length) for length in (1, 2, 4, 8, 16))
+    scenario = replace(SMALL, max_staleness=0, pipeline_depth=0)
+    result = Simulation(scenario, times(groups), seed=None).run()
+    of = scenario.batch_groups
+    by_hand = [
+        sum(scenario.answers * groups[n % len(groups)][0] for n in range(step * of, (step + 1) * of))
+        for step in range(scenario.steps)
+    ]
+    assert result.tokens == by_hand
+
+
 def test_synchronous_steps_take_generation_and_update() -> None:
     scenario = replace(SMALL, max_staleness=0, pipeline_depth=0)
     result = Simulation(scenario, times(stage_s=0.3, swap_s=0.2)).run()
