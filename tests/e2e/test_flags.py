@@ -63,7 +63,8 @@ def test_the_published_ppo_script_trains_its_critic_by_a_flag(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mode", one_in_ci("partial_rollout"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_the_published_dapo_script_filters_groups_by_a_flag(
     mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import filelock
 import pytest
+from surroundings import shared_forks, usual_environment
 
 from recipe.async_engine.task import TaskDirectoryError, TaskPaths, TaskSettings, ensure_task, reward, warm_start
 from recipe.async_engine.task.__main__ import main
@@ -315,7 +316,7 @@ ensure_task(out, TaskSettings(train_size=int(train_size), val_size=int(val_size)
 
 def test_two_processes_make_the_task_once(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "t"), str(tmp_path / "log"), str(SMALL["train_size"]), str(SMALL["val_size"])]
-    command = [sys.executable, "-c", MAKE_ONCE, *arguments]
+    command = [str(shared_forks(usual_environment())), "-c", MAKE_ONCE, *arguments]
     processes = [subprocess.Popen(command, cwd=Path(__file__).resolve().parents[2]) for _ in range(2)]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
