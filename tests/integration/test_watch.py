@@ -159,7 +159,7 @@ def test_report_that_fails_does_not_keep_the_run_going(watched: Watched) -> None
 
 
 def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched: Watched) -> None:
-    held = ActorID(bytes([1] * 16))
+    held, other = (ActorID(bytes([number] * 16)) for number in (1, 2))
     watched.watch.hold({"training worker 1 (actor)": SimpleNamespace(_actor_id=held)})
     error = ActorUnavailableError("connection reset by peer", held.binary())
     lost = watched.watch.blamed(error)
@@ -169,6 +169,9 @@ def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched
     wrapped = RuntimeError("the rollout ended")
     wrapped.__cause__ = error
     assert str(watched.watch.blamed(wrapped)) == str(lost)
+    # Nor can this actor be asked, which costs no error its place.
+    for another in (ActorUnavailableError("connection reset by peer", other.binary()), ValueError()):
+        assert watched.watch.blamed(another) is another
 
 
 def test_stack_of_a_waiting_thread_names_its_frames() -> None:

@@ -126,7 +126,11 @@ class RunWatch:
                 if isinstance(cause, RayActorError) and actor._actor_id.hex() == cause.actor_id:
                     return _lost_part(name, cause)
             cause = cause.__cause__
-        lost = self._found_dead()
+        try:
+            lost = self._found_dead()
+        except Exception:  # without Ray nobody can be asked, and the run's own error is what is known
+            logger.exception("whether a part of the run is gone cannot be asked")
+            return error
         if lost is None:
             return error
         logger.error("%s came of it: %s", type(error).__name__, error)
