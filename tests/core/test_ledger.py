@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -311,6 +312,14 @@ def test_tampered_ledger_is_noticed() -> None:
     with pytest.raises(LedgerIdentityError, match="issued = trained"):
         SampleLedger.restore(snapshot, TWO_AHEAD)
     assert issubclass(LedgerIdentityError, LedgerError)
+
+
+def test_group_counted_in_another_state_is_noticed() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    group = issue(ledger, 2)[0]
+    ledger._live._groups[group.id] = replace(group, start=1)
+    with pytest.raises(LedgerIdentityError, match="by state and start"):
+        ledger.check_identity()
 
 
 def test_prompt_set_equals_a_set_of_pairs() -> None:

@@ -58,6 +58,10 @@ class LiveGroups:
         """Number of groups in this state."""
         return self._counts[state]
 
+    def starts(self, state: GroupState) -> dict[int, int]:
+        """Number of groups in this state by start."""
+        return {start: len(ids) for start, ids in self._by_start[state].items()}
+
     def in_state(self, state: GroupState) -> list[Group]:
         """The groups in this state, in issue order."""
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
