@@ -8,6 +8,7 @@ imported by path, not through `sys.path`, so the folders of their helpers are ad
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 ROOMS = ("core", "settings", "integration", "e2e", "contracts", "gpu")
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
+
+with suppress(ModuleNotFoundError):  # A cluster that runs `-m gpu` lacks it.
+    from hypothesis import settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -386,7 +386,7 @@ class Simulation:
                 yield Event(lane, span.what, span.start, span.end, span.share)
         for number, engine in enumerate(self.engines):
             for span in engine.activity.take():
-                yield Event(f"{ROLLOUT} {number}", span.what, span.start, span.end, span.share)
+                yield Event(f"{ROLLOUT} {number}", span.what, span.start, span.end, span.share, tokens=span.tokens)
 
     def _result(self) -> Result:
         sizes = {TRAINER: self.scenario.trainer_ranks, ROLLOUT: self.scenario.replica_size}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
 
-Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (the share of a
-decode step that grows with the batch) stays as it was seen in that run. `estimated` takes a model's shape, a device
+Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (how a step grows with
+the context) stays as it was seen in that run. `estimated` takes a model's shape, a device
 profile and lengths; nothing in it was measured. Shown by tests/plan/test_times.py.
 """
 
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from recipe.async_engine.core.account import Piece
 from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
 from recipe.plan.device import DeviceTimes
+from recipe.plan.engine_steps import fit_steps
 from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], int], float]
@@ -75,6 +76,9 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
     places = run.settings["engine_places"] / max(1, run.settings["rollout_replicas"])
     used = _place_seconds(run.pieces, places)
+    steps = fit_steps(run.events, places)
+    if steps is None:
+        raise CannotFit(f"{folder} has no tokens of its engines in its record")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [took - first - step * (tokens - 1) for group in answers.values() for tokens, took in group]
@@ -94,9 +98,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     took = pc.subtract(rewards["end"], rewards["start"]).to_pylist()
     times = Times(
         groups=tuple(tuple(tokens for tokens, _ in answers[group]) for group in sorted(answers)),
-        step_s=lambda batch, context: step,
-        # A burst fills all places at once: each has its part of the first step.
-        read_s=lambda tokens: max(0.0, first - step) / places,
+        step_s=steps.step_s,
+        read_s=lambda tokens: steps.read_s,
         update_s=_scaled(per_token, run.settings["trainer_ranks"]),
         log_probs_s=_scaled(log_probs, run.settings["trainer_ranks"]),
         rewards=tuple(took) or (0.0,),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def seconds(spans: list[Span]) -> dict[str, float]:
     sums: defaultdict[str, float] = defaultdict(float)
     for span in spans:
         sums[span.what] += (span.end - span.start) * span.share
-    return {what: pytest.approx(value) for what, value in sums.items()}
+    return {what: pytest.approx(value) for what, value in sums.items() if value}
 
 
 def serving(clock: Clock, places: int = 4) -> EngineActivity:
@@ -167,6 +167,10 @@ def test_tokens_that_are_trained_are_counted_and_no_others() -> None:
         engine.output(name, 2)
         engine.output(name, 5)
     assert (engine.sampled, engine.under_way) == (10, 10)
+    clock.now += 1
+    # A first token is of what came before it.
+    tokens = {span.what: span.tokens for span in engine.take() if span.tokens}
+    assert tokens == {Class.PREFILL: 2, Class.DECODING: 8, Class.RETRY: 5, Class.VALIDATING: 5}
     engine.leave("a")
     engine.answer("a", 5)
     engine.forget("a")
@@ -187,6 +191,7 @@ def test_an_engines_spans_cover_its_time_once_whatever_happens(steps: list[tuple
     engine = serving(clock, places)
     present: list[str] = []
     spans: list[Span] = []
+    sampled: Counter[str] = Counter()
     for number, (step, wait) in enumerate(steps):
         clock.now += wait
         if step == "enter":
@@ -195,6 +200,7 @@ def test_an_engines_spans_cover_its_time_once_whatever_happens(steps: list[tuple
             present.append(str(number))
         elif step == "output" and present:
             engine.output(present[0], number + 1)
+            sampled[present[0]] = number + 1
         elif step == "leave" and present:
             engine.leave(present.pop(0))
         elif step == "close":
@@ -203,7 +209,9 @@ def test_an_engines_spans_cover_its_time_once_whatever_happens(steps: list[tuple
             engine.open()
         else:
             spans += engine.take()
+    clock.now += 1
     spans += engine.take()
+    assert sum(span.tokens or 0 for span in spans) == sampled.total()
     life = clock.now - 50.0
     assert sum((span.end - span.start) * span.share for span in spans) == pytest.approx(life, abs=1e-9)
     shares: defaultdict[tuple[float, float], float] = defaultdict(float)

@@ -316,7 +316,7 @@ class Turns(RuleBasedStateMachine):
         assert in_ledger.trained == self.trained
 
 
-Turns.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Turns.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestTurns = Turns.TestCase
 
 

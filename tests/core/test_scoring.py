@@ -327,5 +327,5 @@ class Server(RuleBasedStateMachine):
         assert not self.waiting
 
 
-Server.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Server.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestServer = Server.TestCase

@@ -92,7 +92,7 @@ class Run:
         assert done or not self.ledger.batch_possible(left), f"stuck: {self.ledger.counts()}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 5),

@@ -158,12 +158,17 @@ TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
 
 
 class Span(NamedTuple):
-    """An event of a process that does not know its lane's name; times by its own clock."""
+    """An event of a process that does not know its lane's name; times by its own clock.
+
+    tokens: of an engine: those that it sampled so, a request's first one with what came before it; None if it is not
+    told.
+    """
 
     what: str
     start: float
     end: float
     share: float = 1.0
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -309,6 +314,7 @@ class EngineActivity:
         # Of requests with a token, which are in a place, and of those without one yet.
         self._kinds: dict[bool, Counter[Class]] = {True: Counter(), False: Counter()}
         self._used: dict[str, float] = {}
+        self._tokens: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self.sampled = self.answered = 0
 
@@ -354,11 +360,15 @@ class EngineActivity:
     def output(self, name: str, tokens: int) -> None:
         """The engine has sampled so many tokens for it in all."""
         request = self._requests[name]
+        new = tokens - request.tokens
         if request.work in TRAINED_WORK:
-            self.sampled += tokens - request.tokens
+            self.sampled += new
         request.tokens = tokens
         if not request.answers:
+            self._tokens[request.kind] += 1
+            new -= 1
             self._turn(request, answers=True)
+        self._tokens[request.kind] += new
 
     def recompute(self, names: Iterable[str]) -> None:
         """The engine computes what it has of these again before their next token."""
@@ -418,7 +428,14 @@ class EngineActivity:
         """End the stretch of time under way."""
         self._advance()
         length = self._since - self._begun
-        if self._spans is not None and length > 0:
-            self._spans += [Span(what, self._begun, self._since, used / length) for what, used in self._used.items()]
+        if length <= 0:
+            return
+        if self._spans is not None:
+            sampled = {what: 0.0 for what, tokens in self._tokens.items() if tokens}
+            self._spans += [
+                Span(what, self._begun, self._since, used / length, self._tokens[what] or None)
+                for what, used in (sampled | self._used).items()
+            ]
         self._begun = self._since
         self._used = {}
+        self._tokens.clear()

@@ -268,7 +268,7 @@ class Recording:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
             # Nothing is told twice of a time; what a lost one left is told already.
             if end > known:
-                self._tell(Event(device.name, span.what, max(start, known), end, span.share))
+                self._tell(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
         device.known_until = until
         device.tokens = answer.tokens

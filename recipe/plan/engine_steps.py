@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of an engine's steps, fitted from what its places did and the tokens that they sampled meanwhile.
+
+Contract: a step takes ``base_s``, ``request_s`` more for each request in a place and ``read_s`` more for each request
+that joins at it; none is negative. A stretch of the record knows its tokens and how many requests were in places, so
+how many steps it had. Where it had validation or retries it is left out: their first tokens are not told apart.
+Shown by tests/plan/test_engine_steps.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from recipe.async_engine.core.events import ROLLOUT, Class, Event
+
+_FIRST = (Class.PREFILL, Class.RE_PREFILL)
+_USED = (*_FIRST, Class.DECODING)
+_KNOWN = (*_USED, Class.IDLE_PLACES)
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """See the module's contract; in seconds."""
+
+    base_s: float
+    request_s: float
+    read_s: float
+
+    def step_s(self, batch: int, context: int) -> float:
+        return self.base_s + self.request_s * batch
+
+
+def fit_steps(events: Iterable[Event], places: float) -> EngineSteps | None:
+    """Least squares over all stretches of all engines; None if no stretch can be used.
+
+    places: of one engine.
+    """
+    stretches: defaultdict[tuple[str, float, float], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.lane.startswith(ROLLOUT):
+            stretches[event.lane, event.start, event.end].append(event)
+    rows = []
+    for (_, start, end), parts in stretches.items():
+        tokens = sum(part.tokens or 0 for part in parts)
+        batch = places * sum(part.share for part in parts if part.what in _USED)
+        if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
+            joined = sum(part.tokens or 0 for part in parts if part.what in _FIRST)
+            steps = tokens / batch
+            rows.append((1.0, batch, joined / steps, (end - start) / steps, steps))
+    if not rows:
+        return None
+    table = np.array(rows)
+    fits = [_least_squares(table, columns) for columns in ([0, 1, 2], [0, 1], [0, 2], [0])]
+    return min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])[2]
+
+
+def _least_squares(table: np.ndarray, columns: list[int]) -> tuple[float, list[float], EngineSteps]:
+    """(squared error, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
+    of_steps, took, weight = table[:, :3], table[:, 3], table[:, 4]
+    parts = np.zeros(3)
+    parts[columns] = np.linalg.lstsq(of_steps[:, columns] * weight[:, None], took * weight, rcond=None)[0]
+    found = [float(part) for part in parts]
+    return float((((of_steps @ parts - took) * weight) ** 2).sum()), found, EngineSteps(*found)
