@@ -47,7 +47,7 @@ def asleep(changes: Changes, count: int) -> None:
     raise AssertionError("the threads do not wait")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
 def test_each_thread_wakes_once_whatever_number_of_changes_comes_before_its_own(targets: list[int]) -> None:
     changes, number = Changes(), [0]

@@ -287,14 +287,14 @@ def go_on(lives: list[dict[str, Any]]) -> None:
         run.look()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), database=None)
 @given(LIVES)
 def test_newest_complete_checkpoint_is_found_and_none_is_lost(lives: list[dict[str, Any]]) -> None:
     go_on(lives)
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=10_000, suppress_health_check=list(HealthCheck), database=None)
 @given(LIVES)
 def test_newest_complete_checkpoint_is_found_and_none_is_lost_in_10_000_cases(lives: list[dict[str, Any]]) -> None:
     go_on(lives)

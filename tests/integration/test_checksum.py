@@ -30,7 +30,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(TYPES), st.integers(1, 3 * BLOCK), st.data())
 def test_any_bit_counts(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     weights = {"a": torch.randn(size).to(dtype), "b": torch.randn(3, 5).to(dtype)}

@@ -112,9 +112,7 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(changes=CHANGES)
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_every_combination_is_accepted_or_refused_by_name(base: dict[str, Any], changes: dict[str, Any]) -> None:
     config = changed(base, changes)
     try:

@@ -83,7 +83,7 @@ def both_at(weights: Weights, version: int = 0) -> tuple[Base, Base]:
     return ours, theirs
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     tensors=st.lists(
@@ -211,7 +211,7 @@ def test_harm_to_any_tensor_of_the_stream_is_noticed_or_changes_nothing(harm: st
             sent(iter([*stream[:place], *replaced, *stream[place + 1 :]]), encoded()[1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_flipped_bit_is_noticed_or_another_checksum_tells(place: int, bit: int) -> None:
     stream, base = encoded()

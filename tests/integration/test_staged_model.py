@@ -89,7 +89,7 @@ def stage(model: StagedModel, version: int, without: str | None = None) -> None:
     model.complete(version)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.booleans(),
     st.booleans(),

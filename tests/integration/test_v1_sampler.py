@@ -117,7 +117,7 @@ def run(
     return trainer, trainer.train(steps, batches)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     threshold=st.integers(1, 4),
     warmup=st.integers(0, 5),
