@@ -40,6 +40,7 @@ def of_run(run: Run, steps: int) -> Scenario:
         whole_batches=said["whole_batches"],
         shared=run.devices.shared,
         at_swap=said["at_swap"],
+        keep_cache=said["keep_cache"],
         beside=said["publish"] == "beside",
         steps=steps,
         trainer_ranks=said["trainer_ranks"],

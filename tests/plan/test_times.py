@@ -22,6 +22,7 @@ SETTINGS = {
     "rollout_replicas": 1,
     "publish": "beside",
     "at_swap": "interrupt",
+    "keep_cache": False,
     "whole_batches": False,
 }
 ENGINE = f"{ROLLOUT} 0"
