@@ -46,7 +46,7 @@ class RayNode:
     def __init__(
         self, address: str, before: list[str], arguments: list[str], environment: dict[str, str], forked: bool
     ) -> None:
-        self.address = address
+        self.address, self._folder = address, environment["RAY_TMPDIR"]
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
         self._root = Path(environment["RAY_TMPDIR"], f"{address}.pid")
         if forked:
@@ -65,6 +65,11 @@ class RayNode:
             with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(int(pid))
                 self.known |= {root, *root.children(recursive=True)}
+        # What stands for a worker that is a fork: its raylet is its parent until one of them ends, and the fork ends
+        # with it.
+        of_node = f"--node-ip-address={self.address}"
+        lines = ((process, title(process)) for process in psutil.process_iter())
+        self.known |= {process for process, line in lines if of_node in line.split() and self._folder in line}
 
     @property
     def is_up(self) -> bool:
