@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout engine on a virtual clock: continuous batching in whole decode steps.
 
-Contract: a request joins at the next boundary between steps if a place is free, and waits in order otherwise; each step
-gives every request in a place one token, and the step that it joins at reads its context besides. Between two changes
-the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows linearly with context
-there. A request that is cut keeps the tokens of whole steps. What its places do is told to the `EngineActivity` of real
-engines. Shown by tests/plan/test_simulation.py.
+Contract: a request joins at the next boundary between steps if a place is free, and waits otherwise, the oldest group
+first; each step gives every request in a place one token, and the step that it joins at reads its context besides.
+Between two changes the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows
+linearly with context there. A request that is cut keeps the tokens of whole steps. What its places do is told to the
+`EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -58,10 +57,10 @@ class Engine:
         self.activity.open()
         self.activity.take()
         self.running: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
-        self._steps = self._context = self._planned = self._number = 0
+        self._steps = self._context = self._planned = self._number = self._arrived = 0
         self._began = self._first = self._step = self._slope = self._carried = 0.0
         self.closed = False
 
@@ -71,7 +70,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Take a request; while the engine is closed it waits."""
-        self._waiting.append(request)
+        self._arrived += 1
+        heapq.heappush(self._waiting, (request.group, self._arrived, request))
         self.activity.expect(request.name, request.work)
         if not self.closed and len(self.running) < self._places:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
@@ -79,7 +79,7 @@ class Engine:
     def cut(self) -> list[Request]:
         """Close, and give back every request with the tokens of whole steps."""
         self._count(self._whole_steps())
-        found = [*self.running.values(), *self._waiting]
+        found = [*self.running.values(), *(request for *_, request in sorted(self._waiting))]
         for request in self.running.values():
             self._leave(request)
         for request in found:
@@ -182,7 +182,7 @@ class Engine:
     def _plan(self) -> None:
         """Admit what has a place, and begin the next stretch."""
         while self._waiting and len(self.running) < self._places:
-            request = self._waiting.popleft()
+            *_, request = heapq.heappop(self._waiting)
             request.entered = self._steps
             self.running[request.name] = request
             self._context += request.prompt + request.tokens

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of an engine's steps, fitted from what its places did and the tokens that they sampled meanwhile.
 
-Contract: a step takes ``base_s``, ``request_s`` more for each request in a place and ``read_s`` more for each request
-that joins at it; none is negative. A stretch of the record knows its tokens and how many requests were in places, so
-how many steps it had. Where it had validation or retries it is left out: their first tokens are not told apart.
+Contract: a step takes ``base_s``, and more for each request in a place, for each token that these have so far and for
+each request that joins at it; no part is negative. A stretch of the record knows its tokens and how many requests were
+in places, so how many steps it had. What they have is told by the answers: each had its last token at its end, and one
+fewer a step before. Where a stretch had validation or retries it is left out: their first tokens are not told apart.
 Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -28,40 +30,54 @@ class EngineSteps:
 
     base_s: float
     request_s: float
+    token_s: float
     read_s: float
 
     def step_s(self, batch: int, context: int) -> float:
-        return self.base_s + self.request_s * batch
+        return self.base_s + self.request_s * batch + self.token_s * context
 
 
-def fit_steps(events: Iterable[Event], places: float) -> EngineSteps | None:
+def fit_steps(
+    events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int
+) -> EngineSteps | None:
     """Least squares over all stretches of all engines; None if no stretch can be used.
 
-    places: of one engine.
+    answers: (tokens, when it ended). places: of one engine. replicas: engines that share the answers evenly.
     """
     stretches: defaultdict[tuple[str, float, float], list[Event]] = defaultdict(list)
     for event in events:
         if event.lane.startswith(ROLLOUT):
             stretches[event.lane, event.start, event.end].append(event)
-    rows = []
+    rows, middles = [], []
     for (_, start, end), parts in stretches.items():
         tokens = sum(part.tokens or 0 for part in parts)
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
             joined = sum(part.tokens or 0 for part in parts if part.what in _FIRST)
             steps = tokens / batch
-            rows.append((1.0, batch, joined / steps, (end - start) / steps, steps))
+            rows.append((1.0, batch, 0.0, joined / steps, (end - start) / steps, steps))
+            middles.append((start + end) / 2)
     if not rows:
         return None
     table = np.array(rows)
-    fits = [_least_squares(table, columns) for columns in ([0, 1, 2], [0, 1], [0, 2], [0])]
+    mean = float(table[:, 4] @ table[:, 5] / table[:, 5].sum())
+    table[:, 2] = [context / replicas for context in _contexts(answers, middles, mean)]
+    fits = [_least_squares(table, [0, *others]) for count in range(4) for others in combinations((1, 2, 3), count)]
     return min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])[2]
+
+
+def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
+    """Tokens that the answers under way have in all, at each of these moments, if a token takes so long."""
+    tokens, ended = (np.array(column, float) for column in zip(*answers, strict=True))
+    for moment in moments:
+        had = tokens - (ended - moment) / step_s
+        yield float(had[(ended > moment) & (had > 0)].sum())
 
 
 def _least_squares(table: np.ndarray, columns: list[int]) -> tuple[float, list[float], EngineSteps]:
     """(squared error, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
-    of_steps, took, weight = table[:, :3], table[:, 3], table[:, 4]
-    parts = np.zeros(3)
+    of_steps, took, weight = table[:, :4], table[:, 4], table[:, 5]
+    parts = np.zeros(4)
     parts[columns] = np.linalg.lstsq(of_steps[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     found = [float(part) for part in parts]
     return float((((of_steps @ parts - took) * weight) ** 2).sum()), found, EngineSteps(*found)

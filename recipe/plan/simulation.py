@@ -129,6 +129,7 @@ class Simulation:
         self._timeline.lane.take()
         self._lane = Lane(self.clock, Why.GATE)
         self._lane.take()
+        self._told: list[Event] = []
         read = times.read_s
         self.engines = [
             Engine(self.clock, scenario.places, times.step_s, read, self._sampled) for _ in range(scenario.replicas)
@@ -378,15 +379,24 @@ class Simulation:
 
     def _why(self) -> None:
         waits = self._scoring > 0 and not self.ledger.may_take()
-        self._lane.turn_to(self.manager.why(prompts_left=True, waits_for_rewards=waits))
+        why = self.manager.why(prompts_left=True, waits_for_rewards=waits)
+        if why != self._lane.what:
+            # Free places are there for this reason until now; a run asks its engines once a second.
+            self._ask_engines()
+            self._lane.turn_to(why)
+
+    def _ask_engines(self) -> None:
+        for number, engine in enumerate(self.engines):
+            self._told += [
+                Event(f"{ROLLOUT} {number}", *span[:4], tokens=span.tokens) for span in engine.activity.take()
+            ]
 
     def _events(self) -> Iterator[Event]:
         for lane, spans in ((TRAINER, self._timeline.lane.take()), (SCHEDULER, self._lane.take())):
             for span in spans:
                 yield Event(lane, span.what, span.start, span.end, span.share)
-        for number, engine in enumerate(self.engines):
-            for span in engine.activity.take():
-                yield Event(f"{ROLLOUT} {number}", span.what, span.start, span.end, span.share, tokens=span.tokens)
+        self._ask_engines()
+        yield from self._told
 
     def _result(self) -> Result:
         sizes = {TRAINER: self.scenario.trainer_ranks, ROLLOUT: self.scenario.replica_size}

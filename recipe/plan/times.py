@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
 
-Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (how a step grows with
-the context) stays as it was seen in that run. `estimated` takes a model's shape, a device
+Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (prompts' lengths) stays
+as it was in that run. `estimated` takes a model's shape, a device
 profile and lengths; nothing in it was measured. Shown by tests/plan/test_times.py.
 """
 
@@ -76,7 +76,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
     places = run.settings["engine_places"] / max(1, run.settings["rollout_replicas"])
     used = _place_seconds(run.pieces, places)
-    steps = fit_steps(run.events, places)
+    ended = [(row["tokens"], row["end"]) for row in about(run.trajectories, "generating").to_pylist() if row["tokens"]]
+    steps = fit_steps(run.events, ended, places, max(1, run.settings["rollout_replicas"]))
     if steps is None:
         raise CannotFit(f"{folder} has no tokens of its engines in its record")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))

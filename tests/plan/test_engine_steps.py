@@ -15,11 +15,16 @@ from recipe.plan.engine_steps import EngineSteps, fit_steps
 PLACES = 8
 
 
-def recorded(steps: EngineSteps, seed: int) -> list[Event]:
-    """Of an engine that is full at times and decodes a few answers at others, asked every second."""
+def recorded(steps: EngineSteps, seed: int) -> tuple[list[Event], list[tuple[int, float]]]:
+    """Of an engine that is full at times and decodes a few answers at others, asked every second; and its answers."""
     clock, draw = Clock(), random.Random(seed)
-    engine = Engine(clock, PLACES, steps.step_s, lambda tokens: steps.read_s, lambda request: None)
     events: list[Event] = []
+    answers: list[tuple[int, float]] = []
+
+    def ended(request: Request) -> None:
+        answers.append((request.tokens, clock.now))
+
+    engine = Engine(clock, PLACES, steps.step_s, lambda tokens: steps.read_s, ended)
 
     def ask() -> None:
         for request in engine.running.values():
@@ -37,20 +42,21 @@ def recorded(steps: EngineSteps, seed: int) -> list[Event]:
         clock.after(at, lambda request=request: engine.submit(request))  # type: ignore[misc]
     clock.after(0.0, ask)
     clock.run(lambda: clock.now > 200)
-    return events
+    return events, answers
 
 
 @pytest.mark.parametrize("base", [0.01, 0.03, 0.1])
-@pytest.mark.parametrize("request_s", [0.0, 0.001, 0.005])
-@pytest.mark.parametrize("read", [0.0, 0.004, 0.02])
-def test_the_parts_come_back(base: float, request_s: float, read: float) -> None:
-    steps = EngineSteps(base, request_s, read)
-    found = fit_steps(recorded(steps, seed=3), PLACES)
+@pytest.mark.parametrize("of_a_request", [0.0, 0.05])
+@pytest.mark.parametrize("of_a_token", [0.0, 0.002])
+@pytest.mark.parametrize("read", [0.0, 0.1])
+def test_the_parts_come_back(base: float, of_a_request: float, of_a_token: float, read: float) -> None:
+    """The others as parts of the first."""
+    steps = EngineSteps(base, base * of_a_request, base * of_a_token, base * read)
+    found = fit_steps(*recorded(steps, seed=3), PLACES, replicas=1)
     assert found is not None
-    for batch in (1, 4, PLACES):
-        assert found.step_s(batch, 0) == pytest.approx(steps.step_s(batch, 0), rel=0.15)
-    # What joins is hardest to tell: there is more of it where more requests are.
-    assert found.step_s(4, 0) + found.read_s / 4 == pytest.approx(steps.step_s(4, 0) + read / 4, rel=0.08)
+    for batch, context in ((1, 50), (4, 20), (4, 120), (PLACES, 50), (PLACES, 160)):
+        assert found.step_s(batch, context) == pytest.approx(steps.step_s(batch, context), rel=0.25), (batch, context)
+    assert found.read_s == pytest.approx(steps.read_s, abs=0.3 * base)
 
 
 def test_nothing_is_negative_and_validation_is_left_out() -> None:
@@ -59,10 +65,11 @@ def test_nothing_is_negative_and_validation_is_left_out() -> None:
 
     # More requests make it faster here.
     slow, quick = stretch(0, decoding=40), stretch(1, decoding=90, prefill=9)
-    found = fit_steps([*slow, *quick], PLACES)
+    answers = [(40, 1.0), (90, 2.0)]
+    found = fit_steps([*slow, *quick], answers, PLACES, replicas=1)
     assert found is not None
-    assert min(found.base_s, found.request_s, found.read_s) >= 0
+    assert min(found.base_s, found.request_s, found.token_s, found.read_s) >= 0
     validated = [*stretch(2, decoding=900), *stretch(2, validating=5)]
-    assert fit_steps([*slow, *quick, *validated], PLACES) == found
-    assert fit_steps(validated, PLACES) is None
-    assert fit_steps([Event(f"{ROLLOUT} 0", Class.WAIT_WEIGHTS, 0, 1)], PLACES) is None
+    assert fit_steps([*slow, *quick, *validated], answers, PLACES, replicas=1) == found
+    assert fit_steps(validated, answers, PLACES, replicas=1) is None
+    assert fit_steps([Event(f"{ROLLOUT} 0", Class.WAIT_WEIGHTS, 0, 1)], answers, PLACES, replicas=1) is None

@@ -116,8 +116,8 @@ def test_a_tail_holds_up_the_tighter_bound() -> None:
 def test_free_places_beside_the_last_answers_of_a_batch_wait_for_them_as_in_a_runs_account() -> None:
     scenario = replace(SMALL, max_staleness=0, pipeline_depth=0)
     seconds = Simulation(scenario, times(groups=((2, 10),))).run().account.devices["rollout 0"].seconds
-    # Two of four places in eight of ten steps, told as the mean of the ten; after the last batch nothing is to come.
-    free = (2 / 4) * (8 / 10)
+    # Two of four places in eight of ten steps; after the last batch nothing is to come.
+    free = 2 / 4
     assert seconds[Class.WAIT_TAIL] == pytest.approx((scenario.steps - 1) * free * 8 * STEP)
     assert seconds[Class.WAIT_END] == pytest.approx(free * 8 * STEP + 1.0)
 

@@ -32,7 +32,8 @@ def record(folder: Path, events: list[Event], **settings: int) -> Path:
     """Of one engine with two places that decoded for 16 s, after reading for 2 s, and of one step of training."""
     header = {"settings": SETTINGS | settings, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
     file = EventFile(folder, header)
-    file.write([Event(ENGINE, "prefill", 0.0, 2.0, tokens=2), Event(ENGINE, "decoding", 2.0, 18.0, tokens=32), *events])
+    decoding = [Event(ENGINE, "decoding", float(at), at + 1.0, tokens=2) for at in range(2, 18)]
+    file.write([Event(ENGINE, "prefill", 0.0, 2.0, tokens=2), *decoding, *events])
     file.close()
     return folder
 

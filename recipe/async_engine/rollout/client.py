@@ -10,6 +10,8 @@ Contract:
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
   cut all the same, ``generate`` raises instead of returning it as complete. After its server's death, or from a
   checkpoint, it goes on under the same version only.
+* With ``rollout.scheduling_policy=priority`` engines that are full take the requests of the oldest groups first: what
+  a weight sync has cut goes on before younger answers, and the batch that waits for it is complete sooner.
 * Every answer of a server, whole or cut, is kept, and a request that a checkpoint has the answer to reaches no server
   (``kept_answers``). :meth:`ResumingClient.fetch` brings the tokens so far of every request under way.
 * Every request's version is the one at its submission; an answer that claims another one is an error.
@@ -124,6 +126,7 @@ class ResumingClient(LLMServerClient):
         # What the router of a mixture of experts chose comes with complete parts only.
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
+        self._by_age = config.actor_rollout_ref.rollout.get("scheduling_policy") == "priority"
         self._flights: set[Flight] = set()
         self._fetching: asyncio.Task[None] | None = None
 
@@ -187,6 +190,8 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
+        if self._by_age:
+            kwargs.setdefault("priority", recorder.order)
         patience = Patience(self._timeout_s)
         recorder.tools.asks()
         while merged.stop_reason is None:

@@ -32,6 +32,7 @@ class TrajectoryRecorder:
         sampled: done with its last token.
         ticket: admits its requests to generation turns; None where generation is a stream.
         work: what its requests are for.
+        order: of its group among all groups, as they were issued; engines that go by it take older ones first.
         tools: how long it was in tools.
     """
 
@@ -45,6 +46,7 @@ class TrajectoryRecorder:
     text_only: bool = True
     ticket: Ticket | None = None
     work: Work = Work.NEW
+    order: int = 0
     tools: ToolTime = field(default_factory=ToolTime)
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -76,10 +78,16 @@ def start_recording(
     ticket: Ticket | None = None,
     work: Work = Work.NEW,
     away: AwayActivity | None = None,
+    order: int = 0,
 ) -> TrajectoryRecorder:
     """Begin a trajectory in this context and return its recorder; ``away`` is told of its stays in tools."""
     recorder = TrajectoryRecorder(
-        scorer=scorer, answers=answers or TrajectoryAnswers(), ticket=ticket, work=work, tools=ToolTime(away)
+        scorer=scorer,
+        answers=answers or TrajectoryAnswers(),
+        ticket=ticket,
+        work=work,
+        order=order,
+        tools=ToolTime(away),
     )
     if ticket is not None:
         ticket.sampled, ticket.answers = recorder.sampled, recorder.answers

@@ -198,7 +198,7 @@ class TrajectoryWorker(AgentLoopWorker):
         context = copy_context()
         ticket = None if turn is None else self._turns.begin(key, turn)
         purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
-        recorder = context.run(start_recording, scorer, answers, ticket, purpose, self._away)
+        recorder = context.run(start_recording, scorer, answers, ticket, purpose, self._away, group_of(key))
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
         work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
@@ -440,6 +440,11 @@ class TrajectoryWorker(AgentLoopWorker):
             received_tokens=recorder.answers.received_tokens,
             tool_s=recorder.tools.seconds,
         )
+
+
+def group_of(key: str) -> int:
+    """The number of the group, in the order of issue, that this call's key names."""
+    return int(key.partition("-")[0])
 
 
 def is_first_attempt(key: str) -> bool:
