@@ -167,6 +167,9 @@ def test_tokens_that_are_trained_are_counted_and_no_others() -> None:
         engine.output(name, 2)
         engine.output(name, 5)
     assert (engine.sampled, engine.under_way) == (10, 10)
+    engine.enter("cut")
+    engine.output("cut", 0)
+    engine.leave("cut")
     clock.now += 1
     # A first token is of what came before it.
     tokens = {span.what: span.tokens for span in engine.take() if span.tokens}

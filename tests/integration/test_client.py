@@ -26,8 +26,14 @@ PROMPT = [1, 2, 3]
 
 
 def make_client(
-    balancer: GlobalRequestLoadBalancer, *, resume: bool = True, timeout_s: float = 20.0, every_s: float | None = None
+    balancer: GlobalRequestLoadBalancer,
+    *,
+    resume: bool = True,
+    timeout_s: float = 20.0,
+    every_s: float | None = None,
+    policy: str = "fcfs",
 ) -> ResumingClient:
+    rollout = {"name": "vllm", "prompt_length": 4, "response_length": 8, "scheduling_policy": policy}
     config = OmegaConf.create(
         {
             "async_training": {
@@ -35,7 +41,7 @@ def make_client(
                 "timeouts": {"generation": timeout_s},
                 "partial_tokens_interval": every_s,
             },
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 8}},
+            "actor_rollout_ref": {"rollout": rollout},
         }
     )
     return ResumingClient(config, load_balancer_handle=Handle(balancer))
@@ -67,6 +73,16 @@ async def test_aborted_answer_is_continued_at_once_with_its_tokens_and_the_rest_
     assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6, 4, 3]
     assert {call["sampling_params"]["temperature"] for call in server.calls} == {1.0}
     assert (answer.extra_fields["min_global_steps"], answer.extra_fields["max_global_steps"]) == (0, 2)
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+async def test_an_engine_that_goes_by_age_is_told_the_number_of_the_group_with_each_part(policy: str) -> None:
+    server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
+    start_recording(order=7)
+    client = client_of(server, policy=policy)
+    # As verl's agent loops ask.
+    await client.generate("request", prompt_ids=PROMPT, sampling_params={"max_tokens": 6}, priority=0)
+    assert [call.get("priority") for call in server.calls] == ([7, 7] if policy == "priority" else [None, None])
 
 
 async def test_answer_aborted_at_the_end_of_its_budget_is_complete_and_not_asked_for_again() -> None:

@@ -592,12 +592,12 @@ async def test_error_of_a_users_loop_comes_with_its_traceback(make_worker: Any) 
 async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: Any) -> None:
     never = asyncio.get_running_loop().create_future()
     worker = make_worker(ScriptedServer("hang", part([10], 7)), Reward(1.0, never))
-    doomed = asyncio.create_task(run(worker, key="doomed"))
+    doomed = asyncio.create_task(run(worker, key="2-0-0"))
     await asyncio.sleep(0)
-    other = asyncio.create_task(run(worker, key="other"))
+    other = asyncio.create_task(run(worker, key="1-0-0"))
     await asyncio.wait({other}, timeout=SOON)
-    await worker.cancel(["doomed", "unknown"])
-    with pytest.raises(TrajectoryCancelled, match="doomed"):
+    await worker.cancel(["2-0-0", "unknown"])
+    with pytest.raises(TrajectoryCancelled, match="2-0-0"):
         await asyncio.wait_for(doomed, SOON)
     assert len(other.result()) == 2
     assert worker._running == {}

@@ -360,7 +360,8 @@ class EngineActivity:
     def output(self, name: str, tokens: int) -> None:
         """The engine has sampled so many tokens for it in all."""
         request = self._requests[name]
-        new = tokens - request.tokens
+        if (new := tokens - request.tokens) <= 0:
+            return  # The last word of one that is cut has no token of its own.
         if request.work in TRAINED_WORK:
             self.sampled += new
         request.tokens = tokens

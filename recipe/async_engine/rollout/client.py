@@ -190,8 +190,8 @@ class ResumingClient(LLMServerClient):
         recorder = current_recorder() or TrajectoryRecorder(work=Work.VALIDATION)
         if any(kwargs.get(data) for data in MODALITIES):
             recorder.mark_multimodal()
-        if self._by_age:
-            kwargs.setdefault("priority", recorder.order)
+        if self._by_age and not kwargs.get("priority"):  # 0: what verl's agent loops give
+            kwargs["priority"] = recorder.order
         patience = Patience(self._timeout_s)
         recorder.tools.asks()
         while merged.stop_reason is None:
