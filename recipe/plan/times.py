@@ -2,8 +2,8 @@
 """How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
 
 Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (prompts' lengths)
-stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was measured.
-Shown by tests/plan/test_times.py.
+stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was
+measured. Shown by tests/plan/test_times.py.
 """
 
 from __future__ import annotations
