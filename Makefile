@@ -62,7 +62,7 @@ $(STAMP): requirements/cpu.lock setup.py pyproject.toml | $(BIN)/python
 	@touch $@
 
 demo: setup
-	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu trainer.default_local_dir=runs/demo
+	$(BIN)/python -m recipe.fully_async.main preset=tiny_cpu_long_tail trainer.default_local_dir=runs/demo
 	@$(BIN)/python -m recipe.report runs/demo
 
 test: setup

@@ -22,6 +22,7 @@ from recipe.async_engine.core.events import LOG_PROBS, TRAINER, Class
 WORTH_SAYING = 0.03
 """The share of all time, without start-ups, from which on a loss is named."""
 LITTLE = 0.1
+MOST = 0.5
 SLOW = 0.75
 """An engine that decodes with less than this part of the others' speed is a slow one."""
 
@@ -38,6 +39,16 @@ CHARGED_TO_TRAINER = frozenset(
     }
 )
 """What the trainer does while the gate holds an engine back, and is the cause of it."""
+
+WITHOUT_WORK = (
+    Class.WAIT_GATE,
+    Class.WAIT_TAIL,
+    Class.WAIT_AGENTS,
+    Class.WAIT_PROMPTS,
+    Class.WAIT_TOOLS,
+    Class.IDLE_PLACES,
+)
+"""What costs accelerators and no speed, as long as the trainer waits for no batch."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,10 @@ class Facts:
         return _shares(sides(self.account).get(side, {})).get(what, 0.0)
 
     @property
-    def trainer_waits(self) -> bool:
-        """Whether a faster rollout would make the run faster; where both sides share, it always would."""
+    def training_is_slower(self) -> bool:
+        """Whether a faster rollout would hardly make the run faster; where both sides share, it always would."""
         waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
-        return TRAINER not in sides(self.account) or waits >= LITTLE / 2
+        return waits < LITTLE and useful_share(sides(self.account).get(TRAINER, {})) >= MOST
 
 
 def advise(facts: Facts) -> list[Advice]:
@@ -87,6 +98,11 @@ def advise(facts: Facts) -> list[Advice]:
         device, seconds, why = slow
         causes.pop(Class.WAIT_TAIL, None)
         found.append(Advice(Class.DECODING, seconds, seconds / total, *why, device=device))
+    if facts.training_is_slower:
+        without_work = {what: causes.pop(what, 0.0) for what in WITHOUT_WORK}
+        seconds, what = sum(without_work.values()), max(without_work, key=without_work.__getitem__)
+        if seconds >= WORTH_SAYING * total:
+            found.append(Advice(what, seconds, seconds / total, *_training_is_slower(facts)))
     for what, seconds in causes.items():
         rule = RULES.get(what)
         if rule is not None and seconds >= WORTH_SAYING * total and (said := rule(facts)) is not None:
@@ -165,23 +181,26 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
     return f"async_training.max_staleness {bound} -> {bound + 1}, with staleness_threshold as much"
 
 
-MORE_TRAINER = "give the trainer accelerators of the rollout (trainer.n_gpus_per_node up, rollout.n_gpus_per_node down)"
 MORE_ROLLOUT = "give the rollout accelerators of the trainer (rollout.n_gpus_per_node up, trainer.n_gpus_per_node down)"
 
 
+def _training_is_slower(facts: Facts) -> Said:
+    works = useful_share(sides(facts.account)[TRAINER])
+    spare = facts.settings.get("rollout_replicas", 1) > 1
+    return (
+        f"training is the slower side: it computes {works:.0%} of its time and hardly ever waits for a batch, while "
+        "engines are without work; more answers at once, or a wider gate, would only make its batches older",
+        "give the trainer accelerators of the rollout (trainer.n_gpus_per_node up, rollout.n_gpus_per_node down)"
+        if spare
+        else "more accelerators for the trainer: trainer.n_gpus_per_node up",
+    )
+
+
 def _gate(facts: Facts) -> Said:
-    if not facts.trainer_waits:
-        return (
-            "the staleness gate holds prompts back while the trainer hardly ever waits for a batch: training is the "
-            "slower side, and a wider gate would only make its batches older",
-            MORE_TRAINER,
-        )
     return "the staleness gate holds prompts back until the trainer has taken older ones", _wider_gate(facts.settings)
 
 
 def _tail(facts: Facts) -> Said:
-    if not facts.trainer_waits:
-        return "the last answers of a batch are few and long, but the trainer hardly ever waits for them", MORE_TRAINER
     return (
         "the last answers of a batch are few and long, and the staleness gate lets nothing begin beside them",
         _wider_gate(facts.settings),

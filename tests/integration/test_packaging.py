@@ -173,7 +173,7 @@ def test_the_ci_entry_lints_and_runs_the_test_command() -> None:
 
 def test_the_make_targets_of_the_readme_exist() -> None:
     environment = os.environ | {"MAKEFLAGS": ""}
-    demo = "preset=tiny_cpu trainer.default_local_dir=runs/demo"
+    demo = "preset=tiny_cpu_long_tail trainer.default_local_dir=runs/demo"
     for target, words in (("test", "pytest"), ("demo", demo), ("demo", "recipe.report runs/demo")):
         command = ["make", "--dry-run", "--directory", str(CHECKOUT), target]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
