@@ -103,7 +103,7 @@ ONE_STEP_OFF = "one_step_off:lora_trainer.Apart"
 # So that each batch is of one version, whatever takes how long.
 BOUND_0 = ["async_training.staleness_threshold=0"]
 RUNS = [
-    pytest.param(FULLY_ASYNC, [*MERGED, *BOUND_0], id="fully_async-merged"),
+    pytest.param(FULLY_ASYNC, [*MERGED, *BOUND_0], id="fully_async-merged", marks=pytest.mark.slow),
     pytest.param(IN_TURNS, [*ALONE, *BOUND_0], id="partial_rollout-alone"),
     pytest.param(ONE_STEP_OFF, ALONE, id="one_step_off-alone", marks=pytest.mark.slow),
     pytest.param(FULLY_ASYNC, [*ALONE, *BOUND_0], id="fully_async-alone", marks=pytest.mark.slow),
