@@ -16,7 +16,7 @@ from PIL import Image
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LIMIT_S = 120
-COLORS = 64
+COLORS = 256
 
 
 def main() -> int:
