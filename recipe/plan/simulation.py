@@ -239,7 +239,7 @@ class Simulation:
             self._open_engines()
             for request in cut:
                 request.work = Work.AGAIN if request.tokens else request.work
-                self._send(request)
+                self._through_agents(request)
             if not self.manager.is_open:
                 self.manager.open_turn()
         self._publishing = False
@@ -295,11 +295,15 @@ class Simulation:
         request = self._held.pop((group_id, index), None)
         if request is not None:
             request.work = Work.AGAIN if request.tokens else request.work
-            self._send(request)
+            self._through_agents(request)
             return
         request = Request(
             f"{group_id}-{index}", group_id, index, self._groups[group_id].lengths[index], self.times.prompt
         )
+        self._through_agents(request)
+
+    def _through_agents(self, request: Request) -> None:
+        """To an engine, after those that come before it in the agent loops."""
         self._agents_free = max(self._agents_free, self.clock.now) + self.times.agents_s
         wait = self._agents_free - self.clock.now + self.times.begin_s
         self.clock.after(wait, lambda: self._send(request))

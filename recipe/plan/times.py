@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     overhead = [took - first - step * (tokens - 1) for group in answers.values() for tokens, took in group]
     # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
     latency = max(0.0, min(overhead))
-    agents = used[Class.WAIT_AGENTS] / places / len(lengths)
+    agents = _agents_s(run, used, len(lengths), places)
     # Of the tokens that were generated some are not trained yet.
     trained = pc.sum(about(run.groups, "trained")["tokens"]).as_py()
     if not trained:
@@ -113,6 +113,20 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         swap_s=swap,
     )
     return times, run
+
+
+def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float) -> float:
+    """Of an answer in the agent loops, from the place-seconds that engines missed because of them.
+
+    Where more answers run than there are places, those are missed while the places fill: answers come one after the
+    other at the beginning and after each swap that has sent them away, so the n-th place is missed n times as long.
+    """
+    replicas = max(1, run.settings["rollout_replicas"])
+    if run.settings["max_concurrent_trajectories"] <= places * replicas:
+        return used[Class.WAIT_AGENTS] / places / answers
+    swaps = sum(event.lane == WEIGHTS and event.what == "swap" for event in run.events)
+    filled = replicas * (1 if run.settings["at_swap"] == "keep" else 1 + swaps)
+    return 2 * (used[Class.WAIT_AGENTS] + used[Class.IDLE_PLACES]) / (filled * places**2)
 
 
 def steps_trained(run: Run) -> int:
