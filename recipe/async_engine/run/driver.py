@@ -8,20 +8,19 @@ neither torch nor verl on the CPU platform: start-up is bound by imports.
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from pebble import ProcessPool
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -55,6 +54,7 @@ from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.storage import durable
+from recipe.async_engine.task import TaskDirectoryError, TaskSettings, ensure_task
 
 logger = logging.getLogger(__name__)
 
@@ -308,19 +308,13 @@ def take_in(event: Any, record: RunRecord, display: Display) -> None:
 
 def _fill_builtin_task(config: DictConfig) -> None:
     """Make the built-in task if the configuration has it, and fill the paths that are null."""
-    from recipe.async_engine.task import TaskSettings, ensure_task
-
     task = config.get("builtin_task")
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
     folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
     settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
-    # In a process of its own: making the task imports torch, which this process has no other use for.
-    with ProcessPool(1, context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            paths = pool.schedule(ensure_task, args=(folder, settings), timeout=TASK_TIMEOUT_S).result()
-        except TimeoutError:
-            raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
+    _make_task(folder, settings)
+    paths = ensure_task(folder, settings)
     with open_dict(config):
         if not config.actor_rollout_ref.model.path:
             config.actor_rollout_ref.model.path = str(paths.model)
@@ -332,6 +326,26 @@ def _fill_builtin_task(config: DictConfig) -> None:
             if not reward.path:
                 reward.path, reward.name = str(paths.reward_file), "compute_score"
                 reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
+
+
+def _make_task(folder: str, settings: TaskSettings) -> None:
+    """In a process of its own: making the task imports torch, which this process has no other use for.
+
+    Raises:
+        TaskDirectoryError: the folder cannot be used.
+        RunFailed: it took too long, or failed in another way.
+    """
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
+    command = [sys.executable, "-m", "recipe.async_engine.task", f"--out={folder}", *options]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
+    said = done.stderr.strip()
+    if done.returncode == 2:  # as its main says
+        raise TaskDirectoryError(said)
+    if done.returncode:
+        raise RunFailed(f"the built-in task was not made in {folder}: {said}")
 
 
 def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
