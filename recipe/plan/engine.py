@@ -167,7 +167,7 @@ class Engine:
         self._context += steps * len(self.running)
         if steps:
             for request in self._new:
-                self.activity.output(request.name, 1)
+                self.activity.output(request.name, self._steps - request.entered)
             self._new = []
         self._planned = 0
 

@@ -345,7 +345,7 @@ def _make_task(folder: str, settings: TaskSettings) -> None:
     if done.returncode == 2:  # as its main says
         raise TaskDirectoryError(said)
     if done.returncode:
-        raise RunFailed(f"the built-in task was not made in {folder}: {said}")
+        raise RunFailed(f"the built-in task was not made in {folder}: {said or 'no word of why'}")
 
 
 def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
