@@ -33,7 +33,7 @@ from verl.trainer.ppo.reward import extract_reward
 from verl.utils.rollout_trace import RolloutTraceConfig
 
 from recipe.async_engine.core.columns import VERSION_RUNS
-from recipe.async_engine.core.events import Work
+from recipe.async_engine.core.events import Away, Work
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout import trajectory_worker
 from recipe.async_engine.rollout.client import ResumingClient
@@ -47,7 +47,7 @@ from recipe.async_engine.rollout.trajectory_events import (
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
+from recipe.async_engine.rollout.trajectory_worker import WITHOUT_TOOLS, TrajectoryWorker
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
@@ -587,6 +587,18 @@ async def test_error_of_a_users_loop_comes_with_its_traceback(make_worker: Any) 
     assert str(caught.value) == "KeyError: 'calculator'"
     assert "in run\n    raise KeyError" in caught.value.__notes__[0]
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(("loop", "has_tools"), [("PlainLoop", True), (WITHOUT_TOOLS, False)])
+async def test_what_follows_the_only_answer_of_a_loop_without_tools_is_no_tools_time(
+    loop: str, has_tools: bool, make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5))
+    monkeypatch.setitem(_agent_loop_registry, WITHOUT_TOOLS, _agent_loop_registry["PlainLoop"])
+    told: list[Away] = []
+    monkeypatch.setattr(worker._away, "change", lambda what, by: told.append(what))
+    await run(worker, loop)
+    assert (Away.TOOLS in told) is has_tools
 
 
 async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: Any) -> None:

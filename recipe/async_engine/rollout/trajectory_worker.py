@@ -80,6 +80,8 @@ REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
 
+WITHOUT_TOOLS = "single_turn_agent"
+"""verl's agent loop of one request: what comes after its answer is no tool's time."""
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
 
@@ -198,9 +200,10 @@ class TrajectoryWorker(AgentLoopWorker):
         context = copy_context()
         ticket = None if turn is None else self._turns.begin(key, turn)
         purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
-        recorder = context.run(start_recording, scorer, answers, ticket, purpose, self._away, group_of(key))
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
+        in_tools = None if fields["agent_name"] == WITHOUT_TOOLS else self._away
+        recorder = context.run(start_recording, scorer, answers, ticket, purpose, in_tools, group_of(key))
         work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
