@@ -69,7 +69,7 @@ SCENARIOS = {
     "keep": Scenario((*bound(3), "async_training.weights.at_swap=keep")),
     "answers_4": Scenario((*bound(1), f"{ROLLOUT}.n=4")),
     "batch_32": Scenario((*bound(1), "actor_rollout_ref.actor.ppo_mini_batch_size=32"), batch=32),
-    "places_64": Scenario((*bound(2), f"{ROLLOUT}.max_num_seqs=64")),
+    "places_64": Scenario((*bound(2), f"{ROLLOUT}.max_num_seqs=64", f"{ROLLOUT}.max_num_batched_tokens=16384")),
     "places_16": Scenario((*bound(2), f"{ROLLOUT}.max_num_seqs=16")),
     "rewards": Scenario((*bound(1), "async_training.reward_processes=8"), reward_s=0.4),
     "uniform_bound_0": Scenario(bound(0), lengths="uniform"),
