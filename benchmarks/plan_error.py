@@ -26,6 +26,14 @@ from recipe.report.advice import sides
 from recipe.report.run import load
 
 SKIP = 4
+SWEEPS = {
+    "bound, long tails": ["bound_0", "base", "bound_3"],
+    "bound, uniform answers": ["uniform_bound_0", "uniform", "uniform_bound_2"],
+    "bound, two replicas": ["replicas_2", "replicas_2_bound_3"],
+    "places": ["places_16", "places_64"],
+    "placement and bound": ["bound_0", "one_step_off", "base", "partial_rollout_bound_0", "partial_rollout", "bound_3"],
+}
+"""Runs that a user would choose among; the quickest is the best."""
 BEGINS, ENDS = "<!-- errors -->", "<!-- end of errors -->"
 
 
@@ -77,6 +85,18 @@ def row(folder: Path, fit: Path) -> dict[str, float | str]:
     }
 
 
+def choices(rows: list[dict[str, float | str]]) -> list[str]:
+    """Of each sweep whose runs are there: the run predicted to be the quickest, and how far it is from the best."""
+    real, predicted = ({str(one["run"]): float(one[key]) for one in rows} for key in ("real_s", "predicted_s"))
+    said = []
+    for what, names in SWEEPS.items():
+        if real.keys() >= set(names):
+            chosen, best = min(names, key=predicted.__getitem__), min(names, key=real.__getitem__)
+            off = 100 * (real[chosen] / real[best] - 1)
+            said.append(f"{what} ({len(names)} runs): chosen {chosen}, best {best}, {off:.1f}% from it")
+    return said
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -91,14 +111,17 @@ def main() -> None:
     if not others:
         return
     said = f"{len(others)} runs: median {statistics.median(others):.1f}%, worst {max(others):.1f}%"
-    print(said)
+    chosen = choices(rows)
+    print("\n".join([said, *chosen]))
     if arguments.write is not None:
         head = ["run", "s a step", "predicted", "error %", "staleness", "predicted", "class most off, points"]
         lines = [" | ".join(str(cell) for cell in cells) for cells in (head, ["---"] * 7, *(r.values() for r in rows))]
         table = "\n".join(f"| {line} |" for line in lines)
         text = arguments.write.read_text()
         before, after = text.split(BEGINS)[0], text.split(ENDS)[1]
-        arguments.write.write_text(f"{before}{BEGINS}\n{table}\n\n{said} (the first row is the fit).\n{ENDS}{after}")
+        listed = "\n".join(f"- {line}" for line in chosen)
+        said = f"{said} (the first row is the fit). The quickest by prediction, of runs to choose among:\n\n{listed}"
+        arguments.write.write_text(f"{before}{BEGINS}\n{table}\n\n{said}\n{ENDS}{after}")
 
 
 if __name__ == "__main__":
