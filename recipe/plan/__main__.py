@@ -41,6 +41,7 @@ def of_run(run: Run, steps: int) -> Scenario:
         shared=run.devices.shared,
         at_swap=said["at_swap"],
         keep_cache=said["keep_cache"],
+        reward_processes=said["reward_processes"],
         beside=said["publish"] == "beside",
         steps=steps,
         trainer_ranks=said["trainer_ranks"],

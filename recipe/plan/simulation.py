@@ -46,7 +46,7 @@ class Scenario:
 
     slots, places: trajectories under way, and those that generate at once, of one replica. shared: both sides take
     turns on the same accelerators. at_swap: drain, interrupt or keep. beside: training goes on while a version is on
-    its way.
+    its way. reward_processes: that compute rewards, 0 for any number of them at once.
     """
 
     batch_groups: int
@@ -65,6 +65,7 @@ class Scenario:
     steps: int = 20
     trainer_ranks: int = 1
     replica_size: int = 1
+    reward_processes: int = 0
     faults: tuple[Fault, ...] = ()
 
 
@@ -141,6 +142,7 @@ class Simulation:
         self._held: dict[tuple[int, int], Request] = {}
         self._publishing = self._over = False
         self._scoring = self._issued = 0
+        self._scorers = [0.0] * scenario.reward_processes
         self.decisions_s = self._agents_free = 0.0
         self._tokens: list[int] = []
         self._ended: list[float] = []
@@ -337,8 +339,15 @@ class Simulation:
         self._books["sampled"] += request.tokens
         self._timed(lambda: self.manager.sampled(Trajectory(request.group, request.index)))
         self._scoring += 1
-        self.clock.after(self.times.reward_s(self._random), lambda: self._scored(request))
+        self.clock.after(self._waits_for_scorer() + self.times.reward_s(self._random), lambda: self._scored(request))
         self._issue()
+
+    def _waits_for_scorer(self) -> float:
+        if not self._scorers:
+            return 0.0
+        begins = max(self.clock.now, self._scorers[0])
+        heapq.heapreplace(self._scorers, begins + self.times.reward_busy_s)
+        return begins - self.clock.now
 
     def _scored(self, request: Request) -> None:
         self._scoring -= 1

@@ -31,7 +31,8 @@ class Times:
     """Seconds of each part.
 
     groups: lengths of groups' answers in tokens, in the order in which they began. agents_s: of an answer's way through
-    the agent loops, one after the other; begin_s, end_s: latencies before its first and after its last token.
+    the agent loops, one after the other; begin_s, end_s: latencies before its first and after its last token. rewards:
+    from an answer's end to its reward; reward_busy_s: for how long it keeps the process that computes it.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -40,6 +41,7 @@ class Times:
     update_s: Seconds
     log_probs_s: Seconds
     rewards: tuple[float, ...] = (0.0,)
+    reward_busy_s: float = 0.0
     prompt: int = 0
     begin_s: float = 0.0
     agents_s: float = 0.0
@@ -104,6 +106,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         update_s=_scaled(per_token, run.settings["trainer_ranks"]),
         log_probs_s=_scaled(log_probs, run.settings["trainer_ranks"]),
         rewards=tuple(took) or (0.0,),
+        # The quickest waited for no other one.
+        reward_busy_s=min(took, default=0.0),
         agents_s=agents,
         begin_s=latency / 2,
         end_s=latency / 2,

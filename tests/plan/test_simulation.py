@@ -122,6 +122,14 @@ def test_free_places_beside_the_last_answers_of_a_batch_wait_for_them_as_in_a_ru
     assert seconds[Class.WAIT_END] == pytest.approx(free * 8 * STEP + 1.0)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rewards_that_wait_for_a_process_make_a_step_as_long_as_they_take(processes: int) -> None:
+    scenario = replace(WAYS["interrupt"], reward_processes=processes)
+    slow = replace(times(), rewards=(3.0,), reward_busy_s=3.0)
+    # Four answers a step, of 4 decode steps each, and an update of a second beside them.
+    assert Simulation(scenario, slow).run().step_s(4) == pytest.approx(4 * 3.0 / processes, rel=0.05)
+
+
 def test_steps_that_grow_with_context_are_summed_exactly() -> None:
     scenario = replace(SMALL, batch_groups=1, answers=1, slots=1, places=1, max_staleness=0, pipeline_depth=0, steps=3)
     length = random.Random(0).randrange(50, 90)

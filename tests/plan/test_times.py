@@ -23,6 +23,7 @@ SETTINGS = {
     "publish": "beside",
     "at_swap": "interrupt",
     "keep_cache": False,
+    "reward_processes": 2,
     "whole_batches": False,
 }
 ENGINE = f"{ROLLOUT} 0"
@@ -64,9 +65,10 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     assert times.update_s([17, 17], 2) == pytest.approx(3.4)
     assert (times.driver_s, times.snapshot_s, times.stage_s, times.swap_s) == pytest.approx((1.0, 0.2, 3.0, 0.6))
     assert times.groups == ((17, 17),)
-    assert set(times.rewards) == {0.5}
+    assert (set(times.rewards), times.reward_busy_s) == ({0.5}, 0.5)
     scenario = of_run(run, 7)
     assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
+    assert (scenario.reward_processes, scenario.keep_cache) == (2, False)
     assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
 
 
