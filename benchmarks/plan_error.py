@@ -116,8 +116,9 @@ def main() -> None:
     classes = [abs(int(str(one["worst_class"]).rpartition(" ")[2])) for one in others]
     said = (
         f"{len(others)} runs: seconds a step are off by {statistics.median(errors):.1f}% in the median, "
-        f"{max(errors):.1f}% at most; staleness by {statistics.median(ages):.2f} and {max(ages):.2f} versions, within 0.15 "
-        f"in {sum(age <= 0.15 for age in ages)} runs; every class is within 3 points in {sum(c <= 3 for c in classes)}"
+        f"{max(errors):.1f}% at most; staleness by {statistics.median(ages):.2f} and {max(ages):.2f} versions, within "
+        f"0.15 in {sum(age <= 0.15 for age in ages)} runs; every class is within 3 points in "
+        f"{sum(points <= 3 for points in classes)}"
     )
     chosen = choices(rows)
     print("\n".join([said, *chosen]))

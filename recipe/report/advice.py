@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from recipe.async_engine.core.account import KINDS, Account, Kind
-from recipe.async_engine.core.events import LOG_PROBS, TRAINER, Class
+from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 
 WORTH_SAYING = 0.03
 """The share of all time, without start-ups, from which on a loss is named."""
@@ -181,18 +181,19 @@ def _wider_gate(settings: Mapping[str, Any]) -> str:
     return f"async_training.max_staleness {bound} -> {bound + 1}, with staleness_threshold as much"
 
 
-MORE_ROLLOUT = "give the rollout accelerators of the trainer (rollout.n_gpus_per_node up, trainer.n_gpus_per_node down)"
+def _more_for(side: str, other: str, other_has: int) -> str:
+    """Of this side's accelerators, those of the other one where it can spare some."""
+    if other_has > 1:
+        return f"give the {side} accelerators of the {other} ({side}.n_gpus_per_node up, {other}.n_gpus_per_node down)"
+    return f"more accelerators for the {side}: {side}.n_gpus_per_node up"
 
 
 def _training_is_slower(facts: Facts) -> Said:
     works = useful_share(sides(facts.account)[TRAINER])
-    spare = facts.settings.get("rollout_replicas", 1) > 1
     return (
         f"training is the slower side: it computes {works:.0%} of its time and hardly ever waits for a batch, while "
         "engines are without work; more answers at once, or a wider gate, would only make its batches older",
-        "give the trainer accelerators of the rollout (trainer.n_gpus_per_node up, rollout.n_gpus_per_node down)"
-        if spare
-        else "more accelerators for the trainer: trainer.n_gpus_per_node up",
+        _more_for("trainer", ROLLOUT, facts.settings.get("rollout_replicas", 1)),
     )
 
 
@@ -214,7 +215,8 @@ def _batch(facts: Facts) -> Said:
             f"the engines are busy with the {places} answers that they are given at once, and have room for {room}",
             f"async_training.concurrent_samples_per_replica {groups} -> null",
         )
-    return "the engines are busy: generation is the slower side", MORE_ROLLOUT
+    more = _more_for(ROLLOUT, "trainer", facts.settings.get("trainer_ranks", 1))
+    return "the engines are busy: generation is the slower side", more
 
 
 def _slots(facts: Facts) -> tuple[int | None, int, int]:
