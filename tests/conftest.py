@@ -5,6 +5,7 @@ The platform comes first because verl reads it once, when it is imported, whiche
 imported by path, not through `sys.path`, so the folders of their helpers are added to it.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -25,9 +26,8 @@ sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 
 with suppress(ModuleNotFoundError):  # A cluster that runs `-m gpu` lacks it.
-    from hypothesis import settings
-
     # How long an example takes says how busy the machine is.
+    settings = importlib.import_module("hypothesis").settings
     settings.register_profile("any machine", deadline=None)
     settings.load_profile("any machine")
 

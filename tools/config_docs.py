@@ -73,6 +73,7 @@ CONCLUSION = f"""\
 | `trainer.max_critic_ckpt_to_keep` | no effect: a checkpoint is kept or removed as a whole, by `trainer.max_actor_ckpt_to_keep` |
 | `actor_rollout_ref.rollout.name` | `vllm` |
 | `actor_rollout_ref.rollout.calculate_log_probs` | `true` |
+| `actor_rollout_ref.rollout.scheduling_policy` | default `priority`: a full engine takes the answers of the oldest groups first, also those that a weight sync has interrupted, which otherwise wait behind all younger ones; `fcfs`, as stock has it: first come, first served. An agent loop that gives a `priority` of its own other than 0 keeps it |
 | `actor_rollout_ref.rollout.full_determinism` | `true` is refused: verl would give all answers to a prompt the same seed |
 | `actor_rollout_ref.rollout.checkpoint_engine.backend` | default `nccl`; `recipe_gloo` on a CPU, with `custom_backend_module: recipe.async_engine.weights.gloo_engine`; `naive` is refused |
 | `actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module` | default `recipe.async_engine.weights.nccl_engine`, which puts deadlines around verl's `nccl` and lets its members change ([reliability.md](reliability.md#a-weight-sync)); `null` leaves verl's as it is |

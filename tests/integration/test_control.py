@@ -83,7 +83,7 @@ def agent_class() -> type:
 def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_has(cluster: None) -> None:
     worker = Restartable(agent_class(), 1, HELD_TRAJECTORIES, max_concurrency=LIMIT).options().remote()
     run = worker.run_trajectory.options(num_returns="streaming")
-    streams = {key: run.remote(key, {}, 0, 0, 0, None, 1) for key in ("a", "b", "c", "d")}
+    streams = {key: run.remote(key, {}, 0, 0, 0, None, 1) for key in ("0-0-0", "0-1-0", "1-0-0", "1-1-0")}
 
     def running() -> list[str]:
         named = get(worker.describe.remote())[0].removeprefix("trajectories: ")
