@@ -99,6 +99,8 @@ class OneSlowEngine(EmulatedExtension):
 class Planting(AsyncPPOTrainer):
     """Its causes are where its phases are: inside them."""
 
+    _taken_at: float | None = None
+
     def init_workers(self) -> None:
         super().init_workers()
         if os.environ.get("CAUSE") == "update":
@@ -110,16 +112,20 @@ class Planting(AsyncPPOTrainer):
                     return update(*args, **kwargs)
 
             self.actor_rollout_wg.update_actor = slow
+        resume = self.fleet.resume
+
+        def resumed(staged: Any) -> Any:
+            metrics = resume(staged)
+            if self._taken_at is not None:
+                note("held", self._taken_at, time.monotonic())
+            return metrics
+
+        self.fleet.resume = resumed  # type: ignore[method-assign]
 
     def _next_groups(self) -> Any:
         groups = super()._next_groups()
         self._taken_at = time.monotonic()
         return groups
-
-    def _bring(self, version: int) -> Any:
-        metrics = super()._bring(version)
-        note("held", self._taken_at, time.monotonic())
-        return metrics
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
         with noted("validate"):
