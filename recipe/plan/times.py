@@ -71,23 +71,24 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     """
     run = load(folder)
     answers = _answers(run)
-    lengths = [tokens for group in answers.values() for tokens, _ in group]
+    lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
     if not lengths or not updates or not synced:
         missing = "answer" if not lengths else "update" if not updates else "weight sync"
         raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
-    places = run.settings["engine_places"] / max(1, run.settings["rollout_replicas"])
+    replicas = max(1, run.settings["rollout_replicas"])
+    places = run.settings["engine_places"] / replicas
     used = _place_seconds(run.pieces, places)
-    ended = [(row["tokens"], row["end"]) for row in about(run.trajectories, "generating").to_pylist() if row["tokens"]]
-    steps = fit_steps(run.events, ended, places, max(1, run.settings["rollout_replicas"]))
+    ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
+    steps = fit_steps(run.events, ends, places, replicas)
     if steps is None:
         raise CannotFit(f"{folder} has no tokens of its engines in its record")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
-    overhead = [took - first - step * (tokens - 1) for group in answers.values() for tokens, took in group]
+    overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
     # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
     latency = max(0.0, min(overhead))
-    agents = _agents_s(run, used, len(lengths), places)
+    agents = _agents_s(run, used, len(lengths), places, replicas)
     # Of the tokens that were generated some are not trained yet.
     trained = pc.sum(about(run.groups, "trained")["tokens"]).as_py()
     if not trained:
@@ -100,7 +101,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     rewards = about(run.trajectories, "reward")
     took = pc.subtract(rewards["end"], rewards["start"]).to_pylist()
     times = Times(
-        groups=tuple(tuple(tokens for tokens, _ in answers[group]) for group in sorted(answers)),
+        groups=tuple(tuple(tokens for tokens, *_ in answers[group]) for group in sorted(answers)),
         step_s=steps.step_s,
         read_s=lambda tokens: steps.read_s,
         update_s=_scaled(per_token, run.settings["trainer_ranks"]),
@@ -119,13 +120,12 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     return times, run
 
 
-def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float) -> float:
+def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float, replicas: int) -> float:
     """Of an answer in the agent loops, from the place-seconds that engines missed because of them.
 
     Where more answers run than there are places, those are missed while the places fill: answers come one after the
     other at the beginning and after each swap that has sent them away, so the n-th place is missed n times as long.
     """
-    replicas = max(1, run.settings["rollout_replicas"])
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
         return used[Class.WAIT_AGENTS] / places / answers
     swaps = sum(event.lane == WEIGHTS and event.what == "swap" for event in run.events)
@@ -159,12 +159,12 @@ def _scaled(per_token: float, ranks_seen: int) -> Seconds:
     return lambda lengths, ranks: per_token * sum(lengths) * ranks_seen / ranks
 
 
-def _answers(run: Run) -> dict[int, list[tuple[int, float]]]:
-    """By group, the (tokens, seconds) of its answers."""
-    found: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:
+    """By group, the (tokens, start, end) of its answers."""
+    found: defaultdict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for row in about(run.trajectories, "generating").to_pylist():
         if row["tokens"]:
-            found[row["group"]].append((row["tokens"], row["end"] - row["start"]))
+            found[row["group"]].append((row["tokens"], row["start"], row["end"]))
     return found
 
 
