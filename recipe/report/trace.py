@@ -67,10 +67,12 @@ def write_trace(run: Run, path: Path) -> None:
     with open(path, "wb") as stream:
         file = TraceFile(stream, run.header["began"])
         batches = _batches(run)
-        _versions(file, run, batches)
-        _sides(file, run, batches)
-        _groups(file, run)
-        _trajectories(file, run)
+        _devices(file, file.group("accelerators"), run, batches)
+        parts = file.group("run")
+        _versions(file, parts, run, batches)
+        _lane(file, parts, "why nothing begins", (event for event in run.events if event.lane == SCHEDULER), SCHEDULER)
+        _groups(file, parts, run)
+        _trajectories(file, parts, run)
         file.flush()
 
 
@@ -79,33 +81,32 @@ def answer_flow(group: int, trajectory: int) -> int:
     return group * ANSWERS_AT_MOST + trajectory + 1
 
 
-def _versions(file: TraceFile, run: Run, batches: list[Batch]) -> None:
+def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
     """The way of each version to the replicas, and what happened to devices."""
-    process = file.process("run")
     became: defaultdict[int, list[int]] = defaultdict(list)
     for batch in batches:
         became[batch.version + 1].append(batch.flow)
     events = sorted((event for event in run.events if event.lane == WEIGHTS), key=lambda event: event.start)
-    slots = Slots(file, process, "versions")
+    slots = Slots(file, file.group("weight syncs", parent), "versions")
     for event in events:
         flows = became.pop(event.version or 0, ())
         name = f"{event.what} version {event.version}"
         track = slots.take(event.start, event.end)
         file.slice(track, name, event.start, event.end, VERSION, {"version": event.version}, flows)
-    devices = file.track(process, "devices")
+    devices = file.track(parent, "devices")
     for event in sorted((event for event in run.events if event.lane == RUN), key=lambda event: event.start):
         file.instant(devices, f"{event.what} {event.text}", event.start, DEVICE)
 
 
-def _sides(file: TraceFile, run: Run, batches: list[Batch]) -> None:
-    """The trainer with its batches, the scheduler, and each device with its account."""
+def _devices(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> None:
+    """The trainer with its batches, and each device with its account."""
     by_device: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in run.pieces:
         by_device[piece.device].append(piece)
     ends = {event.text: event.start for event in run.events if event.lane == RUN and event.what == ENDS}
     for device in run.account.devices:
         by_device[device] = list(_without_gaps(by_device[device], min(run.until, ends.get(device, run.until))))
-    trainer = _named(file, run, TRAINER)
+    trainer = _named(file, parent, run, TRAINER)
     _lane(file, trainer, "phases", (event for event in run.events if event.lane == TRAINER), PHASE)
     _account(file, trainer, TRAINER, by_device.pop(TRAINER, []))
     slots, age = Slots(file, trainer, "batches"), file.track(trainer, "age of tokens, mean of a batch", "versions")
@@ -115,37 +116,35 @@ def _sides(file: TraceFile, run: Run, batches: list[Batch]) -> None:
         flows = [batch.flow, *batch.answers]
         file.slice(track, f"batch of version {batch.version}", batch.start, batch.end, BATCH, values, flows)
         file.count(age, batch.start, batch.mean_age)
-    scheduler = file.process(SCHEDULER)
-    _lane(file, scheduler, "why nothing begins", (event for event in run.events if event.lane == SCHEDULER), SCHEDULER)
     for device in run.account.devices:
         if device != TRAINER:
-            _account(file, _named(file, run, device), device, by_device[device])
+            _account(file, _named(file, parent, run, device), device, by_device[device])
 
 
-def _named(file: TraceFile, run: Run, device: str) -> int:
+def _named(file: TraceFile, parent: int, run: Run, device: str) -> int:
     accelerators = run.devices.size(device)
-    return file.process(device if accelerators == 1 else f"{device} ({accelerators} accelerators)")
+    return file.group(device if accelerators == 1 else f"{device} ({accelerators} accelerators)", parent)
 
 
-def _lane(file: TraceFile, process: int, name: str, events: Iterable[Event], category: str) -> None:
+def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], category: str) -> None:
     """A part that does one thing at a time."""
-    track = file.track(process, name)
+    track = file.track(parent, name)
     for what, found in groupby(sorted(events, key=lambda event: event.start), key=lambda event: event.what):
         spans = list(found)
         file.slice(track, what, spans[0].start, spans[-1].end, category)
 
 
-def _account(file: TraceFile, process: int, device: str, pieces: list[Piece]) -> None:
+def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
     """Each class on a track of its own, but for the trainer, which does one thing at a time."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
         if name not in tracks:
-            tracks[name] = file.track(process, name)
+            tracks[name] = file.track(parent, name)
         values: dict[str, Value] = {"share": piece.share, "kind": str(KINDS[piece.what]), "device": device}
         file.slice(tracks[name], str(piece.what), piece.start, piece.end, ACCOUNT, values)
     if device != TRAINER and pieces:
-        busy = file.track(process, "places in use", "share")
+        busy = file.track(parent, "places in use", "share")
         for start, found in groupby(pieces, key=lambda piece: piece.start):
             file.count(busy, start, sum(piece.share for piece in found if KINDS[piece.what] in WORK))
 
@@ -177,9 +176,9 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     yield from open_ones.values()
 
 
-def _groups(file: TraceFile, run: Run) -> None:
+def _groups(file: TraceFile, parent: int, run: Run) -> None:
     """Each prompt group from its issue to its end, and in it the time that it was ready."""
-    slots = Slots(file, file.process("prompt groups"), "groups")
+    slots = Slots(file, file.group("prompt groups", parent), "groups")
     ready: dict[int, float] = {}
     rows = []
     for event in _rows(run.groups):
@@ -199,9 +198,9 @@ def _groups(file: TraceFile, run: Run) -> None:
         file.end(track, event.end)
 
 
-def _trajectories(file: TraceFile, run: Run) -> None:
+def _trajectories(file: TraceFile, parent: int, run: Run) -> None:
     """Each attempt at an answer: generating, then the wait for its reward."""
-    slots = Slots(file, file.process("trajectories"), "trajectory")
+    slots = Slots(file, file.group("trajectories", parent), "trajectory")
     rewarded = {_key(event, event.start): event.end for event in _rows(about(run.trajectories, "reward"))}
     recomputed = {_key(event, event.start): event.tokens for event in _rows(about(run.trajectories, "interrupted"))}
     for event in _rows(about(run.trajectories, "generating")):

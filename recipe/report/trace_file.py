@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace in Perfetto's own format, written as it is made: tracks of processes, slices, counters and flows.
+"""A trace in Perfetto's own format, written as it is made: groups of tracks, slices, counters and flows.
 
 Contract: memory does not grow with what was written. Slices of one track are apart or inside each other;
 :class:`Slots` spreads those that overlap over tracks. Times are seconds of the run's clock, and the trace has its
@@ -40,19 +40,17 @@ class TraceFile:
         clocks.add(clock_id=BOOTTIME, timestamp=0)
         clocks.add(clock_id=REALTIME, timestamp=round(began * NANO))
 
-    def process(self, name: str) -> int:
-        """A group of tracks, in the order in which they are made; returns what :meth:`track` takes."""
-        descriptor = self._descriptor(None)
-        descriptor.process.pid = self._tracks
-        descriptor.process.process_name = name
-        descriptor.child_ordering = TrackDescriptor.EXPLICIT
+    def group(self, name: str, parent: int | None = None) -> int:
+        """A group of tracks, shown in the order in which they are made; returns what :meth:`track` takes.
+
+        Perfetto's page sorts groups without a parent by name, and processes by how many slices they have.
+        """
+        self._descriptor(name, parent).child_ordering = TrackDescriptor.EXPLICIT
         return self._tracks
 
-    def track(self, process: int, name: str, unit: str | None = None) -> int:
+    def track(self, group: int, name: str, unit: str | None = None) -> int:
         """A track of slices, or of a counter if it has a ``unit``."""
-        descriptor = self._descriptor(process)
-        descriptor.name = name
-        descriptor.sibling_order_rank = self._tracks
+        descriptor = self._descriptor(name, group)
         if unit is not None:
             descriptor.counter.unit_name = unit
         return self._tracks
@@ -110,10 +108,11 @@ class TraceFile:
         packet.trusted_packet_sequence_id = SEQUENCE
         return packet
 
-    def _descriptor(self, parent: int | None) -> Any:
+    def _descriptor(self, name: str, parent: int | None) -> Any:
         descriptor = self._packet().track_descriptor
         self._tracks += 1
-        descriptor.uuid = self._tracks
+        descriptor.uuid = descriptor.sibling_order_rank = self._tracks
+        descriptor.name = name
         if parent is not None:
             descriptor.parent_uuid = parent
         return descriptor
@@ -151,7 +150,7 @@ class Slots:
     """
 
     file: TraceFile
-    process: int
+    group: int
     name: str
     _busy: list[tuple[float, int]] = field(default_factory=list)
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -166,6 +165,6 @@ class Slots:
             track = heapq.heappop(self._free)[0]
         else:
             self._made += 1
-            track = self.file.track(self.process, f"{self.name} {self._made}")
+            track = self.file.track(self.group, f"{self.name} {self._made}")
         heapq.heappush(self._busy, (max(start, end), track))
         return track

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report opened by a real browser: no error, every chart drawn, and it is used by keyboard and on narrow screens.
+"""Report and trace opened by a real browser: no error, all drawn, and the report by keyboard and on narrow screens.
 
 Needs Chromium (`apt install chromium`) and Playwright's driver (`pip install playwright`), which no lock has: a machine
 with Python packages alone has no browser. It is skipped there, in words.
@@ -7,17 +7,17 @@ with Python packages alone has no browser. It is skipped there, in words.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_report import CHARTS, run_of
+from test_trace import ANSWERS, STEPS, record, step, traced
 
 from recipe.report.__main__ import main
+from tools.pictures import CHROMIUM, open_trace, perfetto_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="NOT TESTED: no Chromium here (apt install chromium)"),
@@ -40,6 +40,8 @@ CONTRAST = """() => {
     const a = light(getComputedStyle(e).color), b = light(below(e));
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); });
 }"""
+
+TRACKS = "() => [...document.querySelectorAll('.pf-track__title-popup')].map(e => e.textContent)"
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,30 @@ def test_two_runs_side_by_side_are_drawn(browser: Any, folders: tuple[Path, Path
     assert said == []
     assert all(sum(chart["rows"]) > 0 for chart in page.evaluate(DRAWN))
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+
+
+# What Perfetto's page complains of without a network and in each trace: its vendor's hosts, a trace processor of one's
+# own, and what its WebAssembly misses of a system.
+OF_THE_PAGE = ("Content-Security-Policy", "Failed to load resource", "LiveReload", "__syscall_", "Loading trace")
+
+
+def test_perfettos_page_opens_a_trace_and_has_its_tracks_in_order(browser: Any, tmp_path: Path) -> None:
+    record(tmp_path / "run", [step(number) for number in range(STEPS)]).close()
+    said: list[str] = []
+    with perfetto_page(traced(tmp_path / "run")) as address:
+        page = browser.new_page(viewport={"width": 1280, "height": 2000})
+        page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: said.append(str(error)))
+        open_trace(page, address)
+        names = page.evaluate(TRACKS)
+    assert [line for line in said if not any(known in line for known in OF_THE_PAGE)] == []
+    begin = names.index("accelerators")
+    assert names[begin:] == [
+        "accelerators",
+        *("trainer (2 accelerators)", "phases", "account", "age of tokens, mean of a batch", "batches 1"),
+        *("rollout 0", "decoding", "idle_places", "wait_gate", "places in use"),
+        "run",
+        *("weight syncs", "versions 1", "why nothing begins"),
+        *("prompt groups", "groups 1", "groups 2"),
+        *("trajectories", *(f"trajectory {n + 1}" for n in range(2 * ANSWERS))),
+    ]
