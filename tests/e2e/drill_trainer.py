@@ -94,3 +94,4 @@ class DrillTrainer(AsyncPPOTrainer):
     def _save_checkpoint(self) -> None:
         with self._phase("checkpoint"):
             super()._save_checkpoint()
+            self.saving.finish()
