@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters of several Ray nodes on one machine, for tests: nodes are added, killed and cut off like hosts.
 
-Two kinds, and the tests say which they take:
+Three kinds, and the tests say which they take:
 
 - `Loopback`: each node has an address of its own in 127.0.0.0/8. One host to whoever looks, so Ray's processes are
   forks of the one that the tests share, and a run's may be.
+- `OtherClocks`: the same, of which all but the first have clocks of their own. It needs root.
 - `Containers`: each node has a network namespace with a cable to a bridge, and process, mount and IPC namespaces with
   a /dev/shm of its own: what a container has. It needs root and `ip`; elsewhere a test of them is skipped with why.
 """
@@ -188,6 +189,33 @@ class Loopback(Nodes):
 
     def _before(self, number: int) -> list[str]:
         return []
+
+
+class OtherClocks(Loopback):
+    """Whose nodes but the first have clocks of their own, as hosts do.
+
+    What counts from their boot is a day ahead (a time namespace, for every process), and the time of day, as Python
+    sees it, two seconds.
+    """
+
+    BOOTED_BEFORE_S, AHEAD_S = 86_400, 2.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, forked=False, loses_nodes=False)
+        if subprocess.run([*self._clocks, "true"], capture_output=True, check=False).returncode != 0:
+            pytest.skip("no time namespaces here: unshare --time is refused")
+        self._ahead = folder / "ahead"
+        self._ahead.mkdir()
+        lines = ["import time", f"_time, time.time = time.time, lambda: _time() + {self.AHEAD_S}"]
+        (self._ahead / "sitecustomize.py").write_text("\n".join(lines))
+
+    @property
+    def _clocks(self) -> list[str]:
+        return ["unshare", "--time", f"--monotonic={self.BOOTED_BEFORE_S}", f"--boottime={self.BOOTED_BEFORE_S}"]
+
+    def _before(self, number: int) -> list[str]:
+        path = os.pathsep.join([str(self._ahead), self.environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        return [] if number == 1 else [*self._clocks, "env", f"PYTHONPATH={path}"]
 
 
 class Containers(Nodes):
