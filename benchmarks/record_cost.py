@@ -19,6 +19,7 @@ from recipe.async_engine.core.events import (
     Class,
     EngineActivity,
     Event,
+    LoopHabit,
     ToolTime,
     Work,
 )
@@ -72,14 +73,14 @@ def trajectories(count: int) -> None:
     """With one request each, and a reward; and its three rows, written."""
     activity = AwayActivity(time.monotonic)
     with tempfile.TemporaryDirectory() as folder:
-        file = EventFile(folder, {})
+        file, habit = EventFile(folder, {}), LoopHabit()
         for first in range(0, count, 1000):
             rows = []
             for n in range(1000):
-                tools = ToolTime(activity)
+                tools = ToolTime(activity, habit)
                 tools.asks()
                 tools.is_answered()
-                tools.leave()
+                tools.end()
                 with activity.at(Away.REWARD):
                     pass
                 row = Event(TRAJECTORIES, "generating", 1.0 * n, 2.0 * n, 1.0, 1, first + n, 0, 50, "attempt 1")

@@ -19,6 +19,7 @@ from recipe.async_engine.core.events import (
     Class,
     EngineActivity,
     Lane,
+    LoopHabit,
     Span,
     ToolTime,
     Work,
@@ -281,6 +282,40 @@ def test_agents_say_what_their_trajectories_are_at_when_at_no_engine() -> None:
     ]
     # What follows the last answer is no tool.
     assert (first.seconds, second.seconds) == (4, 0)
+
+
+def test_loop_whose_trajectories_end_with_their_first_answer_has_no_tools_until_one_goes_on() -> None:
+    clock = Clock()
+    activity, habit = AwayActivity(clock), LoopHabit()
+    activity.lane.take()
+
+    def answered(ends: bool) -> ToolTime:
+        tools = ToolTime(activity, habit)
+        tools.asks()
+        clock.now += 1
+        tools.is_answered()
+        clock.now += 1
+        if ends:
+            tools.end()
+        return tools
+
+    def spans() -> list[tuple[str, float]]:
+        return [(span.what, span.end - span.start) for span in activity.lane.take()]
+
+    # A trajectory that fails says nothing of the others.
+    answered(ends=False).leave()
+    assert habit.goes_on is None
+    answered(ends=True)
+    assert spans() == [(NOWHERE, 1), (Away.TOOLS, 1), (NOWHERE, 1), (Away.TOOLS, 1)]
+    answered(ends=True)
+    goes_on = answered(ends=False)
+    goes_on.asks()
+    assert (spans(), goes_on.seconds) == ([(NOWHERE, 4)], 1)
+    goes_on.is_answered()
+    clock.now += 1
+    goes_on.end()
+    answered(ends=True)
+    assert spans() == [(Away.TOOLS, 1), (NOWHERE, 1), (Away.TOOLS, 1)]
 
 
 def test_tool_time_of_a_trajectory_that_nobody_records_is_none() -> None:

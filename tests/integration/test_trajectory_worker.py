@@ -47,7 +47,7 @@ from recipe.async_engine.rollout.trajectory_events import (
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
-from recipe.async_engine.rollout.trajectory_worker import WITHOUT_TOOLS, TrajectoryWorker
+from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 SOON = 10.0
@@ -589,16 +589,17 @@ async def test_error_of_a_users_loop_comes_with_its_traceback(make_worker: Any) 
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize(("loop", "has_tools"), [("PlainLoop", True), (WITHOUT_TOOLS, False)])
-async def test_what_follows_the_only_answer_of_a_loop_without_tools_is_no_tools_time(
-    loop: str, has_tools: bool, make_worker: Any, monkeypatch: pytest.MonkeyPatch
+async def test_what_follows_the_only_answer_of_a_loop_is_no_tools_time_once_that_is_known(
+    make_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(0.5))
-    monkeypatch.setitem(_agent_loop_registry, WITHOUT_TOOLS, _agent_loop_registry["PlainLoop"])
-    told: list[Away] = []
-    monkeypatch.setattr(worker._away, "change", lambda what, by: told.append(what))
-    await run(worker, loop)
-    assert (Away.TOOLS in told) is has_tools
+    worker = make_worker(ScriptedServer(part([10, 11], 7), part([10, 11], 7)), Reward(0.5, 0.5))
+    told: list[tuple[Away, int]] = []
+    monkeypatch.setattr(worker._away, "change", lambda what, by: told.append((what, by)))
+    await run(worker, "PlainLoop")
+    assert [by for what, by in told if what is Away.TOOLS] == [1, -1]
+    told.clear()
+    await run(worker, "PlainLoop")
+    assert [what for what, _ in told if what is Away.TOOLS] == []
 
 
 async def test_cancelled_trajectory_ends_at_once_and_others_go_on(make_worker: Any) -> None:

@@ -248,6 +248,16 @@ class AwayActivity:
             self.change(what, -1)
 
 
+class LoopHabit:
+    """Whether trajectories of an agent loop go on after an answer, as far as they were seen; None before the first end.
+
+    One that does not has no tools, and what follows its answer is its last words.
+    """
+
+    def __init__(self) -> None:
+        self.goes_on: bool | None = None
+
+
 class ToolTime:
     """How long one trajectory was in its tools: the time between an answer and its next request.
 
@@ -255,27 +265,37 @@ class ToolTime:
         seconds: so far, without the stay under way.
     """
 
-    def __init__(self, activity: AwayActivity | None = None) -> None:
-        self._activity, self.seconds = activity, 0.0
+    def __init__(self, activity: AwayActivity | None = None, habit: LoopHabit | None = None) -> None:
+        self._activity, self._habit, self.seconds = activity, habit or LoopHabit(), 0.0
         self._requests, self._since = 0, 0.0
-        self._is_in = False
+        self._is_between = self._is_in = False
 
     def asks(self) -> None:
         """A request begins."""
-        if self._activity is not None and self._is_in:
+        if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
+            self._habit.goes_on = True
         self.leave()
         self._requests += 1
 
     def is_answered(self) -> None:
         """A request has its whole answer: without another one the trajectory is in a tool from now on."""
         self._requests -= 1
-        if self._activity is not None and self._requests == 0:
+        if self._activity is None or self._requests > 0:
+            return
+        self._is_between, self._since = True, self._activity.clock()
+        if self._habit.goes_on is not False:
             self._activity.change(Away.TOOLS, 1)
-            self._is_in, self._since = True, self._activity.clock()
+            self._is_in = True
+
+    def end(self) -> None:
+        """The trajectory has come to its end; after its last answer it was in no tool."""
+        self._habit.goes_on = bool(self._habit.goes_on)
+        self.leave()
 
     def leave(self) -> None:
-        """It is in no tool any more; after its last answer it was in none."""
+        """It is in no tool any more, however it goes on."""
+        self._is_between = False
         if self._activity is not None and self._is_in:
             self._activity.change(Away.TOOLS, -1)
             self._is_in = False

@@ -10,7 +10,7 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from recipe.async_engine.core.events import AwayActivity, ToolTime, Work
+from recipe.async_engine.core.events import ToolTime, Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.part_scores import PartScorer
 from recipe.async_engine.rollout.turns import Ticket
@@ -77,17 +77,17 @@ def start_recording(
     answers: TrajectoryAnswers | None = None,
     ticket: Ticket | None = None,
     work: Work = Work.NEW,
-    away: AwayActivity | None = None,
+    tools: ToolTime | None = None,
     order: int = 0,
 ) -> TrajectoryRecorder:
-    """Begin a trajectory in this context and return its recorder; ``away`` is told of its stays in tools."""
+    """Begin a trajectory in this context and return its recorder."""
     recorder = TrajectoryRecorder(
         scorer=scorer,
         answers=answers or TrajectoryAnswers(),
         ticket=ticket,
         work=work,
         order=order,
-        tools=ToolTime(away),
+        tools=tools or ToolTime(),
     )
     if ticket is not None:
         ticket.sampled, ticket.answers = recorder.sampled, recorder.answers

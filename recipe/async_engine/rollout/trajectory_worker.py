@@ -17,6 +17,7 @@ import logging
 import math
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
@@ -43,7 +44,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
+from recipe.async_engine.core.events import Activity, Away, AwayActivity, LoopHabit, ToolTime, Work
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
@@ -80,8 +81,6 @@ REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
 
-WITHOUT_TOOLS = "single_turn_agent"
-"""verl's agent loop of one request: what comes after its answer is no tool's time."""
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
 
@@ -130,6 +129,7 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
+        self._habits: defaultdict[str, LoopHabit] = defaultdict(LoopHabit)
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -202,8 +202,8 @@ class TrajectoryWorker(AgentLoopWorker):
         purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
-        in_tools = None if fields["agent_name"] == WITHOUT_TOOLS else self._away
-        recorder = context.run(start_recording, scorer, answers, ticket, purpose, in_tools, group_of(key))
+        tools = ToolTime(self._away, self._habits[fields["agent_name"]])
+        recorder = context.run(start_recording, scorer, answers, ticket, purpose, tools, group_of(key))
         work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
@@ -340,7 +340,7 @@ class TrajectoryWorker(AgentLoopWorker):
         recorder = current_recorder()
         if recorder is None:
             return await super()._agent_loop_postprocess(output, validate, **kwargs)
-        recorder.tools.leave()
+        recorder.tools.end()
         recorder.sampled.set_result(None)
         rollout = self.rollout_config
         check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
