@@ -5,7 +5,8 @@
 
 One real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps take a
 fixed time that uses no core (`recipe.emulation`). The ways take turns, one sync each. Medians: the whole sync, its
-transfer, the pause of generation and its share of the sync, and the rate of decode steps while weights were staged
+transfer, the pause of generation as the publisher sees it (from its call, which waits for the end of a decode step) and
+its share of the sync, for how long the engine then took no step, and the rate of decode steps while weights were staged
 over the rate in as long a time before.
 """
 
@@ -45,6 +46,14 @@ def rate(record: Path, began: float, ended: float) -> float:
     return steps / (ended - began)
 
 
+def stood_still(record: Path, began: float, ended: float) -> float:
+    """The longest time without a decode step of which a part is between two moments."""
+    lines = [line for found in records(record).values() for line in found if line["kind"] == "step"]
+    steps = sorted((line["began"], line["began"] + line["device_s"] + line["late_s"]) for line in lines)
+    gaps = ((end, start) for (_, end), (start, _) in itertools.pairwise(steps))
+    return max((start - end for end, start in gaps if end <= ended and start >= began), default=0.0)
+
+
 def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
     # verl reads its platform as it is imported.
     from swap_scenario import WAYS, Requests, start
@@ -58,6 +67,7 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
     publisher.publish(next(versions))
     requests = Requests(manager.get_client(ResumingClient))
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    pauses: list[tuple[str, float, float]] = []
     for _ in range(repeats):
         for way, weights in WAYS.items():
             time.sleep(2.0)
@@ -65,8 +75,10 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
             began = time.time()
             staged = publisher.stage(next(versions))
             ended = time.time()
+            swapped = time.time()
             publisher.swap(staged)
             metrics = publisher.resume(staged)
+            pauses.append((way, swapped, time.time()))
             row = {
                 "sync_s": metrics["fully_async/weight_sync/seconds"],
                 "transfer_s": metrics["weight_sync/seconds"],
@@ -77,7 +89,12 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
                 before = rate(record, began - (ended - began), began)
                 row["decode_rate_while_staged"] = rate(record, began, ended) / before
             found[way].append(row)
+    time.sleep(2.0)
     requests.stop()
+    for way, rows in found.items():
+        for row, (_, began, ended) in zip(rows, (pause for pause in pauses if pause[0] == way), strict=True):
+            row["stood_still_s"] = stood_still(record, began, ended)
+            row["stood_still_share"] = row["stood_still_s"] / row["sync_s"]
     return found
 
 

@@ -42,7 +42,8 @@ class Emulation:
         shared: whether trainer and engines take turns on them, so that an engine sleeps between two loads.
         token_scale, time_scale: see `DeviceTimes`.
         decode_step_s: the time of every engine step, in place of the device's.
-        computes: whether engines compute anything; without it their tokens are random, and a step takes no core at all.
+        computes: whether devices compute anything; without it tokens are random, a decode step takes no core at all,
+            and an update is of as few sequences as there can be.
         record: folder to which each process writes a file of what it did when, one line a piece of work.
         dies_after_s: an engine ends its process so many seconds after its first step: the first that comes so far,
             which creates the file `dies_once`.

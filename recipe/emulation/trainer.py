@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from verl.utils import tensordict_utils as tensordicts
 from verl.workers.engine import EngineRegistry
 
 from recipe.async_engine.platform.engines import CPUFSDPEngineWithLMHead
@@ -34,12 +35,19 @@ class EmulatedEngine(CPUFSDPEngineWithLMHead):
         found = lengths(data)
         answers = int(data["loss_mask"].sum())
         with device().work("update", device().times.update_s(found), tokens=sum(found), answer_tokens=answers):
-            return super().train_batch(data, loss_function)
+            return super().train_batch(data if device().emulation.computes else least(data), loss_function)
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
         found = lengths(data)
         with device().work("log_probs", device().times.log_probs_s(found), tokens=sum(found)):
             return super().infer_batch(data, loss_function)
+
+
+def least(data: Any) -> Any:
+    """Of a batch as few sequences as an update takes: as many as verl computes at once."""
+    dynamic = tensordicts.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
+    count = 1 if dynamic else int(data["micro_batch_size_per_gpu"])
+    return tensordicts.index_select_tensor_dict(data, list(range(count)))
 
 
 def lengths(data: Any) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on two hosts whose clocks differ: what it records of both fits together, and nothing waits by another's clock."""
+"""A run on two hosts whose clocks differ: what it records of both fits together, and no wait is by the other clock."""
 
 from __future__ import annotations
 
