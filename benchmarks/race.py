@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mains import ray_folder, run, short_run, stock, with_helpers
+from process_cpu import ProcessTimes
 from race_sides import (
     ANSWERS,
     BATCH,
@@ -82,8 +83,13 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
             *overrides(name, setting, task),
             *reward(task, paths, Path(out)),
         ]
-        steps = _run(name, settings, Path(out), emulation)
-        row = measure(records(record), task)
+        processes = ProcessTimes()
+        processes.start()
+        try:
+            steps = _run(name, settings, Path(out), emulation)
+        finally:
+            processes.stop()
+        row = measure(records(record), task, processes)
         if side.ours:
             row["account"] = json.loads((Path(out) / "summary.json").read_text())["account"]
     seen = [step[key] for step in steps for key in STALENESS if key in step]
@@ -114,8 +120,8 @@ def _run(name: str, settings: list[str], out: Path, emulation: Emulation) -> lis
     return [line["data"] for _, line in finished.steps]
 
 
-def measure(devices: dict[str, list[dict[str, Any]]], task: Task) -> dict[str, Any]:
-    """The figures of a run from what its devices recorded."""
+def measure(devices: dict[str, list[dict[str, Any]]], task: Task, processes: ProcessTimes) -> dict[str, Any]:
+    """The figures of a run from what its devices recorded, and the CPU time of its processes."""
     trainer = [line for lines in devices.values() for line in lines if line["kind"] in ("update", "log_probs")]
     engine = [line for lines in devices.values() for line in lines if line["kind"] == "step"]
     updates = sorted((line for line in trainer if line["kind"] == "update"), key=_end)
@@ -132,6 +138,11 @@ def measure(devices: dict[str, list[dict[str, Any]]], task: Task) -> dict[str, A
         "generation": round(sum(_took(line) * line["sequences"] for line in steps) / (SLOTS * seconds), 3),
         "trainer": round(sum(map(_took, work)) / seconds, 3),
         "late": round(sum(line["late_s"] for line in both) / sum(line["device_s"] for line in both), 3),
+        "cpu_ms": {
+            process: round(1000 * seconds / (len(counted) * BATCH * ANSWERS), 2)
+            for process, seconds in processes.seconds(began, ended).items()
+            if seconds > 0
+        },
     }
 
 
