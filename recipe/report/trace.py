@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recipe.async_engine.core.account import ENDS, KINDS, Kind, Piece
-from recipe.async_engine.core.events import RUN, SCHEDULER, TRAINER, WEIGHTS, Class, Event
+from recipe.async_engine.core.events import RUN, SAMPLED, SCHEDULER, TRAINER, WEIGHTS, Class, Event
 from recipe.async_engine.storage.event_file import events_of
 from recipe.report.run import Run, about, answer_counts
 from recipe.report.trace_file import Slots, TraceFile, Value
@@ -94,7 +94,8 @@ def _versions(file: TraceFile, parent: int, run: Run, batches: list[Batch]) -> N
         track = slots.take(event.start, event.end)
         file.slice(track, name, event.start, event.end, VERSION, {"version": event.version}, flows)
     devices = file.track(parent, "devices")
-    for event in sorted((event for event in run.events if event.lane == RUN), key=lambda event: event.start):
+    changes = (event for event in run.events if event.lane == RUN and event.what != SAMPLED)
+    for event in sorted(changes, key=lambda event: event.start):
         file.instant(devices, f"{event.what} {event.text}", event.start, DEVICE)
 
 

@@ -79,6 +79,8 @@ class Class(StrEnum):
     NOT_KNOWN = "not_known"
 
 
+SAMPLED = "sampled"
+"""On the lane `RUN`: how many tokens a rollout engine has sampled so far."""
 EMPTY = "empty"
 """An engine without a request; why, the scheduler knows."""
 

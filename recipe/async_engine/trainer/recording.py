@@ -29,7 +29,7 @@ from ray.exceptions import RayActorError, RayError
 
 from recipe.async_engine.core.account import BEGINS, ENDS, Account, Devices, TokenBooks, close
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, TRAJECTORIES, Activity, Class, Event, Lane
+from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, SAMPLED, TRAJECTORIES, Activity, Class, Event, Lane
 from recipe.async_engine.core.one_clock import Exchange, OtherClock
 from recipe.async_engine.storage.event_file import EventFile, events_of, read
 
@@ -42,7 +42,7 @@ ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
 WRITE_S, MANY = 5.0, 5_000
 GROUPS_IN_FULL = 10_000
 
-LOST, JOINED, SAMPLED = "lost", "joined", "sampled"
+LOST, JOINED = "lost", "joined"
 """On the run's lane, `text` says what: a device died, came in a lost one's place, or has sampled `tokens` so far."""
 
 
@@ -209,8 +209,8 @@ class Recording:
         for device in (*self._known.values(), *self._gone):
             if device.down:
                 self._fill(device, Class.DOWN, self._now)
-            elif "sampled" in device.tokens:
-                self._tell(Event(RUN, SAMPLED, self._now, self._now, tokens=device.tokens["sampled"], text=device.name))
+            elif SAMPLED in device.tokens:
+                self._tell(Event(RUN, SAMPLED, self._now, self._now, tokens=device.tokens[SAMPLED], text=device.name))
         self._file.write([self._told.popleft() for _ in range(len(self._told))])
 
     def _ask_all(self) -> None:
