@@ -16,6 +16,7 @@ from recipe.async_engine.core.events import (
     EMPTY,
     GROUPS,
     RUN,
+    SAMPLED,
     SCHEDULER,
     TOKENS,
     TRAINER,
@@ -174,6 +175,7 @@ def test_what_nobody_recorded_is_not_known_and_a_replaced_device_ends(tmp_path: 
         Event(RUN, ENDS, 12.0, 12.0, text="rollout 0"),
         Event(RUN, BEGINS, 12.0, 12.0, text="rollout 1"),
         Event(RUN, "joined", 12.0, 12.0, text="rollout 1"),
+        Event(RUN, SAMPLED, 13.0, 13.0, text="rollout 1", tokens=7),
         Event("rollout 1", Class.DECODING, 15.0, 20.0),
         Event(TRAINER, "update", 0.0, 20.0),
     ]
@@ -183,8 +185,9 @@ def test_what_nobody_recorded_is_not_known_and_a_replaced_device_ends(tmp_path: 
         found = trace.account()
         assert found["rollout 0", "not_known"] == pytest.approx(4.0)
         assert found["rollout 1", "start_up"] == pytest.approx(3.0)
-        (joined,) = trace.rows("select ts / 1e9 as at from slice where name = 'joined rollout 1'")
-        assert joined.at == pytest.approx(12.0)
+        changes = trace.rows("select name, ts / 1e9 as at from slice where category = 'device' order by name")
+        assert [row.name for row in changes] == ["begins rollout 1", "ends rollout 0", "joined rollout 1"]
+        assert {row.at for row in changes} == {12.0}
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
