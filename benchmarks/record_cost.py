@@ -19,8 +19,6 @@ from recipe.async_engine.core.events import (
     Class,
     EngineActivity,
     Event,
-    LoopHabit,
-    ToolTime,
     Work,
 )
 from recipe.async_engine.storage.event_file import EventFile
@@ -73,11 +71,11 @@ def trajectories(count: int) -> None:
     """With one request each, and a reward; and its three rows, written."""
     activity = AwayActivity(time.monotonic)
     with tempfile.TemporaryDirectory() as folder:
-        file, habit = EventFile(folder, {}), LoopHabit()
+        file = EventFile(folder, {})
         for first in range(0, count, 1000):
             rows = []
             for n in range(1000):
-                tools = ToolTime(activity, habit)
+                tools = activity.tool_time("loop")
                 tools.asks()
                 tools.is_answered()
                 tools.end()

@@ -19,7 +19,6 @@ from recipe.async_engine.core.events import (
     Class,
     EngineActivity,
     Lane,
-    LoopHabit,
     Span,
     ToolTime,
     Work,
@@ -286,11 +285,11 @@ def test_agents_say_what_their_trajectories_are_at_when_at_no_engine() -> None:
 
 def test_loop_whose_trajectories_end_with_their_first_answer_has_no_tools_until_one_goes_on() -> None:
     clock = Clock()
-    activity, habit = AwayActivity(clock), LoopHabit()
+    activity = AwayActivity(clock)
     activity.lane.take()
 
     def answered(ends: bool) -> ToolTime:
-        tools = ToolTime(activity, habit)
+        tools = activity.tool_time("loop")
         tools.asks()
         clock.now += 1
         tools.is_answered()
@@ -304,7 +303,6 @@ def test_loop_whose_trajectories_end_with_their_first_answer_has_no_tools_until_
 
     # A trajectory that fails says nothing of the others.
     answered(ends=False).leave()
-    assert habit.goes_on is None
     answered(ends=True)
     assert spans() == [(NOWHERE, 1), (Away.TOOLS, 1), (NOWHERE, 1), (Away.TOOLS, 1)]
     answered(ends=True)

@@ -9,7 +9,7 @@ backwards. Lanes, and what happens on them: docs/run-record.md. Shown by tests/c
 Plain state; a lane may be told and asked on different threads.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -223,6 +223,16 @@ class Lane:
         self._since = now
 
 
+class LoopHabit:
+    """Whether trajectories of an agent loop go on after an answer, as far as they were seen; None before the first end.
+
+    One that does not has no tools, and what follows its answer is its last words.
+    """
+
+    def __init__(self) -> None:
+        self.goes_on: bool | None = None
+
+
 class AwayActivity:
     """What the trajectories of an agent-loop worker are at; one event loop tells it.
 
@@ -234,6 +244,11 @@ class AwayActivity:
         self.clock = clock
         self.lane = Lane(clock, NOWHERE)
         self._at: Counter[Away] = Counter()
+        self._habits: defaultdict[str, LoopHabit] = defaultdict(LoopHabit)
+
+    def tool_time(self, loop: str) -> "ToolTime":
+        """Of a trajectory of the agent loop with this name."""
+        return ToolTime(self, self._habits[loop])
 
     def change(self, what: Away, by: int) -> None:
         """So many more are at this from now on."""
@@ -248,16 +263,6 @@ class AwayActivity:
             yield
         finally:
             self.change(what, -1)
-
-
-class LoopHabit:
-    """Whether trajectories of an agent loop go on after an answer, as far as they were seen; None before the first end.
-
-    One that does not has no tools, and what follows its answer is its last words.
-    """
-
-    def __init__(self) -> None:
-        self.goes_on: bool | None = None
 
 
 class ToolTime:

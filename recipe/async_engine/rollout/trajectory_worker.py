@@ -17,7 +17,6 @@ import logging
 import math
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
@@ -44,7 +43,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import Activity, Away, AwayActivity, LoopHabit, ToolTime, Work
+from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
@@ -129,7 +128,6 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
-        self._habits: defaultdict[str, LoopHabit] = defaultdict(LoopHabit)
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -202,7 +200,7 @@ class TrajectoryWorker(AgentLoopWorker):
         purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
         fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
-        tools = ToolTime(self._away, self._habits[fields["agent_name"]])
+        tools = self._away.tool_time(fields["agent_name"])
         recorder = context.run(start_recording, scorer, answers, ticket, purpose, tools, group_of(key))
         work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
