@@ -38,7 +38,7 @@ def advised(run: Path) -> list[dict[str, Any]]:
     """The advisor's candidates, the best first."""
     command = [sys.executable, "-m", "recipe.plan", str(run), "--accelerators", str(ACCELERATORS), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return list(found)
+    return list(found["best"])
 
 
 def name_of(candidate: dict[str, Any]) -> str:

@@ -25,6 +25,17 @@ from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], int], float]
 
+_UNDER_WAY = (
+    Class.PREFILL,
+    Class.RE_PREFILL,
+    Class.DECODING,
+    Class.RETRY,
+    Class.IDLE_PLACES,
+    Class.WAIT_TAIL,
+    Class.WAIT_AGENTS,
+)
+"""What an engine does, or misses, while answers are under way."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -125,12 +136,14 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
 
     Where more answers run than there are places, those are missed while the places fill: answers come one after the
     other at the beginning and after each swap that has sent them away, so the n-th place is missed n times as long.
+    Where places are free for other reasons too that says too much: all answers have come while any were under way.
     """
+    most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
         return used[Class.WAIT_AGENTS] / places / answers
     swaps = sum(event.lane == WEIGHTS and event.what == "swap" for event in run.events)
     filled = replicas * (1 if run.settings["at_swap"] == "keep" else 1 + swaps)
-    return 2 * (used[Class.WAIT_AGENTS] + used[Class.IDLE_PLACES]) / (filled * places**2)
+    return min(most, 2 * (used[Class.WAIT_AGENTS] + used[Class.IDLE_PLACES]) / (filled * places**2))
 
 
 def steps_trained(run: Run) -> int:

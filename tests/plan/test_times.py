@@ -31,6 +31,7 @@ ENGINE = f"{ROLLOUT} 0"
 
 def record(folder: Path, events: list[Event], **settings: int) -> Path:
     """Of one engine with two places that decoded for 16 s, after reading for 2 s, and of one step of training."""
+    folder.mkdir(exist_ok=True)
     header = {"settings": SETTINGS | settings, "accelerators": {TRAINER: 1, ROLLOUT: 1}, "shared": False, "began": 0.0}
     file = EventFile(folder, header)
     decoding = [Event(ENGINE, "decoding", float(at), at + 1.0, tokens=2) for at in range(2, 18)]
@@ -81,6 +82,17 @@ def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: 
     assert times.update_s([34, 34, 34], 1) == pytest.approx(6.8)
     assert of_run(run, 7).batch_groups == 1
     assert times.driver_s == pytest.approx(1.0 / 3)
+
+
+def test_answers_came_through_the_agent_loops_while_any_were_under_way(tmp_path: Path) -> None:
+    """Two places are filled at the beginning and after the swap; free ones for another reason say nothing of that."""
+    few = [*TRAINED, Event(ENGINE, "wait_agents", 18.0, 18.1)]
+    # 0.2 place-seconds, and the second place of a filling waits twice as long as the first.
+    assert fitted(record(tmp_path / "few", few))[0].agents_s == pytest.approx(2 * 0.2 / (2 * 2**2))
+    more = [Event(TRAJECTORIES, "generating", 18.0, 28.0, 1.0, 0, 1, n, 17) for n in range(10)]
+    many = [*TRAINED, *more, Event(ENGINE, "wait_agents", 18.0, 28.0)]
+    # 12 answers in 28 s, of which the engine waited for 10.
+    assert fitted(record(tmp_path / "many", many))[0].agents_s == pytest.approx(28.0 / 12)
 
 
 def test_a_record_without_an_answer_cannot_be_fitted(tmp_path: Path) -> None:
