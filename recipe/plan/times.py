@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], int], float]
 
+# From so many steps on, and where tokens explain so much of their times, a line through them says something.
+ENOUGH, EXPLAINED = 5, 0.9
 _UNDER_WAY = (
     Class.PREFILL,
     Class.RE_PREFILL,
@@ -104,7 +107,6 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     trained = pc.sum(about(run.groups, "trained")["tokens"]).as_py()
     if not trained:
         raise CannotFit(f"{folder} has no trained group in its record: let the run train some steps first")
-    per_token = sum(updates) / trained
     log_probs = sum(_phases(run, "log_probs")) / trained
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
@@ -115,8 +117,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         groups=tuple(tuple(tokens for tokens, *_ in answers[group]) for group in sorted(answers)),
         step_s=steps.step_s,
         read_s=lambda tokens: steps.read_s,
-        update_s=_scaled(per_token, run.settings["trainer_ranks"]),
-        log_probs_s=_scaled(log_probs, run.settings["trainer_ranks"]),
+        update_s=_scaled(*_update(run, sum(updates) / trained), run.settings["trainer_ranks"]),
+        log_probs_s=_scaled(0.0, log_probs, run.settings["trainer_ranks"]),
         rewards=tuple(took) or (0.0,),
         # The quickest waited for no other one.
         reward_busy_s=min(took, default=0.0),
@@ -168,8 +170,28 @@ def estimated(
     )
 
 
-def _scaled(per_token: float, ranks_seen: int) -> Seconds:
-    return lambda lengths, ranks: per_token * sum(lengths) * ranks_seen / ranks
+def _scaled(base: float, per_token: float, ranks_seen: int) -> Seconds:
+    return lambda lengths, ranks: (base + per_token * sum(lengths)) * ranks_seen / ranks
+
+
+def _update(run: Run, mean: float) -> tuple[float, float]:
+    """Seconds of any update and of each token, least squares over the steps; ``mean``: per token where they are alike.
+
+    The first are mostly those of the prompts, whose lengths a record does not have.
+    """
+    tokens: defaultdict[float, int] = defaultdict(int)
+    for row in run.tokens.to_pylist():
+        tokens[row["start"]] += row["tokens"]
+    begun = sorted(tokens)
+    seconds: defaultdict[float, float] = defaultdict(float)
+    for event in run.events:
+        if event.lane == TRAINER and event.what == "update" and event.start >= begun[0]:
+            seconds[begun[bisect(begun, event.start) - 1]] += event.end - event.start
+    counts, took = [tokens[at] for at in seconds], list(seconds.values())
+    if len(took) < ENOUGH or len(set(counts)) == 1 or statistics.correlation(counts, took) < EXPLAINED:
+        return 0.0, mean
+    fit = statistics.linear_regression(counts, took)
+    return (0.0, mean) if fit.intercept < 0 else (fit.intercept, fit.slope)
 
 
 def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:

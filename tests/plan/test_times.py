@@ -84,6 +84,28 @@ def test_what_is_generated_and_not_trained_yet_makes_no_update_faster(tmp_path: 
     assert times.driver_s == pytest.approx(1.0 / 3)
 
 
+def updates(*steps: tuple[int, float]) -> list[Event]:
+    """Of so many tokens and seconds each, an event a second as a lane tells them."""
+    found = []
+    for number, (tokens, seconds) in enumerate(steps):
+        at = 100.0 + 20 * number
+        found.append(Event(TOKENS, "0", at, at, version=number, tokens=tokens))
+        found.append(Event(GROUPS, "trained", 0.0, at + 19, version=number, group=100 + number, tokens=tokens))
+        found += [Event(TRAINER, "update", at + n, min(at + n + 1, at + seconds)) for n in range(int(seconds) + 1)]
+    return found
+
+
+def test_an_update_has_a_part_that_its_answers_do_not_explain(tmp_path: Path) -> None:
+    steps = updates((34, 6.8), (100, 8.5), (60, 7.5), (200, 11.0), (34, 6.85))
+    times, _ = fitted(record(tmp_path / "line", [*TRAINED, *steps]))
+    assert times.update_s([500], 1) == pytest.approx(6.0 + 0.025 * 500, rel=0.01)
+    assert times.update_s([500], 2) == pytest.approx(times.update_s([500], 1) / 2)
+    # Where tokens explain nothing, all of it is theirs.
+    noise = updates((34, 6.8), (100, 2.5), (60, 7.5), (200, 3.0), (34, 6.9))
+    times, _ = fitted(record(tmp_path / "noise", [*TRAINED, *noise]))
+    assert times.update_s([500], 1) == pytest.approx(500 * (6.8 + 6.8 + 2.5 + 7.5 + 3.0 + 6.9) / (34 + 428))
+
+
 def test_answers_came_through_the_agent_loops_while_any_were_under_way(tmp_path: Path) -> None:
     """Two places are filled at the beginning and after the swap; free ones for another reason say nothing of that."""
     few = [*TRAINED, Event(ENGINE, "wait_agents", 18.0, 18.1)]
