@@ -66,17 +66,21 @@ def ended(folder: Path) -> bool:
 
 def row(folder: Path, fit: Path) -> dict[str, float | str]:
     times, _ = fitted(fit)
-    real, name = load(folder), folder.name
+    return {"run": folder.name, **compared(folder, told(times, folder.name, fit.name))}
+
+
+def compared(folder: Path, times: Times) -> dict[str, float | str]:
+    """A run beside what the simulator says of it."""
+    real = load(folder)
     lines = [line["wall_seconds"] for line in real.metrics if line.get("training/global_step")]
     seen = (lines[-1] - lines[SKIP - 1]) / (len(lines) - SKIP)
     scenario = of_run(real, len(lines))
     # Each run has the same prompts in the same order.
-    result = Simulation(scenario, told(times, name, fit.name), seed=None).run()
+    result = Simulation(scenario, times, seed=None).run()
     said = result.step_s(SKIP)
     was, would = shares(real.account), shares(result.account)
     worst = max({*was, *would}, key=lambda key: abs(was.get(key, 0.0) - would.get(key, 0.0)))
     return {
-        "run": name,
         "real_s": round(seen, 2),
         "predicted_s": round(said, 2),
         "error_percent": round(100 * (seen / said - 1), 1),
@@ -84,6 +88,19 @@ def row(folder: Path, fit: Path) -> dict[str, float | str]:
         "predicted_staleness": round(result.staleness, 2),
         "worst_class": f"{worst[0]} {worst[1]} {100 * (would.get(worst, 0.0) - was.get(worst, 0.0)):+.0f}",
     }
+
+
+def errors(rows: list[dict[str, float | str]]) -> str:
+    """How far the predictions of these runs are off, in a sentence."""
+    seconds = [abs(float(one["error_percent"])) for one in rows]
+    ages = [abs(float(one["staleness"]) - float(one["predicted_staleness"])) for one in rows]
+    classes = [abs(int(str(one["worst_class"]).rpartition(" ")[2])) for one in rows]
+    return (
+        f"{len(rows)} runs: seconds a step are off by {statistics.median(seconds):.1f}% in the median, "
+        f"{max(seconds):.1f}% at most; staleness by {statistics.median(ages):.2f} and {max(ages):.2f} versions, within "
+        f"0.15 in {sum(age <= 0.15 for age in ages)} runs; every class is within 3 points in "
+        f"{sum(points <= 3 for points in classes)}"
+    )
 
 
 def choices(rows: list[dict[str, float | str]]) -> list[str]:
@@ -111,15 +128,7 @@ def main() -> None:
     others = [one for one in rows if one["run"] != arguments.fit]
     if not others:
         return
-    errors = [abs(float(one["error_percent"])) for one in others]
-    ages = [abs(float(one["staleness"]) - float(one["predicted_staleness"])) for one in others]
-    classes = [abs(int(str(one["worst_class"]).rpartition(" ")[2])) for one in others]
-    said = (
-        f"{len(others)} runs: seconds a step are off by {statistics.median(errors):.1f}% in the median, "
-        f"{max(errors):.1f}% at most; staleness by {statistics.median(ages):.2f} and {max(ages):.2f} versions, within "
-        f"0.15 in {sum(age <= 0.15 for age in ages)} runs; every class is within 3 points in "
-        f"{sum(points <= 3 for points in classes)}"
-    )
+    said = errors(others)
     chosen = choices(rows)
     print("\n".join([said, *chosen]))
     if arguments.write is not None:

@@ -19,9 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plan_error import ended
+from plan_error import compared, ended, errors
 from plan_runs import DEVICES, Scenario, bound, one_run
 
+from recipe.plan.times import fitted
 from recipe.report.run import load
 
 ACCELERATORS, SKIP = 4, 4
@@ -31,6 +32,7 @@ SCENARIOS = {
     "uniform": Scenario(bound(1), ONE, lengths="uniform"),
     "slow_rewards": Scenario((*bound(1), "async_training.reward_processes=8"), ONE, reward_s=0.4),
 }
+COMPARED = ("real_s", "predicted_s", "error_percent", "staleness", "predicted_staleness", "worst_class")
 BEGINS, ENDS = "<!-- sweeps -->", "<!-- end of sweeps -->"
 
 
@@ -46,7 +48,7 @@ def name_of(candidate: dict[str, Any]) -> str:
 
 
 def run_all(scenario: Scenario, folder: Path) -> list[dict[str, Any]]:
-    """Run what is not there; of each candidate what was said of it, and the ``real`` tokens a second."""
+    """Run what is not there; of each candidate what was said of it, its ``real`` tokens a second, and `compared`."""
     fit = folder / "fit"
     if not ended(fit):
         one_run(scenario, fit, folder.parent / "tasks")
@@ -58,6 +60,7 @@ def run_all(scenario: Scenario, folder: Path) -> list[dict[str, Any]]:
             one_run(replace(scenario, overrides=overrides), there, folder.parent / "tasks")
             print(there, flush=True)
         candidate["real"] = tokens_per_s(there)
+        candidate |= compared(there, fitted(fit)[0])
     return found
 
 
@@ -75,18 +78,20 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    lines = ["| scenario | trainer + rollout, bound | predicted tokens/s | real | off |", "|---|---|---|---|---|"]
-    said = []
+    head = ["scenario", "trainer + rollout, bound", "advised tokens/s", "real", "s a step", "predicted"]
+    head += ["error %", "staleness", "predicted", "class most off, points"]
+    lines, said, everything = [head, ["---"] * len(head)], [], []
     for name in options.only:
         found = run_all(SCENARIOS[name], options.folder.resolve() / name)
         for candidate in found:
-            said_of_it, real = candidate["tokens_per_s"], candidate["real"]
-            off = 100 * (real / said_of_it - 1)
-            lines.append(f"| `{name}` | {name_of(candidate)} | {said_of_it:.0f} | {real:.0f} | {off:+.0f}% |")
+            cells = [f"`{name}`", name_of(candidate), f"{candidate['tokens_per_s']:.0f}", f"{candidate['real']:.0f}"]
+            lines.append([*cells, *(str(candidate[key]) for key in COMPARED)])
         first, best = found[0], max(found, key=lambda candidate: candidate["real"])
         lost = 100 * (1 - first["real"] / best["real"])
         said.append(f"- `{name}`: chosen {name_of(first)}, best {name_of(best)}, {lost:.1f}% from it")
-    text = "\n".join([*lines, "", *said])
+        everything += found
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    text = "\n".join([*table, "", *said, "", f"{errors(everything)}."])
     print(text)
     if options.write is not None:
         page = options.write.read_text()
