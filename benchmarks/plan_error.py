@@ -2,6 +2,7 @@
 """The simulator's error: fitted on one real run, it predicts others, which `plan_runs.py` has made.
 
     python benchmarks/plan_error.py runs/plan [--fit base] [--write docs/plan.md]
+    python benchmarks/plan_error.py --itself runs/demo      # any run, predicted from its own record
 
 Of a predicted run it is told what its user sets (mode, bounds, devices, lengths, time of a reward), and of the fitted
 one what its record has. Compared: seconds a step after the first ones, mean staleness, and each class of the account as
@@ -117,10 +118,14 @@ def choices(rows: list[dict[str, float | str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--fit", default="base")
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--itself", type=Path)
     arguments = parser.parse_args()
+    if arguments.itself is not None:
+        print(json.dumps(compared(arguments.itself, fitted(arguments.itself)[0])))
+        return
     made = [name for name in SCENARIOS if ended(arguments.folder / name)]
     rows = [row(arguments.folder / name, arguments.folder / arguments.fit) for name in made]
     for one in rows:

@@ -145,17 +145,18 @@ def test_sample_has_the_rows_own_fields_and_the_groups_name() -> None:
     assert sample == {"raw_prompt": [{"role": "user", "content": "prompt 0"}], "level": np.int64(0), "uid": "0-0"}
 
 
-def test_prompt_that_was_put_back_is_the_next_one_also_after_a_restart() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_prompts_that_were_put_back_are_the_next_ones_also_after_a_restart(count: int) -> None:
     source = make_source(3, epochs=2)
     everything = take(make_source(3, epochs=2))
-    for taken in range(1, 7):
-        last = source.take()
+    for taken in range(0, 7 - count):
+        last = [source.take() for _ in range(count)]
         source.put_back(last)
-        assert source.prompts_left == 7 - taken
+        assert source.prompts_left == 6 - taken
         again = make_source(3, epochs=2)
         again.restore(source.state())
-        assert take(again) == everything[taken - 1 :]
-        assert source.take() is last
+        assert take(again) == everything[taken:]
+        assert source.take() is last[0]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,65 @@ def test_checkpoint_does_not_wait_again_for_a_loader_that_was_late_already() -> 
         return time.monotonic() - began
 
     assert asyncio.run(feed()) < 1.0
+
+
+class Counting(PromptSource):
+    """``taken``: prompts so far."""
+
+    taken = 0
+
+    def take(self) -> Prompt | None:
+        prompt = super().take()
+        self.taken += prompt is not None
+        return prompt
+
+
+class Failing(PromptSource):
+    """Its loader has so many prompts."""
+
+    def __init__(self, prompts: int, epochs: int = 1) -> None:
+        super().__init__(make_loader(SIZE), epochs)
+        self.taken, self._prompts = 0, prompts
+
+    def take(self) -> Prompt | None:
+        if self.taken == self._prompts:
+            raise ValueError("a torn row")
+        self.taken += 1
+        return super().take()
+
+
+@pytest.mark.parametrize("prompts", [0, 1, 3])
+def test_prompts_that_came_before_a_loader_failed_are_given_before_it_is_said(prompts: int) -> None:
+    async def feed() -> int:
+        fed, given = PromptFeed(Failing(prompts), timeout_s=10.0), 0
+        with pytest.raises(DataFailed, match="ValueError: a torn row"):
+            while True:
+                while fed.is_short:
+                    await fed.take()
+                assert fed.pop() is not None
+                given += 1
+        return given
+
+    assert asyncio.run(feed()) == prompts
+
+
+def test_some_are_taken_ahead_and_a_position_is_that_of_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe.async_engine.rollout.prompts.AHEAD", 3)
+    everything = take(make_source(SIZE, EPOCHS, seed=1))
+
+    async def feed() -> None:
+        source = Counting(make_loader(SIZE, seed=1), EPOCHS)
+        fed = PromptFeed(source, timeout_s=10.0)
+        for given in range(SIZE * EPOCHS):
+            while fed.is_short:
+                await fed.take()
+            prompt = fed.pop()
+            assert (prompt.epoch, prompt.index) == everything[given]
+            assert source.taken == min(given + 3, SIZE * EPOCHS)
+            assert fed.left == SIZE * EPOCHS - given - 1
+        assert not fed.is_short and fed.pop() is None
+
+    asyncio.run(feed())
 
 
 def test_feed_gives_every_prompt_once_and_its_position_is_that_of_what_it_gave() -> None:

@@ -2,13 +2,15 @@
 """Prompts in the order of verl's data loader, one at a time, with a position that a checkpoint can hold.
 
 Contract: every prompt has an identity (epoch, data set index) that is stable across restarts, and a prompt that was
-taken before ``state`` was read is not given again after ``restore``, but for one that was put back. The data loader is
-the user's code and may take any time, or fail: a :class:`PromptFeed` calls it beside the event loop, with a deadline.
+taken before ``state`` was read is not given again after ``restore``, but for those that were put back. The data
+loader is the user's code and may take any time, or fail: a :class:`PromptFeed` calls it beside the event loop, with a
+deadline.
 Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,9 @@ from recipe.async_engine.core.columns import DATASET_INDEX
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
+
+AHEAD = 16
+"""Prompts that are taken from the data loader before they are needed."""
 
 
 class DataFailed(RecipeError):
@@ -104,25 +109,24 @@ class PromptSource:
         self._iterator: Iterator[dict[str, Any]] | None = None
         self._restored: dict[str, Any] | None = None
         """The data loader's state of a checkpoint, until the first prompt is taken after it."""
-        self._put_back: Prompt | None = None
+        self._put_back: deque[Prompt] = deque()
 
     @property
     def prompts_left(self) -> int:
-        return self._not_taken + (self._put_back is not None)
+        return self._not_taken + len(self._put_back)
 
     @property
     def _not_taken(self) -> int:
         return max(0, (self._epochs - self._epoch) * self._epoch_prompts - self._taken_in_epoch)
 
-    def put_back(self, prompt: Prompt) -> None:
-        """Have the last prompt taken be the next one to take."""
-        self._put_back = prompt
+    def put_back(self, prompts: Iterable[Prompt]) -> None:
+        """Have the last prompts taken, in their order, be the next ones to take."""
+        self._put_back.extendleft(reversed(list(prompts)))
 
     def take(self) -> Prompt | None:
         """The next prompt, or None when every epoch is done."""
-        if self._put_back is not None:
-            prompt, self._put_back = self._put_back, None
-            return prompt
+        if self._put_back:
+            return self._put_back.popleft()
         while self._not_taken:
             if self._iterator is None:
                 self._iterator = iter(self._dataloader)
@@ -140,18 +144,18 @@ class PromptSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`restore` needs to go on after the last prompt taken, or with the one that was put back."""
+        """What :meth:`restore` needs to go on after the last prompt taken, or with those that were put back."""
         return {
             "epoch": self._epoch,
             "taken_in_epoch": self._taken_in_epoch,
-            "put_back": self._put_back,
+            "put_back": list(self._put_back),
             "dataloader": self._restored if self._iterator is None else self._dataloader.state_dict(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
-        self._put_back = state["put_back"]
+        self._put_back = deque(state["put_back"])
         self._iterator, self._restored = None, state["dataloader"]
         if self._restored is not None:
             self._dataloader.load_state_dict(self._restored)
@@ -160,7 +164,8 @@ class PromptSource:
 class PromptFeed:
     """Hands a source's prompts to one event loop, which never waits for the data loader.
 
-    At most one prompt is taken ahead of being asked for: :meth:`pop` gives it, :meth:`take` has the next one taken.
+    Some are taken before they are asked for: :meth:`pop` gives the first, :meth:`take` has another one taken. What the
+    loader fails with is raised when those are gone.
 
     Args:
         source: from now on only this feed calls it, on threads, one after the other; one that hangs is left behind.
@@ -174,28 +179,47 @@ class PromptFeed:
         self.left = source.prompts_left
         self._source = source
         self._timeout_s = timeout_s
-        self._ahead: Prompt | None = None
+        self._ahead: deque[Prompt] = deque()
         self._late: DataFailed | None = None
+        self._failed: DataFailed | None = None
         # One thing at a time, so that a position is that of a moment.
         self._lock = asyncio.Lock()
 
+    @property
+    def is_short(self) -> bool:
+        """Whether another prompt should be taken."""
+        there = len(self._ahead)
+        return there < (AHEAD if self._failed is None else 1) and there < self.left
+
     def pop(self) -> Prompt | None:
-        """The prompt that was taken ahead; None if there is none."""
-        prompt, self._ahead = self._ahead, None
-        self.left -= prompt is not None
-        return prompt
+        """The first prompt that was taken ahead; None if there is none."""
+        if not self._ahead:
+            return None
+        self.left -= 1
+        return self._ahead.popleft()
 
     async def take(self) -> None:
-        """Take a prompt ahead, if there is none and the source has one.
+        """Take another prompt ahead, if one is wanted and the source has one.
 
         Raises:
-            DataFailed: the data loader raised, or gave no prompt in time.
+            DataFailed: the data loader raised, or gave no prompt in time, and none is here.
         """
         async with self._lock:
-            if self._ahead is None:
-                self._ahead = await self._do(self._source.take, "gave no prompt")
-                if self._ahead is None:
-                    self.left = 0
+            if not self.is_short:
+                return
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                prompt = await self._do(self._source.take, "gave no prompt")
+            except DataFailed as error:
+                self._failed = error
+                if not self._ahead:
+                    raise
+                return
+            if prompt is None:
+                self.left = len(self._ahead)
+            else:
+                self._ahead.append(prompt)
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[dict[str, Any]]:
@@ -205,9 +229,8 @@ class PromptFeed:
             DataFailed: the data loader raised, or did not tell in time.
         """
         async with self._lock:
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None:
-                self._source.put_back(ahead)
+            self._source.put_back(self._ahead)
+            self._ahead.clear()
             yield await self._do(self._source.state, "did not tell its position")
 
     async def _do(self, work: Callable[[], Any], what: str) -> Any:

@@ -375,19 +375,20 @@ class RolloutScheduler:
         return prompt is not None
 
     def _next_prompt(self) -> Prompt | None:
-        """The next prompt if it is here; otherwise it is taken, and whoever issues is woken."""
+        """The next prompt if it is here; others are taken, and whoever issues is woken."""
         prompt = self._prompts.pop()
-        if prompt is None and self._prompts.left and not self._taking:
+        if self._prompts.is_short and not self._taking:
             self._taking = True
-            self._thread.spawn(self._take_prompt())
+            self._thread.spawn(self._take_prompts())
         return prompt
 
-    async def _take_prompt(self) -> None:
+    async def _take_prompts(self) -> None:
         try:
-            await self._prompts.take()
+            while self._prompts.is_short:
+                await self._prompts.take()
+                self._change(lambda: None)
         finally:
             self._taking = False
-        self._change(lambda: None)
 
     def _register(self, group: Group, row: dict[str, Any]) -> GroupRun:
         size = self._settings.group_size
