@@ -26,11 +26,13 @@ from recipe.plan.times import fitted
 from recipe.report.run import load
 
 ACCELERATORS, SKIP = 4, 4
+# verl's default; the tiny preset has it off.
+BALANCED = "trainer.balance_batch=true"
 ONE = replace(DEVICES, trainer_devices=1)
 SCENARIOS = {
-    "long_tail": Scenario(bound(1), ONE),
-    "uniform": Scenario(bound(1), ONE, lengths="uniform"),
-    "slow_rewards": Scenario((*bound(1), "async_training.reward_processes=8"), ONE, reward_s=0.4),
+    "long_tail": Scenario((*bound(1), BALANCED), ONE),
+    "uniform": Scenario((*bound(1), BALANCED), ONE, lengths="uniform"),
+    "slow_rewards": Scenario((*bound(1), BALANCED, "async_training.reward_processes=8"), ONE, reward_s=0.4),
 }
 COMPARED = ("real_s", "predicted_s", "error_percent", "staleness", "predicted_staleness", "worst_class")
 BEGINS, ENDS = "<!-- sweeps -->", "<!-- end of sweeps -->"

@@ -159,6 +159,14 @@ def test_prompts_that_were_put_back_are_the_next_ones_also_after_a_restart(count
         assert source.take() is last[0]
 
 
+@pytest.mark.parametrize("put_back", [True, False])
+def test_position_of_a_checkpoint_that_has_one_prompt_put_back_or_none_is_read(put_back: bool) -> None:
+    source, again = make_source(3, epochs=2), make_source(3, epochs=2)
+    last = [source.take() for _ in range(2)][1]
+    again.restore({**source.state(), "put_back": last if put_back else None})
+    assert take(again) == take(make_source(3, epochs=2))[1 if put_back else 2 :]
+
+
 @pytest.mark.parametrize(
     ("signal_number", "said"),
     [

@@ -155,7 +155,9 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         self._epoch = state["epoch"]
         self._taken_in_epoch = state["taken_in_epoch"]
-        self._put_back = deque(state["put_back"])
+        put_back = state["put_back"]
+        # Checkpoints that were written before there could be more have one, or None.
+        self._put_back = deque(put_back if isinstance(put_back, list) else filter(None, [put_back]))
         self._iterator, self._restored = None, state["dataloader"]
         if self._restored is not None:
             self._dataloader.load_state_dict(self._restored)
