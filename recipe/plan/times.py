@@ -185,10 +185,11 @@ def _update(run: Run, mean: float) -> tuple[float, float]:
     begun = sorted(tokens)
     seconds: defaultdict[float, float] = defaultdict(float)
     for event in run.events:
-        if event.lane == TRAINER and event.what == "update" and event.start >= begun[0]:
-            seconds[begun[bisect(begun, event.start) - 1]] += event.end - event.start
+        if event.lane == TRAINER and event.what == "update" and (number := bisect(begun, event.start)):
+            seconds[begun[number - 1]] += event.end - event.start
     counts, took = [tokens[at] for at in seconds], list(seconds.values())
-    if len(took) < ENOUGH or len(set(counts)) == 1 or statistics.correlation(counts, took) < EXPLAINED:
+    differ = len(took) >= ENOUGH and len(set(counts)) > 1 and len(set(took)) > 1
+    if not differ or statistics.correlation(counts, took) < EXPLAINED:
         return 0.0, mean
     fit = statistics.linear_regression(counts, took)
     return (0.0, mean) if fit.intercept < 0 else (fit.intercept, fit.slope)
