@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,18 +53,21 @@ def name_of(candidate: dict[str, Any]) -> str:
 def run_all(scenario: Scenario, folder: Path) -> list[dict[str, Any]]:
     """Run what is not there; of each candidate what was said of it, its ``real`` tokens a second, and `compared`."""
     fit = folder / "fit"
-    if not ended(fit):
-        one_run(scenario, fit, folder.parent / "tasks")
+    run_unless_ended(scenario, fit)
     found = advised(fit)
     for candidate in found:
         there = folder / name_of(candidate).replace(" ", "_")
-        if not ended(there):
-            overrides = (*scenario.overrides, *candidate["overrides"].split())
-            one_run(replace(scenario, overrides=overrides), there, folder.parent / "tasks")
-            print(there, flush=True)
+        run_unless_ended(replace(scenario, overrides=(*scenario.overrides, *candidate["overrides"].split())), there)
         candidate["real"] = tokens_per_s(there)
         candidate |= compared(there, fitted(fit)[0])
     return found
+
+
+def run_unless_ended(scenario: Scenario, folder: Path) -> None:
+    if not ended(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        one_run(scenario, folder, folder.parents[1] / "tasks")
+        print(folder, flush=True)
 
 
 def tokens_per_s(folder: Path) -> float:
