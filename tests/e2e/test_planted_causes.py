@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from main_runs import EMULATED, decode_steps, run_main, small
 
-from recipe.async_engine.core.events import Class
+from recipe.async_engine.core.events import WEIGHTS, Class
 from recipe.async_engine.rollout.trajectory_worker import REWARD_AT_ONCE_S
 from recipe.async_engine.task import TaskPaths
 from recipe.report.run import Run, load
@@ -85,6 +85,13 @@ def of_tail(run: Run, planted: Planted) -> tuple[float, float]:
     return seconds(run, "rollout 0", Class.WAIT_TAIL), free / ANSWERS
 
 
+def of_sync(run: Run, planted: Planted) -> tuple[float, float, float]:
+    """The swaps, and what the trainer saw of them: from its call to pause to the end of that to resume."""
+    seen = [event for event in run.events if event.lane == WEIGHTS and event.what in ("swap", "resume")]
+    paused = sum(event.end - event.start for event in seen)
+    return seconds(run, "rollout 0", Class.WAIT_WEIGHTS), total(planted, "swap"), paused
+
+
 def of_gate(run: Run, planted: Planted) -> tuple[float, float]:
     """From when a batch is taken until the next version generates; after the last batch nothing is held."""
     held = [each["end"] - each["start"] for each in planted if each["what"] == "held"]
@@ -106,7 +113,7 @@ CAUSES = {
         ["async_training.staleness_threshold=1"],
         extension="planting.SlowSwap",
         environment={"PLANTED_S": "3"},
-        seconds=lambda run, planted: (seconds(run, "rollout 0", Class.WAIT_WEIGHTS), total(planted, "swap")),
+        seconds=of_sync,
     ),
     "a gate that is too tight": Cause(
         Class.WAIT_GATE,
