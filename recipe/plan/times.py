@@ -12,7 +12,7 @@ import random
 import statistics
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], int], float]
 
+# In which engines that were empty are full again, if answers wait for places.
+FILLED_S = 1.0
 # From so many steps on, and where tokens explain so much of their times, a line through them says something.
 ENOUGH, EXPLAINED = 5, 0.9
 _UNDER_WAY = (
@@ -138,14 +140,29 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
 
     Where more answers run than there are places, those are missed while the places fill: answers come one after the
     other at the beginning and after each swap that has sent them away, so the n-th place is missed n times as long.
-    Where places are free for other reasons too that says too much: all answers have come while any were under way.
+    Later, places are free for other reasons. And all answers have come while any were under way.
     """
     most = sum(used[what] for what in _UNDER_WAY) / (places * replicas * answers)
     if run.settings["max_concurrent_trajectories"] <= places * replicas:
         return used[Class.WAIT_AGENTS] / places / answers
-    swaps = sum(event.lane == WEIGHTS and event.what == "swap" for event in run.events)
-    filled = replicas * (1 if run.settings["at_swap"] == "keep" else 1 + swaps)
-    return min(most, 2 * (used[Class.WAIT_AGENTS] + used[Class.IDLE_PLACES]) / (filled * places**2))
+    begun = [min((piece.start for piece in run.pieces if piece.what in _UNDER_WAY), default=0.0)]
+    if run.settings["at_swap"] != "keep":
+        begun += [event.end for event in run.events if event.lane == WEIGHTS and event.what in ("swap", "resume")]
+    missed = _place_seconds(_within(run.pieces, begun, FILLED_S), places)
+    filled = replicas * (1 + len(begun[1:]) / 2)
+    return min(most, 2 * (missed[Class.WAIT_AGENTS] + missed[Class.IDLE_PLACES]) / (filled * places**2))
+
+
+def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:
+    """The parts of pieces that are in so many seconds after any of the moments."""
+    spans: list[tuple[float, float]] = []
+    for moment in sorted(moments):
+        begin = max(moment, spans[-1][1]) if spans else moment
+        spans.append((begin, max(begin, moment + seconds)))
+    for piece in pieces:
+        for start, end in spans:
+            if (begin := max(piece.start, start)) < (stop := min(piece.end, end)):
+                yield piece._replace(start=begin, end=stop)
 
 
 def steps_trained(run: Run) -> int:
@@ -208,7 +225,7 @@ def _phases(run: Run, what: str) -> list[float]:
     return [event.end - event.start for event in run.events if event.lane == TRAINER and event.what == what]
 
 
-def _place_seconds(pieces: Sequence[Piece], places: float) -> dict[Class, float]:
+def _place_seconds(pieces: Iterable[Piece], places: float) -> dict[Class, float]:
     used: defaultdict[Class, float] = defaultdict(float)
     for piece in pieces:
         if piece.device.startswith(ROLLOUT):
