@@ -17,6 +17,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+from documents import put_between, table
 from plan_runs import SCENARIOS
 
 from recipe.async_engine.core.account import Account
@@ -138,13 +139,10 @@ def main() -> None:
     print("\n".join([said, *chosen]))
     if arguments.write is not None:
         head = ["run", "s a step", "predicted", "error %", "staleness", "predicted", "class most off, points"]
-        lines = [" | ".join(str(cell) for cell in cells) for cells in (head, ["---"] * 7, *(r.values() for r in rows))]
-        table = "\n".join(f"| {line} |" for line in lines)
-        text = arguments.write.read_text()
-        before, after = text.split(BEGINS)[0], text.split(ENDS)[1]
         listed = "\n".join(f"- {line}" for line in chosen)
         said = f"{said} (the first row is the fit). The quickest by prediction, of runs to choose among:\n\n{listed}"
-        arguments.write.write_text(f"{before}{BEGINS}\n{table}\n\n{said}\n{ENDS}{after}")
+        found = table(head, (one.values() for one in rows))
+        put_between(BEGINS, ENDS, f"{found}\n\n{said}", arguments.write)
 
 
 if __name__ == "__main__":

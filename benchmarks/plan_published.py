@@ -18,6 +18,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from documents import put_between, table
+
 from recipe.plan.device import H100, MODELS, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import Times
@@ -97,16 +99,14 @@ def main() -> None:
         f"spread {spread}, median {median:.0f}: {'no bound, as there' if bound == NO_BOUND else f'bound {bound}'}"
         for bound, median, spread in cases
     ]
-    lines = [["staleness_threshold", "published, times the synchronous rate", *fits], ["---"] * (2 + len(fits))]
+    lines = []
     for threshold, hours in PUBLISHED.items():
         said = [f"{(GENERATION_S + UPDATE_S + LOG_PROBS_S) / asynchronous(threshold, *case):.2f}" for case in cases]
         lines.append([f"{threshold:g}", f"{SYNCHRONOUS_H / hours:.2f}", *said])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    print(table)
+    found = table(["staleness_threshold", "published, times the synchronous rate", *fits], lines)
+    print(found)
     if arguments.write is not None:
-        text = arguments.write.read_text()
-        before, after = text.split(BEGINS)[0], text.split(ENDS)[1]
-        arguments.write.write_text(f"{before}{BEGINS}\n{table}\n{ENDS}{after}")
+        put_between(BEGINS, ENDS, found, arguments.write)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from documents import put_between, table
 from plan_published import H20
 
 from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, shape_of
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     head = ["setting", "published, s a step", "times the synchronous rate", "spread, median", "predicted, by bound"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, case in CASES.items():
         for spread in SPREADS:
             median = case.median_for(spread)
@@ -159,11 +160,8 @@ def main() -> None:
             )
             lines.append([name, published, ratio, fit, ", ".join(said)])
             print(lines[-1], flush=True)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     if options.write is not None:
-        text = options.write.read_text()
-        before, after = text.split(BEGINS)[0], text.split(ENDS)[1]
-        options.write.write_text(f"{before}{BEGINS}\n{table}\n{ENDS}{after}")
+        put_between(BEGINS, ENDS, table(head, lines), options.write)
 
 
 if __name__ == "__main__":

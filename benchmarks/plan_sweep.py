@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from documents import put_between, table
 from plan_error import compared, ended, errors
 from plan_runs import DEVICES, Scenario, bound, one_run
 
@@ -86,22 +87,20 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     head = ["scenario", "trainer + rollout, bound", "advised tokens/s", "real", "s a step", "predicted"]
     head += ["error %", "staleness", "predicted", "class most off, points"]
-    lines, said, everything = [head, ["---"] * len(head)], [], []
+    lines, said, everything = [], [], []
     for name in options.only:
         found = run_all(SCENARIOS[name], options.folder.resolve() / name)
         for candidate in found:
             cells = [f"`{name}`", name_of(candidate), f"{candidate['tokens_per_s']:.0f}", f"{candidate['real']:.0f}"]
-            lines.append([*cells, *(str(candidate[key]) for key in COMPARED)])
+            lines.append([*cells, *(candidate[key] for key in COMPARED)])
         first, best = found[0], max(found, key=lambda candidate: candidate["real"])
         lost = 100 * (1 - first["real"] / best["real"])
         said.append(f"- `{name}`: chosen {name_of(first)}, best {name_of(best)}, {lost:.1f}% from it")
         everything += found
-    table = [f"| {' | '.join(line)} |" for line in lines]
-    text = "\n".join([*table, "", *said, "", f"{errors(everything)}."])
+    text = "\n".join([table(head, lines), "", *said, "", f"{errors(everything)}."])
     print(text)
     if options.write is not None:
-        page = options.write.read_text()
-        options.write.write_text(f"{page.split(BEGINS)[0]}{BEGINS}\n{text}\n{ENDS}{page.split(ENDS)[1]}")
+        put_between(BEGINS, ENDS, text, options.write)
 
 
 if __name__ == "__main__":

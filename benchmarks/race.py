@@ -28,6 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from documents import put_between
 from mains import ray_folder, run, short_run, stock, with_helpers
 from process_cpu import ProcessTimes
 from race_sides import (
@@ -52,7 +53,7 @@ from recipe.emulation.devices import Emulation, records
 
 CHECKOUT = Path(__file__).parents[1]
 DOCUMENT = CHECKOUT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- made by benchmarks/race.py -->\n", "<!-- end of what benchmarks/race.py made -->\n"
+BEGIN, END = "<!-- made by benchmarks/race.py -->", "<!-- end of what benchmarks/race.py made -->"
 LAST = 2
 # Past this part of the devices' time the real work was what took the time, not they.
 MOST_LATE = 0.1
@@ -178,7 +179,7 @@ def table(lines: list[dict[str, Any]]) -> str:
                     without.append(f"{name} (not counted: the machine was busy)" if found else name)
             if without:
                 missing.append(f"- `{task}`, {setting}: {', '.join(without)}")
-    return "\n".join([*rows, "", "Not run:", "", *missing]) + "\n"
+    return "\n".join([*rows, "", "Not run:", "", *missing])
 
 
 def _figures(found: list[dict[str, Any]]) -> str:
@@ -190,11 +191,6 @@ def _figures(found: list[dict[str, Any]]) -> str:
     age = f"{max(ages):g}" if ages else "not told"
     load = f"{max(line['load'] for line in found):g}"
     return " | ".join([f"{statistics.median(tokens):.0f}{spread}", *shares, age, late, load, str(len(found))])
-
-
-def write_table(lines: list[dict[str, Any]]) -> None:
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + table(lines) + END + rest.split(END)[1])
 
 
 def main() -> None:
@@ -210,7 +206,7 @@ def main() -> None:
         [json.loads(line) for line in arguments.results.read_text().splitlines()] if arguments.results.exists() else []
     )
     if arguments.table:
-        write_table(lines)
+        put_between(BEGIN, END, table(lines), DOCUMENT)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments.results.parent.mkdir(parents=True, exist_ok=True)

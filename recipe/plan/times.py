@@ -159,8 +159,12 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
     for moment in sorted(moments):
         begin = max(moment, spans[-1][1]) if spans else moment
         spans.append((begin, max(begin, moment + seconds)))
+    ends = [end for _, end in spans]
     for piece in pieces:
-        for start, end in spans:
+        for number in range(bisect(ends, piece.start), len(spans)):
+            start, end = spans[number]
+            if start >= piece.end:
+                break
             if (begin := max(piece.start, start)) < (stop := min(piece.end, end)):
                 yield piece._replace(start=begin, end=stop)
 

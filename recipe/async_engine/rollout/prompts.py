@@ -209,15 +209,15 @@ class PromptFeed:
         async with self._lock:
             if not self.is_short:
                 return
+            if self._failed is not None:
+                raise self._failed
             try:
-                if self._failed is not None:
-                    raise self._failed
                 prompt = await self._do(self._source.take, "gave no prompt")
             except DataFailed as error:
                 self._failed = error
-                if not self._ahead:
-                    raise
-                return
+                if self._ahead:
+                    return
+                raise
             if prompt is None:
                 self.left = len(self._ahead)
             else:
