@@ -135,9 +135,14 @@ def test_a_device_in_a_lost_ones_place_lives_from_there_on() -> None:
 
 
 def test_nothing_after_the_end_counts() -> None:
-    account = close(lane(ENGINE, (Class.DECODING, 0, 4), (Class.PREFILL, 4, 9), (Class.DECODING, 9, 12)), APART, 6.0)
+    events = [
+        *lane(ENGINE, (Class.DECODING, 0, 4), (Class.PREFILL, 4, 9), (Class.DECODING, 9, 12)),
+        *lane(TRAINER, ("update", 0, 5), ("other", 5, 7), ("save", 8, 9)),
+    ]
+    account = close(events, APART, 6.0)
     assert seconds(account, ENGINE) == {Class.DECODING: 4, Class.PREFILL: 2}
     assert account.closes
+    assert all(0 <= piece.start <= piece.end <= 6.0 for piece in pieces(events, APART, 6.0))
 
 
 def scene(what: Class) -> tuple[list[Event], str]:

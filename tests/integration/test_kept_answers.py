@@ -319,6 +319,9 @@ class CountingServer:
             await asyncio.sleep(0)
         return part(tokens, version, "completed" if done else "aborted")
 
+    async def drop_request(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+
     async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
         here = {name: self.under_way[name] for name in known if name in self.under_way}
         return {name: sampled(self.version, tokens[known[name] :]) for name, tokens in here.items()}

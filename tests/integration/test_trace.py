@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -188,6 +189,16 @@ def test_what_nobody_recorded_is_not_known_and_a_replaced_device_ends(tmp_path: 
         changes = trace.rows("select name, ts / 1e9 as at from slice where category = 'device' order by name")
         assert [row.name for row in changes] == ["begins rollout 1", "ends rollout 0", "joined rollout 1"]
         assert {row.at for row in changes} == {12.0}
+
+
+def test_nothing_after_the_end_is_in_the_account(tmp_path: Path) -> None:
+    """The trainer's last step has ended at 8 s; it is asked twice more until the run is over."""
+    spans = (("update", 0.0, 7.0), ("other", 7.0, 9.0), ("other", 10.0, 11.0))
+    record(tmp_path / "run", [[Event(TRAINER, *span) for span in spans]]).close()
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"account": {"duration": 8.0}}))
+    with loaded(traced(tmp_path / "run")) as trace:
+        check_account(trace, tmp_path / "run")
+        assert trace.account() == {("trainer", "training"): 7.0, ("trainer", "wait_driver"): 1.0}
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
     lives = _lives(events, devices, until)
     starting = dict(lives)
     for event in sorted(events, key=lambda event: event.start):
-        if event.lane not in lives:
+        if event.lane not in lives or event.start >= until:
             continue
         if event.lane in starting:
             begins, _ = starting.pop(event.lane)
