@@ -7,8 +7,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Processes that share the tests of `make test`, a file at a time.
-WORKERS ?= 2
+# Processes that share the tests of `make test`, a file at a time. Tests wait a third of their time, so two cores take three.
+WORKERS ?= 3
 LOCK_VENV := build/lock-venv
 # Its wheels are those of the lock for accelerators.
 GPU_PYTHON ?= python3.12
