@@ -19,6 +19,7 @@ import torch
 
 WORD_BYTES = 8
 BLOCK_WORDS = 512
+BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 CHECKSUM, VERSION = "sent checksum", "sent version"
 """What a sender reports beside its metrics."""
 
@@ -32,13 +33,13 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().flatten().view(torch.uint8)
     if data.storage_offset() % WORD_BYTES:
         data = data.clone()
-    end = len(data) // WORD_BYTES * WORD_BYTES
-    words, rest = data[:end].view(torch.int64), data[end:].to(torch.int64)
-    whole = len(words) // BLOCK_WORDS * BLOCK_WORDS
-    sums = [words[:whole].view(-1, BLOCK_WORDS).sum(1), words[whole:].sum()[None]]
-    sums.append((rest << 8 * torch.arange(len(rest), device=rest.device)).sum()[None])
-    blocks = torch.cat(sums)
-    return (blocks * (2 * torch.arange(len(blocks), device=blocks.device) + 1)).sum()
+    whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+    sums = data[:whole].view(torch.int64).view(-1, BLOCK_WORDS).sum(1)
+    if whole < len(data):
+        last = data.new_zeros(BLOCK_BYTES)
+        last[: len(data) - whole] = data[whole:]
+        sums = torch.cat((sums, last.view(torch.int64).sum()[None]))
+    return (sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()
 
 
 class StreamChecksum:
