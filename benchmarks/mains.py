@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 import stock_overrides as stock
 from main_process import run_module, short_run
-from surroundings import ray_folder, with_helpers
+from surroundings import end_shared_forks, ray_folder, shared_forks, with_helpers
 
-__all__ = ["Run", "ray_folder", "run", "short_run", "stock", "with_helpers"]
+__all__ = ["Run", "end_shared_forks", "ray_folder", "run", "shared_forks", "short_run", "stock", "with_helpers"]
 
 RUN_S = 1800
 POLL_S = 0.02
@@ -42,9 +42,19 @@ class Run:
 
 
 def run(
-    main: str, overrides: Sequence[str], metrics: Path, folder: Path, environment: Mapping[str, str] | None = None
+    main: str,
+    overrides: Sequence[str],
+    metrics: Path,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    forks: Path | None = None,
 ) -> Run:
-    """Run a main to its end; ``metrics`` is the file that it writes a line to after each step."""
+    """Run a main to its end.
+
+    Args:
+        metrics: the file that it writes a line to after each step.
+        forks: see `run_module`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     result = Run()
     began = time.monotonic()
@@ -69,7 +79,7 @@ def run(
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        finished = run_module(main, overrides, folder, environment or os.environ, RUN_S)
+        finished = run_module(main, overrides, folder, environment or os.environ, RUN_S, forks)
     finally:
         result.seconds = time.monotonic() - began
         ended.set()

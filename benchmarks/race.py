@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The race: stock verl's trainers and ours on the same emulated accelerators, the same tasks, as many devices.
 
-    python benchmarks/race.py runs/race.jsonl [--tasks uniform long_tail] [--settings defaults "threshold 1"]
+    python benchmarks/race.py benchmarks/race.jsonl [--tasks uniform long_tail] [--settings defaults "threshold 1"]
         [--sides "stock fully_async" fully_async] [--repeats 1]
-    python benchmarks/race.py runs/race.jsonl --table
+    python benchmarks/race.py benchmarks/race.jsonl --table
 
 A cell is a run of a main. Each appends a line to the file when it ends; a cell that has its repeats there is passed
 over, so a race goes on where it stopped. ``--table`` writes the table of docs/benchmarks.md from the file and runs
@@ -25,11 +25,12 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from documents import put_between
-from mains import ray_folder, run, short_run, stock, with_helpers
+from mains import end_shared_forks, ray_folder, run, shared_forks, short_run, stock, with_helpers
 from process_cpu import ProcessTimes
 from race_sides import (
     ANSWERS,
@@ -47,7 +48,6 @@ from race_sides import (
     reward,
 )
 
-from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.task import TaskSettings, ensure_task
 from recipe.emulation.devices import Emulation, records
 
@@ -110,14 +110,15 @@ def _run(name: str, settings: list[str], out: Path, emulation: Emulation) -> lis
     ours = SIDES[name].ours
     environment = with_helpers(os.environ if ours else stock.stock_environment(CHECKOUT)) | emulation.environment()
     environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
+    # A process that has imported the stack for all cells of ours, and one for those of stock.
+    forks = shared_forks(environment)
     if ours:
-        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
+        settings = [*settings, "async_training.prefork_workers=false"]
+        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment, forks)
         return [step for _, step in finished.steps]
     metrics = out / "stock.jsonl"
     environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
-    with Prefork(environment) as forks:
-        settings = [*settings, f"ray_kwargs.ray_init.runtime_env.py_executable={forks.executable}"]
-        finished = run(SIDES[name].main, settings, metrics, out, environment)
+    finished = run(SIDES[name].main, settings, metrics, out, environment, forks)
     return [line["data"] for _, line in finished.steps]
 
 
@@ -209,19 +210,30 @@ def main() -> None:
         put_between(BEGIN, END, table(lines), DOCUMENT)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    folder = arguments.results.parent / "race_tasks"
-    for turn in range(arguments.repeats):
-        for task in arguments.tasks:
-            for setting in arguments.settings:
-                for name in (side for side in arguments.sides if setting in SIDES[side].settings):
-                    key = (task, setting, name)
-                    if sum((line["task"], line["setting"], line["side"]) == key for line in lines) > turn:
-                        continue
-                    lines.append(cell(name, setting, task, folder))
-                    with arguments.results.open("a") as results:
-                        results.write(json.dumps(lines[-1]) + "\n")
-                    print(json.dumps(lines[-1]), flush=True)
+    folder = CHECKOUT / "runs" / "race_tasks"
+    try:
+        for key in cells(arguments.tasks, arguments.settings, arguments.sides, arguments.repeats, lines):
+            lines.append(cell(*key, folder))
+            with arguments.results.open("a") as results:
+                results.write(json.dumps(lines[-1]) + "\n")
+            print(json.dumps(lines[-1]), flush=True)
+    finally:
+        end_shared_forks()
+
+
+def cells(
+    tasks: list[str], settings: list[str], sides: list[str], repeats: int, lines: list[dict[str, Any]]
+) -> Iterator[tuple[str, str, str]]:
+    """Side, setting and task of each run that ``lines``, which grow meanwhile, lack."""
+    for turn in range(repeats):
+        for task in tasks:
+            for setting in settings:
+                for name in (side for side in sides if setting in SIDES[side].settings):
+                    runs = [
+                        line for line in lines if (line["task"], line["setting"], line["side"]) == (task, setting, name)
+                    ]
+                    if len(runs) <= turn:
+                        yield name, setting, task
 
 
 if __name__ == "__main__":
