@@ -110,15 +110,13 @@ def _run(name: str, settings: list[str], out: Path, emulation: Emulation) -> lis
     ours = SIDES[name].ours
     environment = with_helpers(os.environ if ours else stock.stock_environment(CHECKOUT)) | emulation.environment()
     environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
-    # A process that has imported the stack for all cells of ours, and one for those of stock.
-    forks = shared_forks(environment)
     if ours:
-        settings = [*settings, "async_training.prefork_workers=false"]
-        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment, forks)
+        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
         return [step for _, step in finished.steps]
     metrics = out / "stock.jsonl"
     environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
-    finished = run(SIDES[name].main, settings, metrics, out, environment, forks)
+    # One process that has imported the stack for all cells of stock.
+    finished = run(SIDES[name].main, settings, metrics, out, environment, shared_forks(environment))
     return [line["data"] for _, line in finished.steps]
 
 
