@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import WeightPublisher
 
@@ -88,16 +89,19 @@ def sequences() -> list[np.ndarray]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).int().numpy() for length in LENGTHS]
 
 
+def score_all(client: ScoringClient, version: int, first: int = 4) -> list[Coroutine[Any, Any, Any]]:
+    return [client.score(Segment(tokens, first), len(tokens), version, 0) for tokens in sequences()]
+
+
 async def answers(client: ScoringClient, version: int, first: int = 4) -> list[Any]:
-    requests = [client.score(Segment(tokens, first), len(tokens), version, 0) for tokens in sequences()]
-    return await asyncio.gather(*requests)
+    return await asyncio.gather(*score_all(client, version, first))
 
 
 def difference(client: ScoringClient, asked: int, right: int, first: int = 4) -> float:
     """Of what is answered to requests for version ``asked``, from Hugging Face's forward of version ``right``."""
     model, largest = make_model(MODEL, seed=right), 0.0
     for tokens, answer in zip(sequences(), asyncio.run(answers(client, asked, first)), strict=True):
-        assert answer.version == right and answer.scores.shape == (2, len(tokens) - first)
+        assert (answer.version, answer.scores.shape) == (right, (2, len(tokens) - first))
         ids = torch.from_numpy(tokens.astype(np.int64))
         with torch.no_grad():
             expected = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
@@ -108,11 +112,19 @@ def difference(client: ScoringClient, asked: int, right: int, first: int = 4) ->
 
 
 def refusal(client: ScoringClient, version: int) -> str | None:
-    try:
-        asyncio.run(answers(client, version))
-    except Unscored as error:
-        return str(error)
-    return None
+    """What every request for ``version`` is refused with; none of them is on its way any more."""
+
+    async def refusals() -> list[str]:
+        found = []
+        for asked in [asyncio.ensure_future(request) for request in score_all(client, version)]:
+            try:
+                await asked
+            except Unscored as error:
+                found.append(str(error))
+        return found
+
+    found = asyncio.run(refusals())
+    return found[0] if len(found) == len(LENGTHS) else None
 
 
 def make_replicas(path: str) -> list[ModelEngineReplica]:
@@ -134,7 +146,9 @@ def make_replicas(path: str) -> list[ModelEngineReplica]:
         path=path, use_remove_padding=False, enable_gradient_checkpointing=False, override_config=override
     )
     replicas = [
-        ModelEngineReplica(rank, rollout, model, ranks, 2, settings, ScoringSettings(max_batch_tokens=64))
+        ModelEngineReplica(
+            rank, rollout, model, ranks, 2, settings, ScoringSettings(max_batch_tokens=64), reservations=Reservations()
+        )
         for rank, ranks in enumerate((2, 1))
     ]
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training workers meet at a port that no connection is given in between, and send weights beside training."""
+"""Ranks meet at a port that no connection is given in between; training workers send weights beside training."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -14,10 +17,35 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
 
+from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
 from recipe.async_engine.trainer.startup import TrainerGroup
 
 
-def test_rendezvous_port_is_below_those_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+class Replica(ReservedReplica):
+    """Ranks of another part of a run, on an accelerator that was reserved for them."""
+
+    def __init__(self) -> None:
+        self.replica_rank, self.name_suffix, self.is_reward_model = 0, "", False
+        self.gpus_per_replica_node = self.nnodes = 1
+        self.reservations = cast(Reservations, SimpleNamespace(pool=lambda *_: RayResourcePool([1], use_gpu=False)))
+
+    def get_ray_class_with_init_args(self) -> Any: ...
+
+    async def launch_servers(self) -> None: ...
+
+
+def start_trainer() -> None:
+    TrainerGroup(resource_pool=RayResourcePool([1], use_gpu=False))
+
+
+def start_replica() -> None:
+    asyncio.run(Replica().init_standalone())
+
+
+@pytest.mark.parametrize("start", [start_trainer, start_replica])
+def test_rendezvous_port_is_below_those_of_connections(
+    start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def init(group: RayWorkerGroup, **_: object) -> None:
@@ -25,7 +53,7 @@ def test_rendezvous_port_is_below_those_of_connections(monkeypatch: pytest.Monke
 
     # What verl does next with the range: it starts the workers, and asks on their first node.
     monkeypatch.setattr(RayWorkerGroup, "_init_with_resource_pool", init)
-    TrainerGroup(resource_pool=RayResourcePool([1], use_gpu=False))
+    start()
     _, port = get_master_addr_port._function(*asked)
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 16_000 <= int(port) < min(32_000, lowest)

@@ -26,6 +26,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from recipe.async_engine.core.errors import NothingFree, RecipeError
+from recipe.async_engine.platform.ports import rendezvous_ports
 from recipe.async_engine.settings.placement import REPLICA_CPUS, Wanted
 
 FREE_S, POLL_S = 3.0, 0.05
@@ -91,6 +92,7 @@ class ReservedReplica(RolloutReplica):
             name_prefix=f"rollout_{kind}standalone_{self.replica_rank}{self.name_suffix}",
             use_gpu=True,
             device_name=get_device_name(),
+            master_port_range=rendezvous_ports(),
         )
         self.workers = group.workers
         await self.launch_servers()

@@ -10,7 +10,6 @@ Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -29,6 +28,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
+from recipe.async_engine.platform.ports import rendezvous_ports
 from recipe.async_engine.recovery.clean_up import clear_replica
 from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.replicas.manager import ReplicaManager
@@ -50,12 +50,7 @@ class StartupTimeout(RecipeError):
 
 
 class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, which send weights beside training, see `ActorWorker`.
-
-    Its rendezvous port is one that no connection is given before the ranks meet there:
-    verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then
-    one of Ray's connections may have it, unless it is below the ports that systems give to connections.
-    """
+    """verl's group of training workers, which send weights beside training, see `ActorWorker`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         worker = kwargs.get("ray_cls_with_init")
@@ -63,8 +58,7 @@ class TrainerGroup(RayWorkerGroup):
             # Ray takes concurrency groups where it makes an actor class, which verl does.
             group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
             worker.cls = group(worker.cls.__ray_actor_class__)
-        # At random, so that runs that start beside each other look in different places.
-        super().__init__(*args, **{"master_port_range": [random.randrange(16_000, 31_000), 32_000], **kwargs})
+        super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         # Of several roles in one actor each has its name before its methods.
