@@ -154,6 +154,11 @@ def _end(line: dict[str, Any]) -> float:
     return line["began"] + _took(line)
 
 
+def runs_of(lines: list[dict[str, Any]], *key: str) -> list[dict[str, Any]]:
+    """Of this task, setting and side."""
+    return [line for line in lines if (line["task"], line["setting"], line["side"]) == key]
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """One row a cell; below them the cells without a run that counts."""
     rows = [
@@ -169,9 +174,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         for setting in SETTINGS:
             without = []
             for name in (side for side in SIDES if setting in SIDES[side].settings):
-                found = [
-                    line for line in lines if (line["task"], line["setting"], line["side"]) == (task, setting, name)
-                ]
+                found = runs_of(lines, task, setting, name)
                 if counted := [line for line in found if line["late"] <= MOST_LATE]:
                     rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted)} |")
                 else:
@@ -208,6 +211,7 @@ def main() -> None:
         put_between(BEGIN, END, table(lines), DOCUMENT)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     folder = CHECKOUT / "runs" / "race_tasks"
     try:
         for key in cells(arguments.tasks, arguments.settings, arguments.sides, arguments.repeats, lines):
@@ -227,10 +231,7 @@ def cells(
         for task in tasks:
             for setting in settings:
                 for name in (side for side in sides if setting in SIDES[side].settings):
-                    runs = [
-                        line for line in lines if (line["task"], line["setting"], line["side"]) == (task, setting, name)
-                    ]
-                    if len(runs) <= turn:
+                    if len(runs_of(lines, task, setting, name)) <= turn:
                         yield name, setting, task
 
 

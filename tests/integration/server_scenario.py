@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,9 @@ def sequences() -> list[np.ndarray]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).int().numpy() for length in LENGTHS]
 
 
-def score_all(client: ScoringClient, version: int, first: int = 4) -> list[Coroutine[Any, Any, Any]]:
-    return [client.score(Segment(tokens, first), len(tokens), version, 0) for tokens in sequences()]
-
-
-async def answers(client: ScoringClient, version: int, first: int = 4) -> list[Any]:
-    return await asyncio.gather(*score_all(client, version, first))
+async def answers(client: ScoringClient, version: int, first: int = 4, errors_too: bool = False) -> list[Any]:
+    requests = [client.score(Segment(tokens, first), len(tokens), version, 0) for tokens in sequences()]
+    return await asyncio.gather(*requests, return_exceptions=errors_too)
 
 
 def difference(client: ScoringClient, asked: int, right: int, first: int = 4) -> float:
@@ -113,18 +110,8 @@ def difference(client: ScoringClient, asked: int, right: int, first: int = 4) ->
 
 def refusal(client: ScoringClient, version: int) -> str | None:
     """What every request for ``version`` is refused with; none of them is on its way any more."""
-
-    async def refusals() -> list[str]:
-        found = []
-        for asked in [asyncio.ensure_future(request) for request in score_all(client, version)]:
-            try:
-                await asked
-            except Unscored as error:
-                found.append(str(error))
-        return found
-
-    found = asyncio.run(refusals())
-    return found[0] if len(found) == len(LENGTHS) else None
+    found = asyncio.run(answers(client, version, errors_too=True))
+    return str(found[0]) if all(isinstance(outcome, Unscored) for outcome in found) else None
 
 
 def make_replicas(path: str) -> list[ModelEngineReplica]:
@@ -147,7 +134,7 @@ def make_replicas(path: str) -> list[ModelEngineReplica]:
     )
     replicas = [
         ModelEngineReplica(
-            rank, rollout, model, ranks, 2, settings, ScoringSettings(max_batch_tokens=64), reservations=Reservations()
+            rank, rollout, model, ranks, 2, settings, ScoringSettings(max_batch_tokens=64), Reservations()
         )
         for rank, ranks in enumerate((2, 1))
     ]

@@ -23,9 +23,9 @@ def launch(
     config: Any,
     servers: LogProbServers,
     timeout_s: float,
+    reservations: Reservations,
     numbers: Sequence[int] | None = None,
     static: bool = False,
-    reservations: Reservations | None = None,
     replica_class: type[ModelEngineReplica] = ModelEngineReplica,
 ) -> list[ModelEngineReplica]:
     """Start servers; returns when all of them are up, holding the weights of the model's files.
@@ -34,9 +34,9 @@ def launch(
         config: the whole configuration.
         servers: its settings of them.
         timeout_s: longest wait of a server for weights and for its ranks.
+        reservations: has their accelerators, or finds free ones.
         numbers: of the servers, which no other one has had; None: as many as the settings say, from 0.
         static: they keep these weights.
-        reservations: their accelerators are among them; None: they reserve them by themselves.
         replica_class: of each.
 
     Raises:
@@ -59,8 +59,8 @@ def launch(
             worker=worker,
             # Of weights that stay, the newest are the only ones.
             scoring=replace(servers.scoring, anchor=Anchor.LATEST) if static else servers.scoring,
-            static=static,
             reservations=reservations,
+            static=static,
         )
         for rank in (range(servers.replicas) if numbers is None else numbers)
     ]

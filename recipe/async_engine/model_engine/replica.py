@@ -42,8 +42,8 @@ class ModelEngineReplica(ReservedReplica):
         gpus_per_node: accelerators of a node that are for log-prob servers.
         worker: what each rank is told.
         scoring: how the server forms batches and when it moves on.
+        reservations: has its accelerators, or finds free ones.
         static: it keeps the weights of the model's files, as version `STATIC`, and gets no others.
-        reservations: its accelerators are among them.
     """
 
     generates = False
@@ -57,8 +57,8 @@ class ModelEngineReplica(ReservedReplica):
         gpus_per_node: int,
         worker: WorkerSettings,
         scoring: ScoringSettings,
+        reservations: Reservations,
         static: bool = False,
-        reservations: Reservations | None = None,
     ) -> None:
         super().__init__(replica_rank, config, model_config, gpus_per_node, name_suffix="model_engine")
         self.reservations = reservations

@@ -160,7 +160,7 @@ class Startup(StagedTrainer):
             self.config,
             self.plan.settings.servers,
             self.timeouts.weight_sync,
-            reservations=self.reservations,
+            self.reservations,
             replica_class=self.server_class,
         )
 

@@ -40,6 +40,7 @@ from recipe.async_engine.logprobs.mismatch import entropy_metric
 from recipe.async_engine.model_engine.client import ScoringClient
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.replicas.replica import GatedVLLMReplica
+from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
@@ -86,7 +87,7 @@ class BoundedTrainer(PPOTrainer):
         self._scoring: ScoringClient | None = None
         self._server_sync: CheckpointEngineManager | None = None
         if self._servers.enabled:
-            replicas = launch(self.config, self._servers, self._timeouts.weight_sync)
+            replicas = launch(self.config, self._servers, self._timeouts.weight_sync, Reservations())
             handles = {replica.server_address: replica.server_handle for replica in replicas}
             self._scoring = ScoringClient(handles, self._servers.timeout)
             self._server_sync = self._give_weights_to(replicas)
