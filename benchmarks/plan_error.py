@@ -56,7 +56,7 @@ def told(times: Times, name: str, fit: str) -> Times:
         changed = replace(changed, groups=((6,) * 8,) if here.lengths == "uniform" else times.groups)
     if here.reward_s:
         rewards = (here.reward_s + statistics.median(times.rewards),)
-        changed = replace(changed, rewards=rewards, reward_busy_s=here.reward_s)
+        changed = replace(changed, rewards=rewards)
     return changed
 
 

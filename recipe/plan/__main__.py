@@ -17,7 +17,7 @@ from recipe.async_engine.storage.event_file import OtherFormat, files
 from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario
-from recipe.plan.times import CannotFit, Times, estimated, fitted, steps_trained
+from recipe.plan.times import CannotFit, Times, estimated, fitted, scorers, steps_trained
 from recipe.report.run import NoRecord, Run, about, answer_counts
 
 SHOWN = 8
@@ -41,7 +41,7 @@ def of_run(run: Run, steps: int) -> Scenario:
         shared=run.devices.shared,
         at_swap=said["at_swap"],
         keep_cache=said["keep_cache"],
-        reward_processes=said["reward_processes"],
+        reward_processes=scorers(run),
         beside=said["publish"] == "beside",
         steps=steps,
         trainer_ranks=said["trainer_ranks"],

@@ -339,14 +339,15 @@ class Simulation:
         self._books["sampled"] += request.tokens
         self._timed(lambda: self.manager.sampled(Trajectory(request.group, request.index)))
         self._scoring += 1
-        self.clock.after(self._waits_for_scorer() + self.times.reward_s(self._random), lambda: self._scored(request))
+        takes = self.times.reward_s(self._random)
+        self.clock.after(self._waits_for_scorer(takes) + takes, lambda: self._scored(request))
         self._issue()
 
-    def _waits_for_scorer(self) -> float:
+    def _waits_for_scorer(self, takes: float) -> float:
         if not self._scorers:
             return 0.0
         begins = max(self.clock.now, self._scorers[0])
-        heapq.heapreplace(self._scorers, begins + self.times.reward_busy_s)
+        heapq.heapreplace(self._scorers, begins + takes)
         return begins - self.clock.now
 
     def _scored(self, request: Request) -> None:

@@ -8,6 +8,7 @@ measured. Shown by tests/plan/test_times.py.
 
 from __future__ import annotations
 
+import heapq
 import random
 import statistics
 from bisect import bisect
@@ -48,7 +49,7 @@ class Times:
 
     groups: lengths of groups' answers in tokens, in the order in which they began. agents_s: of an answer's way through
     the agent loops, one after the other; begin_s, end_s: latencies before its first and after its last token. rewards:
-    from an answer's end to its reward; reward_busy_s: for how long it keeps the process that computes it.
+    from an answer's end to its reward, without a wait for a process that computes it.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -57,7 +58,6 @@ class Times:
     update_s: Seconds
     log_probs_s: Seconds
     rewards: tuple[float, ...] = (0.0,)
-    reward_busy_s: float = 0.0
     prompt: int = 0
     begin_s: float = 0.0
     agents_s: float = 0.0
@@ -114,16 +114,14 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
     rewards = about(run.trajectories, "reward")
-    took = pc.subtract(rewards["end"], rewards["start"]).to_pylist()
+    scored = zip(rewards["start"].to_pylist(), rewards["end"].to_pylist(), strict=True)
     times = Times(
         groups=tuple(tuple(tokens for tokens, *_ in answers[group]) for group in sorted(answers)),
         step_s=steps.step_s,
         read_s=lambda tokens: steps.read_s,
         update_s=_scaled(*_update(run, sum(updates) / trained), run.settings["trainer_ranks"]),
         log_probs_s=_scaled(0.0, log_probs, run.settings["trainer_ranks"]),
-        rewards=tuple(took) or (0.0,),
-        # The quickest waited for no other one.
-        reward_busy_s=min(took, default=0.0),
+        rewards=_rewards(scored, scorers(run)) or (0.0,),
         agents_s=agents,
         begin_s=latency / 2,
         end_s=latency / 2,
@@ -151,6 +149,20 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
     missed = _place_seconds(_within(run.pieces, begun, FILLED_S), places)
     filled = replicas * (1 + len(begun[1:]) / 2)
     return min(most, 2 * (missed[Class.WAIT_AGENTS] + missed[Class.IDLE_PLACES]) / (filled * places**2))
+
+
+def scorers(run: Run) -> int:
+    """Processes that compute rewards; 0 for as many as there are answers."""
+    return run.settings["reward_processes"] * run.settings.get("reward_workers", 1)
+
+
+def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
+    """Seconds of each reward once a process took it up; they take up answers in the order in which these ended."""
+    free, took = [0.0] * processes, []
+    for start, end in sorted(scored):
+        begun = max(start, heapq.heapreplace(free, end)) if free else start
+        took.append(max(0.0, end - begun))
+    return tuple(took)
 
 
 def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -> Iterator[Piece]:

@@ -125,7 +125,7 @@ def test_free_places_beside_the_last_answers_of_a_batch_wait_for_them_as_in_a_ru
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rewards_that_wait_for_a_process_make_a_step_as_long_as_they_take(processes: int) -> None:
     scenario = replace(WAYS["interrupt"], reward_processes=processes)
-    slow = replace(times(), rewards=(3.0,), reward_busy_s=3.0)
+    slow = replace(times(), rewards=(3.0,))
     # Four answers a step, of 4 decode steps each, and an update of a second beside them.
     assert Simulation(scenario, slow).run().step_s(4) == pytest.approx(4 * 3.0 / processes, rel=0.05)
 

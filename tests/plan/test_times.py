@@ -24,6 +24,7 @@ SETTINGS = {
     "at_swap": "interrupt",
     "keep_cache": False,
     "reward_processes": 2,
+    "reward_workers": 3,
     "whole_batches": False,
 }
 ENGINE = f"{ROLLOUT} 0"
@@ -66,10 +67,10 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     assert times.update_s([17, 17], 2) == pytest.approx(3.4)
     assert (times.driver_s, times.snapshot_s, times.stage_s, times.swap_s) == pytest.approx((1.0, 0.2, 3.0, 0.6))
     assert times.groups == ((17, 17),)
-    assert (set(times.rewards), times.reward_busy_s) == ({0.5}, 0.5)
+    assert set(times.rewards) == {0.5}
     scenario = of_run(run, 7)
     assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
-    assert (scenario.reward_processes, scenario.keep_cache) == (2, False)
+    assert (scenario.reward_processes, scenario.keep_cache) == (2 * 3, False)
     assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
 
 
@@ -104,6 +105,18 @@ def test_an_update_has_a_part_that_its_answers_do_not_explain(tmp_path: Path) ->
     noise = updates((34, 6.8), (100, 2.5), (60, 7.5), (200, 3.0), (34, 6.9))
     times, _ = fitted(record(tmp_path / "noise", [*TRAINED, *noise]))
     assert times.update_s([500], 1) == pytest.approx(500 * (6.8 + 6.8 + 2.5 + 7.5 + 3.0 + 6.9) / (34 + 428))
+
+
+@pytest.mark.parametrize(("processes", "own"), [(0, {0.5, 1.0, 1.5, 2.0}), (1, {0.5}), (2, {0.5, 1.0})])
+def test_what_a_reward_waited_for_a_process_is_no_part_of_its_time(
+    tmp_path: Path, processes: int, own: set[float]
+) -> None:
+    # Four answers end together, and each half second a reward is there.
+    queued = [Event(TRAJECTORIES, "reward", 40.0, 40.5 + n / 2, 1.0, 0, 9, n) for n in range(4)]
+    alone = [event for event in TRAINED if event.what != "reward"]
+    times, run = fitted(record(tmp_path, [*alone, *queued], reward_processes=processes, reward_workers=1))
+    assert set(times.rewards) == own
+    assert of_run(run, 7).reward_processes == processes
 
 
 def test_answers_come_through_the_agent_loops_as_fast_as_places_fill_after_a_swap(tmp_path: Path) -> None:

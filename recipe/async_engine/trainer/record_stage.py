@@ -191,5 +191,6 @@ def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
         "keep_cache": plan.settings.weights.keep_cache,
         "staging": plan.settings.weights.staging,
         "reward_processes": training.reward_processes,
+        "reward_workers": OmegaConf.select(config, "reward.num_workers"),
         "whole_batches": training.whole_batches,
     }
