@@ -245,6 +245,45 @@ async def run(
     return await asyncio.wait_for(collect(), SOON)
 
 
+class Marker:
+    """An argument of a loop that is an object; ``made``: how many there have been."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        type(self).made += 1
+
+
+class LoopWithArguments(Loop):
+    def __init__(self, first: int, second: Any = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.tokens = [first, second.token if isinstance(second, Marker) else second]
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> AgentLoopOutput:
+        await self.ask(sampling_params, [1, 2])
+        return self.output([1, 2], self.tokens)
+
+
+@pytest.mark.parametrize(
+    ("second", "made"), [(12, 0), ({"_target_": f"{LOOPS}.Marker", "token": 12}, 2)], ids=["a number", "an object"]
+)
+async def test_loop_of_a_file_gets_its_arguments_and_each_trajectory_objects_of_its_own(
+    make_worker: Any, monkeypatch: pytest.MonkeyPatch, second: Any, made: int
+) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7), part([10, 11], 7)), Reward(0.5, 0.5))
+    for kind in (Marker, LoopWithArguments):
+        monkeypatch.setattr(sys.modules[LOOPS], kind.__name__, kind, raising=False)
+    # As verl has an entry of `agent_loop_config_path`, its name included.
+    entry = {"name": f"own {made}", "_target_": f"{LOOPS}.LoopWithArguments", "first": 11, "second": second}
+    monkeypatch.setitem(_agent_loop_registry, f"own {made}", OmegaConf.create(entry))
+    monkeypatch.setattr(Marker, "made", 0)
+    for key in ("0-0-0", "0-1-0"):
+        _, output = await run(worker, f"own {made}", key)
+        assert output.response_ids[0, :2].tolist() == [11, 12]
+    assert Marker.made == made
+
+
 def tensors_of(output: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(output).items() if isinstance(value, torch.Tensor)}
 
