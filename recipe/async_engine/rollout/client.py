@@ -216,10 +216,7 @@ class ResumingClient(LLMServerClient):
             elif len(merged.token_ids) >= budget:
                 merged.stop_reason = "completed"
             else:
-                cut_by = part.extra_fields.get(GOES_ON)
-                self._check_may_be_cut(request_id, cut_by, len(merged.token_ids))
-                recorder.interruptions += cut_by != CHECKPOINT
-                recorder.reprefilled_tokens += len(prompt_ids) + len(merged.token_ids)
+                self._note_cut(request_id, recorder, part.extra_fields.get(GOES_ON), len(prompt_ids), merged)
         recorder.tools.is_answered()
         for ours in (GOES_ON, VERSION_RUNS, RECOMPUTED):
             merged.extra_fields.pop(ours, None)
@@ -227,6 +224,19 @@ class ResumingClient(LLMServerClient):
             global_steps=versions[-1], min_global_steps=min(versions), max_global_steps=max(versions)
         )
         return merged
+
+    def _note_cut(
+        self, request_id: str, recorder: TrajectoryRecorder, cut_by: str | None, prompt_length: int, merged: TokenOutput
+    ) -> None:
+        """Note that the answer so far goes to an engine again; raises GenerationError where it may not be cut."""
+        tokens = len(merged.token_ids)
+        if not self._resume and cut_by is None:
+            raise GenerationError(
+                f"the answer to request {request_id} was cut after {tokens} tokens although "
+                "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
+            )
+        recorder.interruptions += cut_by != CHECKPOINT
+        recorder.reprefilled_tokens += prompt_length + tokens
 
     def _record(self, recorder: TrajectoryRecorder, context: list[int], part: TokenOutput) -> list[int]:
         """Note a part of an answer, which followed ``context``; returns the versions that sampled it, in order."""
@@ -244,13 +254,6 @@ class ResumingClient(LLMServerClient):
             raise VersionMismatch(
                 f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
                 f"version {versions[-1]} only, although async_training.partial_rollout=False"
-            )
-
-    def _check_may_be_cut(self, request_id: str, cut_by: str | None, tokens: int) -> None:
-        if not self._resume and cut_by is None:
-            raise GenerationError(
-                f"the answer to request {request_id} was cut after {tokens} tokens although "
-                "async_training.partial_rollout=False; a cut answer is never trained as a complete one"
             )
 
     def _budget(self, prompt_length: int, sampling_params: dict[str, Any]) -> int:

@@ -53,6 +53,12 @@ class TrajectoryRecorder:
     def mark_multimodal(self) -> None:
         """A request has something else than tokens: log-prob servers cannot score this trajectory."""
         self.text_only = False
+        self.drop_scores()
+
+    def drop_scores(self) -> None:
+        """Nobody waits for the scores of this trajectory."""
+        if self.scorer is not None:
+            self.scorer.cancel()
         self.scorer = None
 
     def record(self, version: int, token_ids: list[int], context: list[int]) -> None:

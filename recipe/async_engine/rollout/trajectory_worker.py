@@ -219,14 +219,16 @@ class TrajectoryWorker(AgentLoopWorker):
             yield pack(output)
             complete = True
         finally:
-            task.cancel()
-            if scorer is not None:
-                scorer.cancel()
-            recorder.tools.leave()
-            self._running.pop(key, None)
-            self._turns.end(key)
-            self._answers.end(key, complete)
-            running.over.set()
+            self._end(key, running, recorder, complete)
+
+    def _end(self, key: str, running: _Running, recorder: TrajectoryRecorder, complete: bool) -> None:
+        running.task.cancel()
+        recorder.drop_scores()
+        recorder.tools.leave()
+        self._running.pop(key, None)
+        self._turns.end(key)
+        self._answers.end(key, complete)
+        running.over.set()
 
     async def _until_sampled(self, running: _Running, key: str) -> None:
         """Wait for the trajectory's last token, or its end.
