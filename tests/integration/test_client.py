@@ -414,9 +414,13 @@ class Scorer:
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, list[int], list[int]]] = []
+        self.cancelled = False
 
     def add(self, version: int, context: list[int], tokens: list[int]) -> None:
         self.parts.append((version, context, tokens))
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 @pytest.mark.parametrize("images", [None, ["an image"]])
@@ -428,6 +432,7 @@ async def test_log_prob_servers_are_sent_nothing_that_came_with_an_image(images:
     assert recorder.segments == [(3, (10,))]
     assert (recorder.text_only, recorder.scorer) == ((True, scorer) if images is None else (False, None))
     assert scorer.parts == ([(3, PROMPT, [10])] if images is None else [])
+    assert scorer.cancelled == (images is not None)
 
 
 async def test_trajectories_side_by_side_record_apart() -> None:
