@@ -14,6 +14,7 @@ from recipe.async_engine.core.account import (
     ENDS,
     KINDS,
     Account,
+    DeviceAccount,
     Devices,
     TokenBooks,
     close,
@@ -143,6 +144,34 @@ def test_nothing_after_the_end_counts() -> None:
     assert seconds(account, ENGINE) == {Class.DECODING: 4, Class.PREFILL: 2}
     assert account.closes
     assert all(0 <= piece.start <= piece.end <= 6.0 for piece in pieces(events, APART, 6.0))
+
+
+def test_what_begins_with_the_end_is_no_piece() -> None:
+    events = lane(TRAINER, ("update", 2, 6), ("sync", 6, 7))
+    assert list(pieces(events, APART, 6.0)) == list(pieces(events[:1], APART, 6.0))
+
+
+def test_a_device_that_had_no_time_closes() -> None:
+    assert DeviceAccount(1, 0.0, {}).closes
+
+
+def test_devices_are_in_the_order_of_trainer_engines_by_their_numbers_and_others() -> None:
+    names = ["rollout 10", "log-probs 0", "rollout 9", TRAINER]
+    account = close([event for name in names for event in lane(name, ("update", 0, 5))], APART, 5.0)
+    assert list(account.devices) == [TRAINER, "rollout 9", "rollout 10", "log-probs 0"]
+
+
+def test_free_places_are_the_agents_while_no_engine_works_or_while_groups_could_still_begin() -> None:
+    events = [
+        *lane(TRAINER, ("update", 0, 12)),
+        *lane(OTHER, (Class.DECODING, 0, 3), (EMPTY, 3, 6), (Class.DECODING, 6, 9), (EMPTY, 9, 12)),
+        *lane(ENGINE, (EMPTY, 0, 12)),
+        *lane(SCHEDULER, (Why.GENERATING, 0, 1), (Why.LAST_OF_GATE, 1, 12)),
+    ]
+    assert seconds(close(events, APART, 12.0), ENGINE) == {
+        Class.WAIT_AGENTS: 1 + 3 + 3,
+        Class.WAIT_TAIL: 2 + 3,
+    }
 
 
 def scene(what: Class) -> tuple[list[Event], str]:

@@ -127,6 +127,24 @@ def test_engine_that_holds_its_requests_is_closed_and_computes_them_again() -> N
     assert seconds(engine.take()) == {Class.WAIT_WEIGHTS: 2, Class.RE_PREFILL: 1, Class.DECODING: 5}
 
 
+def test_request_that_leaves_another_behind_ends_no_span() -> None:
+    clock = Clock()
+    engine = serving(clock, places=2)
+    for name in ("a", "b"):
+        engine.enter(name)
+    clock.now += 2
+    engine.leave("a")
+    clock.now += 2
+    assert engine.take() == [
+        Span(Class.PREFILL, 50, 54, pytest.approx((2 + 2 / 2) / 4)),
+        Span(Class.IDLE_PLACES, 50, 54, pytest.approx(2 / 2 / 4)),
+    ]
+
+
+def test_span_without_a_share_is_of_the_whole_device() -> None:
+    assert seconds([Span("waits", 3, 5)]) == {"waits": 2}
+
+
 def test_requests_beyond_the_places_share_them() -> None:
     clock = Clock()
     engine = serving(clock, places=2)
@@ -223,6 +241,12 @@ def test_an_engines_spans_cover_its_time_once_whatever_happens(steps: list[tuple
     assert all(share == pytest.approx(1.0) for share in shares.values())
     stretches = sorted(shares)
     assert all(earlier[1] == later[0] for earlier, later in pairwise(stretches))
+
+
+def test_another_clock_is_corrected_evenly_between_two_exchanges() -> None:
+    clock = OtherClock(Exchange(0.0, 100.0, 0.0))
+    clock.note(Exchange(10.0, 104.0, 10.0))
+    assert [clock.here(theirs) for theirs in (99.0, 100.0, 101.0, 103.0, 104.0, 106.0)] == [-1, 0, 2.5, 7.5, 10, 12]
 
 
 @given(

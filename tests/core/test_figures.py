@@ -47,6 +47,14 @@ def test_each_side_has_a_line_with_what_it_does_its_shares_queue_slots_version_a
     assert sides({}) == []
 
 
+def test_the_four_largest_shares_are_said_and_none_that_rounds_to_nothing() -> None:
+    def said(**shares: float) -> str:
+        return dict(sides({f"{SHARE}{phase}": share for phase, share in shares.items()}))["trainer"]
+
+    assert said(a=0.4, b=0.25, c=0.2, d=0.1, e=0.05) == "a 40%, b 25%, c 20%, d 10%"
+    assert said(a=0.996, b=0.004) == "a 100%"
+
+
 def test_every_metric_has_its_row_in_the_documentation_and_its_place_on_the_board() -> None:
     documented = (REPOSITORY / "docs/run-record.md").read_text() + (
         REPOSITORY / "docs/model-engine-server.md"

@@ -93,3 +93,18 @@ def test_group_in_hand_stays_as_it_was() -> None:
     live.put(group)
     live.put(replace(group, state=GroupState.READY))
     assert (group.state, live[0].state) == (GroupState.RUNNING, GroupState.READY)
+
+
+def entries(part: Any) -> int:
+    if isinstance(part, dict):
+        return len(part) + sum(map(entries, part.values()))
+    return len(part) if isinstance(part, (set, list)) else 0
+
+
+def test_what_has_left_takes_no_memory() -> None:
+    live, sizes = LiveGroups(), []
+    for number in range(5):
+        live.put(Group(number, PromptRef(number, 0, "uid"), number, GroupState.TAKEN, batch=number))
+        live.remove(number)
+        sizes.append(entries(vars(live)))
+    assert set(sizes) == {sizes[0]}

@@ -11,10 +11,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from recipe.async_engine.core.events import Why
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState, TurnError
+from recipe.async_engine.core.prompt_manager import (
+    PromptCounts,
+    PromptManager,
+    Trajectory,
+    TrajectoryState,
+    TurnError,
+)
 from recipe.async_engine.core.prompts import PromptRef
 
 
@@ -55,6 +62,37 @@ def train(manager: PromptManager) -> None:
     manager.ledger.mark_trained()
     manager.ledger.seal()
     manager.ledger.announce()
+
+
+@pytest.mark.parametrize(("size", "slots"), [(0, 4), (2, 0)])
+def test_groups_and_slots_are_at_least_one(size: int, slots: int) -> None:
+    with pytest.raises(TurnError, match=f"{size} trajectories a group on {slots} slots: both must be at least 1"):
+        new_manager(size=size, slots=slots)
+
+
+def test_turns_are_counted_from_one() -> None:
+    manager = new_manager()
+    numbers = []
+    for _ in range(3):
+        numbers.append(manager.open_turn())
+        manager.close_turn()
+    assert numbers == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("portion", "picked"), [(1, 2), (2, 2), (3, 4), (None, 6)])
+def test_a_portion_of_a_stream_ends_with_a_whole_group(portion: int | None, picked: int) -> None:
+    manager = new_manager(batch=3, size=2, slots=6, stream=True)
+    manager.open_turn()
+    prompts = iter(map(prompt, range(3)))
+    found = list(manager.picks(lambda: bool(manager.issue(next(prompts))), portion))
+    assert len(found) == picked
+
+
+def test_while_nothing_generates_it_is_said_what_keeps_the_run_from_going_on() -> None:
+    manager = new_manager(stream=True)
+    assert [manager.why(True, True), manager.why(True, False)] == [Why.REWARD, Why.DRAIN]
+    manager.open_turn()
+    assert [manager.why(True, False), manager.why(False, False)] == [Why.PROMPTS, Why.END]
 
 
 def test_slots_are_filled_trajectory_by_trajectory() -> None:
@@ -163,6 +201,7 @@ def test_what_is_left_of_a_restored_group_fits_where_a_whole_one_does_not() -> N
     manager = new_manager(size=2, slots=3, stream=True)
     for index, states in enumerate((["sampled", "interrupted"], ["interrupted", "pending"], ["pending", "pending"])):
         manager.adopt(manager.ledger.issue(prompt(index)), [TrajectoryState(state) for state in states])
+    assert manager.counts() == PromptCounts(1, 2, 0, 2)
     manager.open_turn()
     assert fill(manager, 3) == [Trajectory(0, 1), Trajectory(1, 0), Trajectory(1, 1)]
 

@@ -78,6 +78,26 @@ def test_full_batch_goes_at_once_and_the_oldest_groups_first() -> None:
     assert queue.next(99.0) is None, "one batch at a time"
 
 
+def test_batch_is_filled_to_its_last_token() -> None:
+    queue = queue_of()
+    serve(queue, 0)
+    for number, tokens in enumerate((60, 40, 1)):
+        queue.submit(request(number, 0, tokens=tokens))
+    assert [r.id for r in scored_by(queue, DELAY_S).requests] == [0, 1]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_answers_are_held_while_weights_arrive_only_where_that_is_asked_for(holds: bool) -> None:
+    queue = queue_of(holds_for_weights=holds)
+    serve(queue, 0)
+    queue.submit(request(1, 0))
+    queue.begin_load(1)
+    assert (queue.next(DELAY_S) is None) == holds
+    if holds:
+        queue.staged(DELAY_S)
+        assert [r.id for r in scored_by(queue, DELAY_S).requests] == [1]
+
+
 def test_sequence_larger_than_a_batch_is_scored_alone() -> None:
     queue = queue_of()
     serve(queue, 0)
@@ -167,6 +187,15 @@ def test_latest_waits_for_newer_weights_or_answers_with_the_old_ones_as_configur
         assert isinstance(answer, ScoringBatch) and (answer.version, answer.late) == (0, frozenset({1}))
     else:
         assert answer is None and queue.wake_at() is None
+
+
+@pytest.mark.parametrize("anchor", list(Anchor))
+def test_which_versions_are_waited_for_goes_by_the_anchor(anchor: Anchor) -> None:
+    queue = queue_of(anchor)
+    queue.begin_load(2)
+    queue.staged(0.0)
+    # Weights of 2 answer for 1 where the latest do; where each version is scored by its own, 1 is over.
+    assert [queue.submit(request(number, number)) for number in (1, 2, 3)] == [anchor is Anchor.LATEST, True, False]
 
 
 def test_weights_out_of_order_are_refused() -> None:
