@@ -32,7 +32,7 @@ def test_rewritten_answers_are_not_placed() -> None:
     assert place([part], PROMPT, [5, 9], [1, 1]) is None
     assert place([part], [1, 3], [5, 6], [1, 1]) is None
     assert place([part], PROMPT, [5, 6, 7], [1, 1, 1]) is None
-    assert place([part], PROMPT, [5, 6, 90, 8], [1, 1, 0, 1]) is None
+    assert place([Part(0, PROMPT, [5])], PROMPT, [5, 90, 91, 8], [1, 0, 0, 1]) is None
     assert place([Part(0, [1], [5, 6])], PROMPT, [5, 6], [1, 1]) is None
     assert place([Part(0, [*PROMPT, 9], [6])], PROMPT, [5], [0]) is None, "its context ends where the response does"
 
