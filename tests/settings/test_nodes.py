@@ -39,4 +39,6 @@ def test_what_is_wrong_with_a_node_is_said_with_its_address(fault: dict[str, Any
 def test_different_releases_of_verl_are_named_on_each_node() -> None:
     problems = node_problems([GOOD, replace(GOOD, address="10.0.0.2", verl="0.9.2")], "1.2", "/runs/a")
     assert len(problems) == 2 and all("0.9.1, 0.9.2" in problem for problem in problems)
-    assert all(problem in str(NodesNotReady(problems)) for problem in problems)
+    told = str(NodesNotReady(problems))
+    assert told.startswith("The run's processes cannot work on every node of the cluster:\n  - ")
+    assert all(problem in told for problem in problems)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from test_config import REWARD_MODEL, SERVERS, configured
+from test_config import JUDGE, REWARD_MODEL, SERVERS, configured
 
 from recipe.async_engine.settings.facts import NodeRoom, Resources
 from recipe.async_engine.settings.placement import Wanted, unplaceable, wanted
@@ -59,6 +60,23 @@ def test_parts_are_what_verl_reserves_larger_groups_first_and_the_trainer_before
     ]
 
 
+@pytest.mark.parametrize(
+    ("change", "servers"),
+    [
+        ({f"{JUDGE}.nnodes": 2, f"{JUDGE}.n_gpus_per_node": 4}, 4),
+        ({f"{JUDGE}.nnodes": None}, 0),
+        ({f"{JUDGE}.n_gpus_per_node": 0}, 0),
+        ({f"{JUDGE}.n_gpus_per_node": None}, 0),
+    ],
+)
+def test_a_reward_model_has_as_many_servers_as_its_accelerators_divide_into(
+    change: dict[str, Any], servers: int
+) -> None:
+    config = configured(REWARD_MODEL | change)
+    parts = wanted(config, read_settings(config)[0])
+    assert sum(item.pool.startswith("rollout_pool_reward_") for item in parts) == servers
+
+
 def test_nodes_are_compared_one_by_one_and_not_in_sum() -> None:
     trainer = part(8, groups=2, name="the training ranks")
     assert unplaceable([trainer], rooms(8, 8)) is None
@@ -76,6 +94,13 @@ def test_cpus_count_too_and_the_trainers_process_takes_one_beside_them() -> None
 
 def test_the_first_fitting_node_is_not_taken_where_another_leaves_room_for_the_rest() -> None:
     assert unplaceable([part(6), part(5), part(4), part(3), part(2)], rooms(10, 10)) is None
+    assert unplaceable([part(4), part(4), part(3), part(2), part(2)], rooms(10, 5)) is None
+
+
+def test_arrangements_that_come_to_the_same_are_tried_once() -> None:
+    full = [part(4, groups=10), part(3, groups=20)]
+    assert unplaceable(full, rooms(*[10] * 10)) is None
+    assert unplaceable([*full, lacking := part(2)], rooms(*[10] * 10)) is lacking
 
 
 def test_only_what_fits_in_no_arrangement_is_refused() -> None:

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.settings.facts import FileFact
+from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.settings.v1_validation import MANAGER, read_v1
+from recipe.async_engine.settings.sections import RolloutResources
+from recipe.async_engine.settings.v1_validation import MANAGER, as_placed, judge_v1, read_v1
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVERS = "model_engine_server"
@@ -77,3 +80,39 @@ def test_what_verls_separate_trainer_asserts_with_ray_up_is_refused_by_name() ->
         f"{ROLLOUT}.n_gpus_per_node": "an integer >= 1",
         f"{ROLLOUT}.checkpoint_engine.backend": "a backend that reaches other processes",
     }
+
+
+@pytest.mark.parametrize("lacking", ["parameter_sync_step", "ppo_mini_batch_size"])
+def test_batch_of_verls_separate_trainer_is_judged_where_both_of_its_factors_are_known(lacking: str) -> None:
+    settings = config(nnodes=1, n_gpus_per_node=2)
+    settings["data"] = {"train_batch_size": 100}
+    if lacking != "ppo_mini_batch_size":
+        settings["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 32
+    if lacking != "parameter_sync_step":
+        settings["trainer"]["v1"] = {"separate_async": {"parameter_sync_step": 4}}
+    assert judge_v1(settings, "separate_async")[0] == []
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "recipe_gloo"), ("cuda", "nccl")])
+def test_verls_separate_trainer_needs_a_backend_that_leaves_its_process(device: str, backend: str) -> None:
+    alone = {"servers": {"backend": "disabled"}, "nnodes": 1, "n_gpus_per_node": 2}
+    assert judge_v1(config(device, checkpoint_engine={"backend": backend}, **alone), "separate_async")[0] == []
+    (problem,) = judge_v1(config(device, checkpoint_engine={"backend": "naive"}, **alone), "separate_async")[0]
+    assert f"set {ROLLOUT}.checkpoint_engine.backend={backend}." in str(problem)
+
+
+@pytest.mark.parametrize(("trainer", "placement"), [("separate_async", "separate"), ("colocate_async", "shared")])
+def test_where_verls_trainers_generate_is_by_their_name_and_verls_own_defaults(trainer: str, placement: str) -> None:
+    for sizes, expected in (
+        ({}, RolloutResources(1, 8)),
+        ({"nnodes": 3, "n_gpus_per_node": 2}, RolloutResources(3, 2)),
+    ):
+        settings = as_placed(judge_v1(config(**sizes), "")[1], trainer).settings
+        assert (settings.rollout, settings.async_training.placement) == (expected, placement)
+
+
+def test_a_model_that_does_not_divide_is_refused_for_verls_trainers_too() -> None:
+    # 14 attention heads.
+    model = FileFact("actor_rollout_ref.model.path", "x", "model", model_config=known_model("Qwen/Qwen2.5-0.5B"))
+    problems, _ = judge_v1(config(tensor_model_parallel_size=4), "", files=[model])
+    assert [problem.setting for problem in problems] == [f"{ROLLOUT}.tensor_model_parallel_size"]
