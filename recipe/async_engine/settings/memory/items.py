@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Amounts of memory by what takes them, and by the moment at which they are there together."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -64,10 +63,6 @@ class Part:
 def listed(*items: Item | None) -> tuple[Item, ...]:
     """Those that take anything."""
     return tuple(item for item in items if item is not None and item.bytes > 0)
-
-
-def total(items: Iterable[Item]) -> int:
-    return sum(item.bytes for item in items)
 
 
 def gib(amount: int) -> str:
