@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One weight sync through the checkpoint engine `recipe_gloo`, against a plain copy of the same bytes in memory.
 
-    python benchmarks/weight_sync.py [--repeats 7] [--replicas 1]
+    python benchmarks/weight_sync.py [--repeats 7] [--replicas 1] [--bucket-mib 64]
 
 Sender and receivers are processes of their own; a receiver copies each tensor out of its bucket into a buffer of its
 own, as an engine that loads it would. Both sum the bits, and the sums are compared. Shapes: a tiny model, and a
@@ -26,7 +26,6 @@ import torch
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum, SummedSender
 from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
 
-BUCKET_BYTES = 64 << 20
 ANSWER_S = 300
 
 
@@ -65,9 +64,9 @@ def tensors(model: str, fill: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, fill, dtype=dtype) for name, shape in rows}
 
 
-def member(pipe: Any, is_master: bool, model: str) -> None:
+def member(pipe: Any, is_master: bool, model: str, bucket_bytes: int) -> None:
     """One process: a command in, its answer out."""
-    engine = GlooCheckpointEngine(BUCKET_BYTES, is_master=is_master, timeout_s=120.0, connect_timeout_s=30.0)
+    engine = GlooCheckpointEngine(bucket_bytes, is_master=is_master, timeout_s=120.0, connect_timeout_s=30.0)
     sender = SummedSender(engine)
     own = tensors(model, 1.0 if is_master else 0.0)
 
@@ -94,10 +93,10 @@ def member(pipe: Any, is_master: bool, model: str) -> None:
 
 
 class Member:
-    def __init__(self, is_master: bool, model: str) -> None:
+    def __init__(self, is_master: bool, model: str, bucket_bytes: int) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, far_end = context.Pipe()
-        context.Process(target=member, args=(far_end, is_master, model), daemon=True).start()
+        context.Process(target=member, args=(far_end, is_master, model, bucket_bytes), daemon=True).start()
 
     def start(self, command: str, **arguments: Any) -> None:
         self.pipe.send((command, arguments))
@@ -145,11 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--bucket-mib", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for model in MODELS:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors(model, 0.0).values())
-        members = [Member(place == 0, model) for place in range(1 + arguments.replicas)]
+        members = [Member(place == 0, model, arguments.bucket_mib << 20) for place in range(1 + arguments.replicas)]
         connect(members)
         sync(members, 0)
         syncs, copies = [], []
