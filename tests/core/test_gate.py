@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -187,6 +188,18 @@ def test_state_that_breaks_the_invariant_is_refused() -> None:
         StalenessGate(settings(), version=-1)
     with pytest.raises(SettingError, match="batches_taken"):
         StalenessGate(settings(), batches_taken=-1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda gate: gate.remove(1), lambda gate: gate.move(0, 1), lambda gate: gate.announce()],
+    ids=["remove", "move", "announce"],
+)
+def test_state_that_somebody_else_broke_is_noticed_at_the_next_change(call: Callable[[StalenessGate], object]) -> None:
+    gate = StalenessGate(settings(b=1, bound=1), version=1, starts=[0, 1])
+    gate.version = 2  # not sealed
+    with pytest.raises(StalenessViolation, match="live groups start at version"):
+        call(gate)
 
 
 def test_removing_a_group_that_is_not_live_is_refused() -> None:

@@ -314,6 +314,15 @@ def test_tampered_ledger_is_noticed() -> None:
     assert issubclass(LedgerIdentityError, LedgerError)
 
 
+def test_books_that_do_not_agree_are_noticed_at_the_step() -> None:
+    ledger = SampleLedger(TWO_AHEAD)
+    ready(ledger, issue(ledger, 2))
+    ledger.take()
+    ledger.staleness[0] += 1
+    with pytest.raises(LedgerIdentityError, match="every trained group's staleness is recorded"):
+        ledger.mark_trained()
+
+
 def test_group_counted_in_another_state_is_noticed() -> None:
     ledger = SampleLedger(TWO_AHEAD)
     group = issue(ledger, 2)[0]
