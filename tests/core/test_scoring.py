@@ -216,8 +216,8 @@ def test_weights_out_of_order_are_refused() -> None:
 class Server(RuleBasedStateMachine):
     """Any order of events; an owner that does what it is told."""
 
-    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans(), holds=st.booleans())
-    def start(self, anchor: Anchor, stale: bool, holds: bool) -> None:
+    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans(), holds=st.booleans(), serves=st.booleans())
+    def start(self, anchor: Anchor, stale: bool, holds: bool, serves: bool) -> None:
         self.anchor, self.stale, self.holds = anchor, stale, holds
         self.queue = queue_of(anchor, answer_stale=stale, holds_for_weights=holds)
         self.now, self.version, self.numbers = 0.0, -1, 0
@@ -226,6 +226,9 @@ class Server(RuleBasedStateMachine):
         self.loading = self.receiving = False
         self.staged_at: float | None = None
         self.refused: int | None = None
+        if serves:
+            serve(self.queue, 0)
+            self.version = 0
 
     @rule(seconds=st.floats(0.0, 4.0))
     def pass_time(self, seconds: float) -> None:
@@ -252,12 +255,21 @@ class Server(RuleBasedStateMachine):
         del self.waiting[number]
         assert not self.queue.withdraw(number)
 
-    @precondition(lambda self: not self.loading)
     @rule()
-    def begin_load(self) -> None:
-        self.version += 1
-        self.queue.begin_load(self.version)
-        self.loading = True
+    def next_weights_come_nearer(self) -> None:
+        """They are announced, then sent, then complete."""
+        if not self.loading:
+            self.version += 1
+            self.queue.begin_load(self.version)
+            self.loading = True
+        elif self.receiving:
+            self.queue.staged(self.now)
+            self.loading = self.receiving = False
+            self.staged_at = self.now
+            self.refused = None
+        elif self.queue.may_stage:
+            assert not (self.holds and self.running)
+            self.receiving = True
 
     @precondition(lambda self: self.loading)
     @rule()
@@ -268,20 +280,6 @@ class Server(RuleBasedStateMachine):
             assert newest is None or self.waiting[lost.id].version > newest
             del self.waiting[lost.id]
         self.loading = self.receiving = False
-
-    @precondition(lambda self: self.loading and self.queue.may_stage)
-    @rule()
-    def receive(self) -> None:
-        assert not (self.holds and self.running)
-        self.receiving = True
-
-    @precondition(lambda self: self.receiving)
-    @rule()
-    def complete_load(self) -> None:
-        self.queue.staged(self.now)
-        self.loading = self.receiving = False
-        self.staged_at = self.now
-        self.refused = None
 
     @precondition(lambda self: not self.loading and self.version >= 0)
     @rule()
