@@ -19,20 +19,22 @@ from recipe.async_engine.settings.memory.estimate import ERROR
 from recipe.async_engine.settings.memory.items import GIB
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.memory.model import shape_of
+from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.validation import judge
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# As their authors publish them, in billions.
+# As their authors publish them, in billions, and as transformers makes them (counted on its `meta` device).
 PARAMETERS = {
-    "Qwen/Qwen2.5-0.5B": 0.49,
-    "Qwen/Qwen2.5-1.5B": 1.54,
-    "Qwen/Qwen2.5-3B": 3.09,
-    "Qwen/Qwen2.5-7B-Instruct": 7.61,
-    "Qwen/Qwen3-4B-Base": 4.0,
-    "Qwen/Qwen3-8B": 8.2,
-    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen2.5-0.5B": (0.49, 494_032_768),
+    "Qwen/Qwen2.5-1.5B": (1.54, 1_543_714_304),
+    "Qwen/Qwen2.5-3B": (3.09, 3_085_938_688),
+    "Qwen/Qwen2.5-7B-Instruct": (7.61, 7_615_616_512),
+    "Qwen/Qwen3-4B-Base": (4.0, 4_022_468_096),
+    "Qwen/Qwen3-8B": (8.2, 8_190_735_360),
+    "Qwen/Qwen3-30B-A3B": (30.5, 30_532_122_624),
 }
 
 
@@ -44,7 +46,9 @@ def test_estimate_is_near_what_was_published_or_measured(figure: Figure) -> None
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_known_models_have_the_number_of_parameters_that_is_published(name: str) -> None:
-    assert round(known(name).parameters / 1e9, 2) == pytest.approx(PARAMETERS[name], abs=0.05)
+    billions, exactly = PARAMETERS[name]
+    assert known(name).parameters == exactly
+    assert round(exactly / 1e9, 2) == pytest.approx(billions, abs=0.05)
 
 
 def test_model_of_an_unknown_family_is_not_guessed() -> None:
@@ -53,13 +57,20 @@ def test_model_of_an_unknown_family_is_not_guessed() -> None:
     assert known_model("someone/else") is None
 
 
-def found(name: str, gib: float | None, changes: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Problems by setting, and warnings, of a changed configuration with a model on accelerators of a size."""
-    facts = [FileFact(f"{MODEL}.path", name, "model", model_config=known_model(name))]
+def judged(
+    name: str, changes: dict[str, Any], device_bytes: int | None = None
+) -> tuple[dict[str, Problem], RuleContext]:
+    """Problems by setting of a changed configuration with this model, and what the rules looked at."""
+    model = FileFact(f"{MODEL}.path", name, "model", model_config=known_model(name))
     base = {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True, f"{MODEL}.path": name}
-    there = Resources(None, None if gib is None else int(gib * GIB))
-    problems, context = judge(configured(base | changes), there, facts, 5000)
-    return {problem.setting: str(problem) for problem in problems}, models.warnings(context)
+    problems, context = judge(configured(base | changes), Resources(None, device_bytes), [model], 5000)
+    return {problem.setting: problem for problem in problems}, context
+
+
+def found(name: str, gib: float | None, changes: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Problems by setting, and warnings, in words, on accelerators of a size."""
+    problems, context = judged(name, changes, None if gib is None else int(gib * GIB))
+    return {setting: str(problem) for setting, problem in problems.items()}, models.warnings(context)
 
 
 def test_what_certainly_does_not_fit_is_refused_with_the_amounts_and_what_to_change() -> None:
@@ -174,8 +185,6 @@ def test_keeping_gradients_whole_until_the_last_micro_batch_is_seen() -> None:
 
 
 def update_items(changes: dict[str, Any]) -> dict[str, int]:
-    facts = [FileFact(f"{MODEL}.path", "x", "model", model_config=known_model("Qwen/Qwen2.5-3B"))]
-    base = {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}
-    _, context = judge(configured(base | changes), None, facts, 5000)
+    _, context = judged("Qwen/Qwen2.5-3B", changes)
     trainer = models.parts(context)[0]
     return {item.name: item.bytes for item in trainer.moments[0].items}

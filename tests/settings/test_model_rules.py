@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 from test_config import ACTOR, GAE, IN_TURNS, MEGATRON, MEGATRON_SERVERS, MODEL, PROXIMAL, ROLLOUT, configured, refused
+from test_memory import judged
 
-from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.memory.items import GIB
-from recipe.async_engine.settings.memory.known import known_model
-from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import models
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import read_settings
-from recipe.async_engine.settings.validation import judge
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 REF, CRITIC = "actor_rollout_ref.ref", "critic"
@@ -143,15 +141,6 @@ def test_micro_batches_that_have_no_size_no_room_or_do_not_divide_are_refused(
 )
 def test_sizes_that_fit_or_are_of_work_that_is_not_done_are_taken(changes: dict[str, Any]) -> None:
     assert refused(changes) == {}
-
-
-def judged(
-    name: str, changes: dict[str, Any], device_bytes: int | None = None
-) -> tuple[dict[str, Problem], RuleContext]:
-    model = FileFact(f"{MODEL}.path", name, "model", model_config=known_model(name))
-    base = {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}
-    problems, found = judge(configured(base | changes), Resources(None, device_bytes), [model], 5000)
-    return {problem.setting: problem for problem in problems}, found
 
 
 PIPELINE = {"trainer.n_gpus_per_node": 10, f"{ACTOR}.ppo_mini_batch_size": 20}

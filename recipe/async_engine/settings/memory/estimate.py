@@ -3,8 +3,8 @@
 
 Contract: `parts_of` names every part that takes accelerators with the moments that matter, `verdicts` compares them
 with a device. A part is refused if what is certain does not fit, or if the whole does not fit by more than an estimate
-may be wrong; from `NEAR` of the device on there is a warning. Shown by tests/settings/test_memory.py; docs/memory.md
-has estimates beside published and measured figures.
+may be wrong; beyond `NEAR` of the device there is a warning. Shown by tests/settings/test_memory.py and
+test_memory_parts.py; docs/memory.md has estimates beside published and measured figures.
 """
 
 from collections.abc import Iterator, Mapping

@@ -3,7 +3,7 @@
 
 Contract: `shape_of` reads the config.json of the families in `FAMILIES` and counts exactly the parameters that
 transformers makes; of any other model it returns None, since a guess would be worse. Shown by
-tests/settings/test_memory.py.
+tests/settings/test_memory.py and test_memory_parts.py.
 """
 
 from collections.abc import Mapping
