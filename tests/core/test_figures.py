@@ -52,7 +52,8 @@ def test_the_four_largest_shares_are_said_and_none_that_rounds_to_nothing() -> N
         return dict(sides({f"{SHARE}{phase}": share for phase, share in shares.items()}))["trainer"]
 
     assert said(a=0.4, b=0.25, c=0.2, d=0.1, e=0.05) == "a 40%, b 25%, c 20%, d 10%"
-    assert said(a=0.996, b=0.004) == "a 100%"
+    assert said(a=0.995, b=0.005) == "a 100%"
+    assert said(a=0.994, b=0.006) == "a 99%, b 1%"
 
 
 def test_every_metric_has_its_row_in_the_documentation_and_its_place_on_the_board() -> None:

@@ -236,8 +236,8 @@ class Turns(RuleBasedStateMachine):
         self.manager = PromptManager(SampleLedger(self.settings), size, slots)
         self.prompts = 0
         self.versions: dict[int, int] = {}
-        self.running: list[Trajectory] = []
         self.trained = 0
+        self.manager.open_turn()
 
     def _open_group_ids(self) -> list[int]:
         return [group.id for group in self.manager.ledger.in_state(GroupState.RUNNING)]
@@ -286,8 +286,19 @@ class Turns(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         for group_id in self._open_group_ids():
-            states = {self.manager.state(Trajectory(group_id, index)) for index in range(self.manager.group_size)}
-            if states == {TrajectoryState.SAMPLED}:
+            if self._states(group_id) == {TrajectoryState.SAMPLED}:
+                self.manager.complete(group_id, self.versions[group_id])
+
+    def _states(self, group_id: int) -> set[TrajectoryState]:
+        return {self.manager.state(Trajectory(group_id, index)) for index in range(self.manager.group_size)}
+
+    def _sample_a_batch(self) -> None:
+        """The last tokens of the groups that began first, until there is a batch or no more of them began."""
+        for group_id in self._open_group_ids():
+            if self.manager.ledger.next_batch() is None and TrajectoryState.PENDING not in self._states(group_id):
+                for index in range(self.manager.group_size):
+                    if self.manager.state(Trajectory(group_id, index)) is not TrajectoryState.SAMPLED:
+                        self.manager.sampled(Trajectory(group_id, index))
                 self.manager.complete(group_id, self.versions[group_id])
 
     @rule(data=st.data())
@@ -303,11 +314,12 @@ class Turns(RuleBasedStateMachine):
             self.manager.forget(group_id)
             self.manager.ledger.fail(group_id, "test")
 
-    @rule()
+    @rule(next_one=st.booleans())
     @precondition(lambda self: self.manager.is_open)
-    def close(self) -> None:
+    def close(self, next_one: bool) -> None:
         """A turn ends with its batch; the ledger's own checks raise if a group were past its bound."""
         ledger = self.manager.ledger
+        self._sample_a_batch()
         if ledger.next_batch() is None:
             return
         ledger.take()
@@ -316,6 +328,8 @@ class Turns(RuleBasedStateMachine):
         ledger.seal()
         ledger.announce()
         self.trained += self.settings.batch_groups
+        if next_one:
+            self.manager.open_turn()
 
     @rule()
     @precondition(lambda self: not self.manager.is_open)

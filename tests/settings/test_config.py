@@ -394,6 +394,13 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "0 with LoRA",
         ),
         (
+            MEGATRON
+            | SERVERS
+            | {REFERENCE: 1, KL: True, "actor_rollout_ref.model": {"lora": {"rank": 8, "merge": True}}},
+            REFERENCE,
+            "0 with LoRA",
+        ),
+        (
             SERVERS
             | {
                 "model_engine_server.n_gpus_per_node": 3,

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 from memory_figures import known
-from test_config import ACTOR, DELTA, GAE, IN_TURNS, MEGATRON, MERGED, MODEL, PROXIMAL, ROLLOUT, SERVERS, configured
+from test_config import (
+    ACTOR,
+    DELTA,
+    GAE,
+    IN_TURNS,
+    MEGATRON,
+    MEGATRON_SERVERS,
+    MERGED,
+    MODEL,
+    PROXIMAL,
+    ROLLOUT,
+    SERVERS,
+    configured,
+)
 
 from recipe.async_engine.settings.memory.engines import (
     actor_rank,
@@ -184,6 +197,14 @@ def test_ranks_of_a_log_prob_server_share_a_batch_down_to_the_longest_sequence(s
     assert amounts(rank.forward)["logits"] == tokens * 100_000 * 2
 
 
+def test_megatrons_log_prob_servers_have_no_logits_with_fused_kernels() -> None:
+    for fused, logits in ((False, 8 * 100_000 * 10), (True, 0)):
+        sizes = {f"{MODEL}.use_fused_kernels": fused, "model_engine_server.max_batch_tokens": 8}
+        config = configured(MEGATRON_SERVERS | sizes)
+        rank = server_rank(config, read_settings(config)[0].servers, SHAPE)
+        assert amounts(rank.forward).get("logits", 0) == logits
+
+
 def test_room_of_an_engines_cache() -> None:
     assert Engine(weights=300, share=0.5, token_bytes=7).cache_tokens(1000) == 28
     assert Engine(weights=300, share=0.5, token_bytes=1).cache_tokens(500) == 0
@@ -275,6 +296,20 @@ def test_reference_policy_computes_beside_the_actor_unless_the_actors_base_is_it
     assert set(training(MERGED)) == {"update", "log-probs"}
 
 
+@pytest.mark.parametrize("placed", [{}, IN_TURNS])
+def test_hosts_have_what_is_offloaded_of_each_model(placed: dict[str, Any]) -> None:
+    name = "accelerator in turns" if placed else "trainer rank"
+    kept = parts(placed | GAE | {KL: True}, critic=SHAPE)[name]
+    assert amounts(kept.host) == {"weights of the reference policy": PARAMETERS // 4 * 4}
+    offloads = {f"{FSDP}.param_offload": True, "critic.fsdp.optimizer_offload": True}
+    offloaded = parts(placed | GAE | {KL: True} | offloads, critic=SHAPE)[name]
+    assert amounts(offloaded.host) == {
+        "weights": PARAMETERS // 4 * 4,
+        "optimizer of the critic": 2 * 4 * (802_384 // 4),
+        "weights of the reference policy": PARAMETERS // 4 * 4,
+    }
+
+
 def test_copies_of_the_weights_in_host_memory() -> None:
     full, delta, inline = parts({}), parts(DELTA), parts({"async_training.weights.publish": "inline"})
     copies = [[item.bytes for item in found["trainer rank"].host_once] for found in (full, delta, inline)]
@@ -296,10 +331,16 @@ def test_accelerators_in_turns_hold_what_the_other_side_keeps() -> None:
     shared = parts(IN_TURNS | GAE, critic=SHAPE)["accelerator in turns"]
     moments = {moment.name: amounts(moment.items) for moment in shared.moments}
     assert moments["handing weights over"]["gathered parameters"] == 2 * 2 * 800_000
-    assert {"weights of the critic", "optimizer of the critic"} <= moments["generation"].keys()
     assert f"{FSDP}.param_offload" in shared.settings
     for alone in (parts(IN_TURNS | GAE), parts(IN_TURNS, critic=SHAPE)):
         (resting,) = (moment for moment in alone["accelerator in turns"].moments if moment.name == "generation")
         assert "weights of the critic" not in amounts(resting.items)
-    megatron = parts(IN_TURNS | MEGATRON)["accelerator in turns"]
+    for moment in ("handing weights over", "generation"):
+        assert {"weights of the critic", "optimizer of the critic"} <= moments[moment].keys()
+    reference = {KL: True, "actor_rollout_ref.ref.strategy": "megatron"}
+    megatron = parts(IN_TURNS | MEGATRON | reference)["accelerator in turns"]
+    # Megatron's stays on the device, where FSDP2's is in host memory.
+    for moment in megatron.moments:
+        kept = amounts(moment.items)
+        assert ("weights of the reference policy" in kept) is (moment.name != "log-probs of the reference policy")
     assert f"{ACTOR}.megatron.param_offload" in megatron.settings

@@ -81,7 +81,7 @@ def _trainer(figures: Figures) -> str:
     largest = sorted(shares.items(), key=lambda share: -share[1])[:4]
     return _joined(
         figures.get(TRAINER_DOES),
-        ", ".join(f"{phase} {share:.0%}" for phase, share in largest if share >= 0.005),
+        ", ".join(f"{phase} {share:.0%}" for phase, share in largest if share > 0.005),
         _said(figures, STEP, "step {:.0f}"),
         _said(figures, f"{COUNT}current_param_version", "version {:.0f}"),
     )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from recipe.async_engine.settings.fields import is_count
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SHARED, AsyncTraining, Settings, lookup, read_settings
@@ -16,6 +17,7 @@ from recipe.async_engine.settings.sections import SHARED, AsyncTraining, Setting
 # Versions that a group may be old by default: more than a long answer needs, and no more than learning allows
 # (docs/benchmarks.md, "Learning by mode and bound").
 USUAL_BOUND = 4
+MODEL = "actor_rollout_ref.model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +43,28 @@ def has_critic(config: Mapping[str, Any]) -> bool:
     """Whether verl trains a critic (verl/trainer/ppo/utils.py:96)."""
     enabled = lookup(config, "critic.enable")
     return bool(lookup(config, "algorithm.adv_estimator") == "gae" if enabled is None else enabled)
+
+
+def adapter_rank(config: Mapping[str, Any]) -> int:
+    """Rank of the LoRA adapters that are trained; 0 without. Each training engine has its own name for it."""
+    ranks = (lookup(config, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank"))
+    return max((rank for rank in ranks if is_count(rank)), default=0)
+
+
+def has_adapter(config: Mapping[str, Any]) -> bool:
+    """Whether verl trains adapters, whose base is the reference policy (verl/trainer/ppo/ray_trainer.py:360)."""
+    return adapter_rank(config) > 0 or lookup(config, f"{MODEL}.lora_adapter_path") is not None
+
+
+def uses_kl(config: Mapping[str, Any]) -> bool:
+    """Whether a reference policy is asked for log-probs (verl/trainer/ppo/utils.py:75)."""
+    actor = "actor_rollout_ref.actor"
+    return bool(lookup(config, "algorithm.use_kl_in_reward") or lookup(config, f"{actor}.use_kl_loss"))
+
+
+def has_reference(config: Mapping[str, Any]) -> bool:
+    """Whether the trainer's workers keep a reference policy of their own."""
+    return uses_kl(config) and not has_adapter(config)
 
 
 def staleness_bound(training: AsyncTraining) -> int:

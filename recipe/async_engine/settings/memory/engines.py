@@ -16,7 +16,7 @@ from recipe.async_engine.settings.memory.training import (
     fsdp_rank,
     megatron_rank,
 )
-from recipe.async_engine.settings.plan import trainer_ranks
+from recipe.async_engine.settings.plan import adapter_rank, trainer_ranks
 from recipe.async_engine.settings.sections import lookup
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -94,11 +94,11 @@ def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
 def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: ModelShape) -> Rank:
     """One rank of a log-prob server: it keeps its weights on the device, and only computes forward passes."""
     section = f"{SERVERS}.engine"
-    megatron = servers.backend == "megatron"
+    megatron = is_megatron(config, SERVERS)
     layout = _megatron(config, section, servers.ranks, None, False) if megatron else None
     copies = servers.ranks // (layout.tensor * layout.pipeline * layout.context) if layout else servers.ranks
     tokens = max(-(-servers.max_batch_tokens // max(copies, 1)), min(longest(config), servers.max_batch_tokens))
-    forward = Work(tokens, 10 if megatron else _logit_bytes(config, SERVERS, True, differentiated=False))
+    forward = Work(tokens, _logit_bytes(config, SERVERS, True, differentiated=False))
     if layout is not None:
         return megatron_rank(shape, layout, None, forward)
     model_bytes = dtype_bytes(lookup(config, f"{section}.model_dtype"))
@@ -108,7 +108,8 @@ def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: Model
 
 
 def is_megatron(config: Mapping[str, Any], section: str) -> bool:
-    return bool(lookup(config, f"{section}.strategy") == "megatron")
+    setting = "backend" if section == SERVERS else "strategy"
+    return bool(lookup(config, f"{section}.{setting}") == "megatron")
 
 
 def sequence_shares(config: Mapping[str, Any], section: str) -> int:
@@ -197,6 +198,5 @@ def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
 
 def _trained(config: Mapping[str, Any], shape: ModelShape) -> int | None:
     """Parameters of the adapters, with LoRA."""
-    name = "lora.rank" if is_megatron(config, ACTOR) else "lora_rank"
-    rank = int(lookup(config, f"{MODEL}.{name}") or 0)
-    return shape.lora_parameters(rank) if rank > 0 else None
+    rank = adapter_rank(config)
+    return shape.lora_parameters(rank) if rank else None

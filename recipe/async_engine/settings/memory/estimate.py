@@ -36,6 +36,7 @@ from recipe.async_engine.settings.memory.model import ModelShape
 from recipe.async_engine.settings.memory.training import CONTEXT, Rank
 from recipe.async_engine.settings.plan import (
     has_critic,
+    has_reference,
     proximal_source,
     rollout_accelerators,
     trainer_ranks,
@@ -45,6 +46,7 @@ from recipe.async_engine.settings.sections import SHARED, Settings, lookup
 # An estimate may be wrong by so much (docs/memory.md).
 ERROR = 0.15
 NEAR = 0.92
+POLICY, REFERENCE = "actor", "reference policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +103,36 @@ class _Run:
         """Training ranks with accelerators of their own, which send weights while they train."""
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
-        actor = actor_rank(self.config, self.models.policy)
-        return Part(
-            "trainer rank", trainer_ranks(self.config), moments, self._less_training(), actor.host, self._snapshot()
-        )
+        devices, settings = trainer_ranks(self.config), self._less_training()
+        return Part("trainer rank", devices, moments, settings, self._on_host(), self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
         """What a rank does, beside what its other models keep on the device meanwhile."""
-        ranks = {"actor": actor_rank(self.config, self.models.policy)}
+        for name, rank in self._ranks().items():
+            rest = self._beside(name)
+            if name != REFERENCE:
+                yield Moment("update" if name == POLICY else f"update of the {name}", (*rank.updating, *rest))
+            if name == REFERENCE or (name == POLICY and self._scores):
+                yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
+
+    def _ranks(self) -> dict[str, Rank]:
+        """The models of a training rank."""
+        ranks = {POLICY: actor_rank(self.config, self.models.policy)}
         if has_critic(self.config) and self.models.critic is not None:
             ranks["critic"] = critic_rank(self.config, self.models.critic)
-        referred = self.get("algorithm.use_kl_in_reward") or self.get(f"{ACTOR}.use_kl_loss")
-        if referred and not self._adapters:
-            ranks["reference policy"] = reference_rank(self.config, self.models.policy)
-        for name, rank in ranks.items():
-            others = [(other, ranks[other]) for other in ranks if other != name]
-            rest = tuple(_of(other, item) for other, idle in others for item in idle.at_rest)
-            if name != "reference policy":
-                yield Moment("update" if name == "actor" else "update of the critic", (*rank.updating, *rest))
-            if name == "reference policy" or (name == "actor" and self._scores):
-                what = "log-probs" if name == "actor" else "log-probs of the reference policy"
-                yield Moment(what, (*rank.scoring, *rest))
+        if has_reference(self.config):
+            ranks[REFERENCE] = reference_rank(self.config, self.models.policy)
+        return ranks
 
-    @property
-    def _adapters(self) -> bool:
-        name = "lora.rank" if is_megatron(self.config, ACTOR) else "lora_rank"
-        return bool(self.get(f"{MODEL}.{name}"))
+    def _beside(self, working: str) -> tuple[Item, ...]:
+        """What the other models of a training rank keep on its device."""
+        others = ((name, rank) for name, rank in self._ranks().items() if name != working)
+        return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
+
+    def _on_host(self) -> tuple[Item, ...]:
+        """What the models of a training rank keep in host memory."""
+        policy, *others = self._ranks().items()
+        return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
 
     @property
     def _scores(self) -> bool:
@@ -216,21 +222,15 @@ class _Run:
         bucket = Item("weight-sync bucket", bucket_bytes(self.config))
         whole = Item("gathered parameters", 2 * self.models.policy.embedding * 2, certain=False)
         states = listed(Item("weights", actor.weights), None if actor.optimizer_rest else _optimizer(actor))
-        handing = (*states, Item("rollout engine: weights", engine.weights), bucket, whole, CONTEXT)
-        resting = (*actor.at_rest, *self._idle(), *self._engine(), CONTEXT)
+        others = self._beside(POLICY)
+        handing = (*states, *others, Item("rollout engine: weights", engine.weights), bucket, whole, CONTEXT)
+        resting = (*actor.at_rest, *others, *self._engine(), CONTEXT)
         moments = (*turns, Moment("handing weights over", handing), Moment("generation", resting))
         engine_settings = f"{ACTOR}.megatron" if is_megatron(self.config, ACTOR) else f"{ACTOR}.fsdp_config"
         offload = (f"{engine_settings}.param_offload", f"{engine_settings}.optimizer_offload")
         settings = (f"{ROLLOUT}.gpu_memory_utilization", *offload, *self._less_training())
-        return Part(
-            "accelerator in turns", trainer_ranks(self.config), moments, settings, actor.host, notes=self._cache()
-        )
-
-    def _idle(self) -> tuple[Item, ...]:
-        """What the critic keeps on the device while engines generate."""
-        if not has_critic(self.config) or self.models.critic is None:
-            return ()
-        return tuple(_of("critic", item) for item in critic_rank(self.config, self.models.critic).at_rest)
+        devices, host = trainer_ranks(self.config), self._on_host()
+        return Part("accelerator in turns", devices, moments, settings, host, notes=self._cache())
 
 
 def _of(name: str, item: Item) -> Item:

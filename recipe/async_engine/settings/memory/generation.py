@@ -13,7 +13,7 @@ from recipe.async_engine.settings.sections import lookup
 
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # What a vLLM engine keeps while it sleeps (context, graphs, NCCL): 0.8 GiB alone and 2.4 with tensor parallelism were
-# reported (NVIDIA-NeMo/RL#223).
+# reported (NVIDIA-NeMo/RL#223); any engine of several accelerators is taken to keep as much.
 ASLEEP = {False: GIB, True: 5 * GIB // 2}
 
 

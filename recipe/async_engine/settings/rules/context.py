@@ -9,7 +9,7 @@ from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import is_count, render
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.memory.model import ModelShape, shape_of
-from recipe.async_engine.settings.plan import batch_size, has_critic, proximal_source
+from recipe.async_engine.settings.plan import batch_size, has_critic, has_reference, proximal_source
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.sections import Settings, lookup
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
@@ -68,10 +68,7 @@ class RuleContext:
     @property
     def uses_reference(self) -> bool:
         """Whether the trainer's workers keep a reference policy of their own; with LoRA it is the actor's base."""
-        model = "actor_rollout_ref.model"
-        adapters = self.count(f"{model}.lora_rank") or self.count(f"{model}.lora.rank")
-        asked = self.get(f"{ACTOR}.use_kl_loss") or self.get("algorithm.use_kl_in_reward")
-        return bool(asked and not adapters and not self.get(f"{model}.lora_adapter_path"))
+        return has_reference(self.config)
 
     @property
     def trainer_scores(self) -> bool:

@@ -17,6 +17,8 @@ from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
+STAGES_OF_THEIR_OWN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 POLICY, SERVER_ENGINE = "actor_rollout_ref.model.path", "model_engine_server.engine"
 
 
@@ -36,14 +38,44 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
     yield from _divides(context, f"{section}.tensor_model_parallel_size", shape.heads, "attention heads")
-    if not context.get(f"{section}.override_transformer_config.num_layers_in_first_pipeline_stage"):
-        yield from _divides(context, f"{section}.pipeline_model_parallel_size", shape.layers, "layers")
+    yield from _stages(context, section, shape.layers)
     experts = context.count(f"{section}.expert_model_parallel_size") or 1
     if experts > 1 and not shape.experts:
         setting = f"{section}.expert_model_parallel_size"
         yield context.problem(setting, "1 with a model without experts", "Remove it.")
     elif shape.experts:
         yield from _divides(context, f"{section}.expert_model_parallel_size", shape.experts, "experts")
+
+
+def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
+    """What Megatron asks of the layers of pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
+
+    The first and the last stage may have a number of their own, or embedding and loss count as a layer each; the others
+    have equal numbers. A layout that names the layers of each stage is checked by Megatron alone.
+    """
+    layout = f"{section}.override_transformer_config"
+    if context.get(f"{layout}.pipeline_model_parallel_layout"):
+        return
+    ends = {name: count for name in STAGES_OF_THEIR_OWN if (count := context.count(f"{layout}.{name}"))}
+    more = [name for name in COUNTED_AS_LAYERS if context.get(f"{layout}.{name}")]
+    if ends and more:
+        advice = f"Megatron takes only one of the two: remove it or {', '.join(ends)}."
+        yield context.problem(f"{layout}.{more[0]}", f"false with {', '.join(ends)}", advice)
+        return
+    setting, chunks = (f"{section}.{kind}pipeline_model_parallel_size" for kind in ("", "virtual_"))
+    size = context.count(setting) or 1
+    stages, left = size - len(ends), layers + len(more) - sum(ends.values())
+    if not (stages == left == 0 or (stages > 0 < left and left % stages == 0)):
+        among = f"{stages} other stages" if ends else "its stages"
+        advice = f"Or give a stage a number of its own: {layout}.{STAGES_OF_THEIR_OWN[0]}."
+        yield context.problem(setting, f"such that {left} layers divide equally among {among}", advice)
+    elif virtual := context.count(chunks):
+        counts = {*ends.values(), left // stages} if stages else {*ends.values()}
+        if size == 1:
+            yield context.problem(chunks, f"null with {setting}=1", "One stage has no chunks to take turns: remove it.")
+        elif any(count % virtual for count in counts):
+            allowed = f"a divisor of the layers of each stage, {' and '.join(map(str, sorted(counts)))}"
+            yield context.problem(chunks, allowed, "A stage is divided into as many chunks, which take turns.")
 
 
 def _divides(context: RuleContext, setting: str, whole: int, what: str) -> Iterator[Problem]:

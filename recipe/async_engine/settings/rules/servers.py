@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.plan import proximal_source
+from recipe.async_engine.settings.plan import has_adapter, proximal_source, uses_kl
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
@@ -79,10 +79,9 @@ def _reference(context: RuleContext) -> Iterator[Problem]:
     if not servers.enabled:
         advice = "Add model_engine_server=fsdp2 or model_engine_server=megatron, or remove it."
         yield context.problem(setting, "0 without log-prob servers", advice)
-    if not (context.get(f"{ACTOR}.use_kl_loss") or context.get("algorithm.use_kl_in_reward")):
+    if not uses_kl(context.config):
         advice = f"Nobody would ask them: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, or remove it."
         yield context.problem(setting, "0 where no reference policy is used", advice)
-    model = "actor_rollout_ref.model"
-    if context.count(f"{model}.lora_rank") or context.get(f"{model}.lora_adapter_path"):
+    if has_adapter(context.config):
         advice = "With LoRA the reference policy is the actor without its adapter, and needs no weights of its own."
         yield context.problem(setting, "0 with LoRA", advice)
