@@ -22,7 +22,7 @@ from recipe.async_engine.settings.memory.items import GIB
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.plan import plan_of, rollout_accelerators
 from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED, lookup
 from recipe.async_engine.settings.v1_validation import as_placed, judge_v1
@@ -79,7 +79,7 @@ def taken(context: RuleContext) -> int:
 def test_command_is_accepted_by_the_rules_and_by_verls_own_types(command: Command) -> None:
     problems, context = judged(command)
     assert list(map(str, problems)) == []
-    assert models.warnings(context) == []
+    assert memory.warnings(context) == []
     if command.is_stock and command.flag not in MODES:
         return
     plan = plan_of(context.config, context.settings, ROWS)
@@ -88,7 +88,7 @@ def test_command_is_accepted_by_the_rules_and_by_verls_own_types(command: Comman
     assert (plan.proximal is Proximal.SERVER) == servers.enabled
     if context.on_cpu:
         return
-    assert models.parts(context), "its memory is not estimated"
+    assert memory.parts(context), "its memory is not estimated"
     named = re.search(r"_(\d+(?:_\d+)*)\.sh", command.where)
     if named is not None:
         accelerators = sum(map(int, named[1].split("_")))

@@ -20,7 +20,7 @@ from recipe.async_engine.settings.memory.items import GIB
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.memory.model import shape_of
 from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.validation import judge
 
@@ -70,7 +70,7 @@ def judged(
 def found(name: str, gib: float | None, changes: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Problems by setting, and warnings, in words, on accelerators of a size."""
     problems, context = judged(name, changes, None if gib is None else int(gib * GIB))
-    return {setting: str(problem) for setting, problem in problems.items()}, models.warnings(context)
+    return {setting: str(problem) for setting, problem in problems.items()}, memory.warnings(context)
 
 
 def test_what_certainly_does_not_fit_is_refused_with_the_amounts_and_what_to_change() -> None:
@@ -186,5 +186,5 @@ def test_keeping_gradients_whole_until_the_last_micro_batch_is_seen() -> None:
 
 def update_items(changes: dict[str, Any]) -> dict[str, int]:
     _, context = judged("Qwen/Qwen2.5-3B", changes)
-    trainer = models.parts(context)[0]
+    trainer = memory.parts(context)[0]
     return {item.name: item.bytes for item in trainer.moments[0].items}

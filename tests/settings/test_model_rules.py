@@ -11,7 +11,7 @@ from test_memory import judged
 
 from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.memory.items import GIB
-from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import read_settings
 
@@ -196,21 +196,21 @@ def test_memory_of_a_device_is_what_the_settings_say_before_what_was_found() -> 
     asked = {"async_training.device_memory_gib": 80}
     for changes, found, expected in (({}, None, None), ({}, GIB, GIB), (asked, GIB, 80 * GIB), (asked, None, 80 * GIB)):
         context = RuleContext({}, read_settings(configured(changes))[0], None, Resources(None, found), ())
-        assert models.device_bytes(context) == expected
+        assert memory.device_bytes(context) == expected
 
 
 def test_what_is_refused_is_not_warned_about_and_a_warning_says_how_large_the_device_is() -> None:
     refusing, context = judged("Qwen/Qwen2.5-7B", {f"{ROLLOUT}.gpu_memory_utilization": 0.95}, 80 * GIB)
-    assert refusing and models.warnings(context) == []
+    assert refusing and memory.warnings(context) == []
     accepted, context = judged("Qwen/Qwen2.5-7B", {f"{ROLLOUT}.gpu_memory_utilization": 0.8}, 80 * GIB)
-    (warning,) = models.warnings(context)
+    (warning,) = memory.warnings(context)
     assert accepted == {} and " of 80.0 GiB (" in warning
 
 
 def test_only_what_is_certain_to_be_too_much_is_refused_without_allowing_for_an_error() -> None:
     changes = {f"{ACTOR}.ppo_max_token_len_per_gpu": 200_000, f"{ROLLOUT}.gpu_memory_utilization": 0.1}
     _, context = judged("Qwen/Qwen2.5-3B", changes)
-    certain = max(moment.certain for moment in models.parts(context)[0].moments)
+    certain = max(moment.certain for moment in memory.parts(context)[0].moments)
     setting = f"{ACTOR}.ppo_max_token_len_per_gpu"
     for device, allowed in ((certain, "what fits within 15% into"), (certain - 1, "what fits into")):
         assert judged("Qwen/Qwen2.5-3B", changes, device)[0][setting].allowed.startswith(allowed)

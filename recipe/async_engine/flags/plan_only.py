@@ -16,7 +16,7 @@ from recipe.async_engine.flags.arguments import PREFIX, take_arguments
 from recipe.async_engine.inspection.check import Findings, file_facts, look, plain
 from recipe.async_engine.inspection.plan_report import report
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.settings.rules import models
+from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.v1_validation import as_placed, judge_v1
 
@@ -36,7 +36,7 @@ def findings(config: DictConfig, trainer: str) -> Findings:
     settings = plain(config)
     problems, context = judge_v1(settings, mode, files=file_facts(settings))
     placed = as_placed(context, mode)
-    return Findings(problems, models.warnings(placed), placed)
+    return Findings(problems, memory.warnings(placed), placed)
 
 
 def show(config: DictConfig, trainer: str) -> int:

@@ -20,7 +20,7 @@ from recipe.async_engine.settings.plan import (
     trainer_ranks,
 )
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import models, rewards
+from recipe.async_engine.settings.rules import memory, rewards
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
 
@@ -40,7 +40,7 @@ def report(title: str, found: Findings, of_verl: bool) -> str:
         "accelerators": _accelerators(context),
         "batches": _batches_of_verl(context) if of_verl else _batches(found),
         "memory of an accelerator": _memory(context),
-        "memory of the hosts": _host(models.parts(context)),
+        "memory of the hosts": _host(memory.parts(context)),
     }
     lines = [f"plan of {title}; nothing is started"]
     for name, rows in sections.items():
@@ -161,7 +161,7 @@ def _batches_of_verl(context: RuleContext) -> Iterator[str]:
 
 
 def _memory(context: RuleContext) -> Iterator[str]:
-    device, parts = models.device_bytes(context), models.parts(context)
+    device, parts = memory.device_bytes(context), memory.parts(context)
     if context.on_cpu:
         yield "not estimated where trainer.device=cpu"
         return

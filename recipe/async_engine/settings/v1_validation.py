@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import micro_batches, models
+from recipe.async_engine.settings.rules import memory, micro_batches, parallel
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.servers import SERVERS, log_prob_servers, proximal_log_probs
 from recipe.async_engine.settings.sections import SHARED, RolloutResources, Settings, Weights, read_settings
@@ -41,7 +41,7 @@ def judge_v1(
     if not problems:
         problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]
         placed = as_placed(context, trainer)
-        problems += [*models.parallel_sizes(placed), *models.memory(placed)]
+        problems += [*parallel.parallel_sizes(placed), *memory.memory(placed)]
     return problems, context
 
 

@@ -16,8 +16,9 @@ from recipe.async_engine.settings.rules import (
     batches,
     data,
     engines,
+    memory,
     micro_batches,
-    models,
+    parallel,
     rewards,
     servers,
 )
@@ -37,7 +38,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.engine,
     engines.critic,
     micro_batches.micro_batches,
-    models.parallel_sizes,
+    parallel.parallel_sizes,
     engines.lora,
     engines.weights,
     engines.rollout,
@@ -50,7 +51,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.builtin_task,
     data.files,
     data.saving,
-    models.memory,
+    memory.memory,
 )
 
 
