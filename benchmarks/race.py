@@ -76,7 +76,9 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
             record=str(record),
         )
         loops = Path(out) / "agent_loops.yaml"
-        loops.write_text(f"- name: race\n  _target_: {task.loop}\n")
+        # Stock's fully_async asks for verl's own loop by its name, whatever is set.
+        named = (f"- name: {name}\n  _target_: {task.loop}\n" for name in ("race", "single_turn_agent"))
+        loops.write_text("".join(named))
         settings = [
             own_preset(task, name),
             *short_run(paths, Path(out), ray_dir),

@@ -17,6 +17,11 @@ class ToolLoop(SingleTurnAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         half = {**sampling_params, "max_tokens": SHORT_TOKENS // 2, "ignore_eos": True}
-        await super().run(half, **kwargs)
+        first = await super().run(half, **kwargs)
         await asyncio.sleep(TOOL_S)
-        return await super().run(half, **kwargs)
+        second = await super().run(half, **kwargs)
+        first.response_ids += second.response_ids
+        first.response_mask += second.response_mask
+        if first.response_logprobs is not None:
+            first.response_logprobs += second.response_logprobs
+        return first

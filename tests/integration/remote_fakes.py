@@ -16,8 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.replicas.load_balancer import CountingBalancer
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
 
 
@@ -79,9 +79,9 @@ class ScriptedServer:
         return step(**request) if callable(step) else step
 
 
-def balancer_of(*servers: ScriptedServer) -> GlobalRequestLoadBalancer:
-    """verl's own load balancer in front of ``server-0``, ``server-1``, ..."""
-    return GlobalRequestLoadBalancer({f"server-{n}": Handle(server) for n, server in enumerate(servers)})
+def balancer_of(*servers: ScriptedServer) -> CountingBalancer:
+    """The load balancer in front of ``server-0``, ``server-1``, ..."""
+    return CountingBalancer({f"server-{n}": Handle(server) for n, server in enumerate(servers)})
 
 
 class Rows:

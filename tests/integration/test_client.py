@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from recipe.async_engine.core.errors import EngineDied, GenerationError
 from recipe.async_engine.core.events import EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.replicas.load_balancer import SAY_ENDED_S
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import LoadBalancerLost, NoRolloutServer, ResumingClient, VersionMismatch
@@ -108,6 +110,34 @@ async def test_cut_answer_is_an_error_where_resuming_is_off() -> None:
     client = client_of(ScriptedServer(part([10, 11], 0, "aborted")), resume=False)
     with pytest.raises(GenerationError, match=r"cut after 2 tokens.*async_training\.partial_rollout=False"):
         await ask(client, max_tokens=6)
+
+
+async def test_ended_requests_are_told_to_the_load_balancer_with_the_next_one_or_soon() -> None:
+    balancer = balancer_of(ScriptedServer(part([10], 0), part([11], 0)))
+    client = make_client(balancer)
+    told: list[list[str]] = []
+    count = balancer.release_servers
+    balancer.release_servers = lambda ended: (told.append(list(ended)), count(ended))[1]
+    await ask(client, "first", max_tokens=1)
+    assert (told, balancer.get_total_inflight()) == ([[]], 1)
+    await ask(client, "second", max_tokens=1)
+    assert (told, balancer.get_total_inflight()) == ([[], ["server-0"]], 1)
+    await asyncio.wait_for(until(lambda: balancer.get_total_inflight() == 0), 20)
+    assert told == [[], ["server-0"], ["server-0"]]
+    # The clock of the first request's end finds it told.
+    await asyncio.sleep(2 * SAY_ENDED_S)
+    assert len(told) == 3
+
+
+async def test_load_balancer_of_the_users_own_is_told_of_each_end_at_once() -> None:
+    balancer = GlobalRequestLoadBalancer({"server-0": Handle(ScriptedServer(part([10], 0)))})
+    await ask(make_client(balancer), max_tokens=1)
+    assert balancer.get_total_inflight() == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
 
 
 async def test_refused_request_goes_on_where_resuming_is_off_since_nothing_was_cut() -> None:
@@ -287,7 +317,7 @@ async def test_deadline_error_names_its_setting_and_the_server_and_releases_its_
     balancer = balancer_of(ScriptedServer("hang"))
     with pytest.raises(GenerationError, match=r"server-0.*within 0\.05 s.*async_training\.timeouts\.generation"):
         await ask(make_client(balancer, timeout_s=0.05), max_tokens=6)
-    assert balancer.get_total_inflight() == 0
+    await asyncio.wait_for(until(lambda: balancer.get_total_inflight() == 0), 20)
 
 
 async def test_request_whose_time_is_over_is_dropped_at_its_server() -> None:

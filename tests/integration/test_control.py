@@ -18,7 +18,8 @@ from recipe.async_engine.model_engine.replica import HELD as HELD_SCORES
 from recipe.async_engine.model_engine.server import ModelEngineServer
 from recipe.async_engine.recovery.control import sign_of_life, with_control
 from recipe.async_engine.recovery.restarts import Restartable
-from recipe.async_engine.replicas.manager import HELD as HELD_ROUTES
+from recipe.async_engine.replicas.load_balancer import HELD as HELD_ROUTES
+from recipe.async_engine.replicas.load_balancer import CountingBalancer
 from recipe.async_engine.replicas.server import HELD as HELD_ANSWERS
 from recipe.async_engine.rewards.scoring_worker import HELD as HELD_REWARDS
 from recipe.async_engine.rollout.trajectory_manager import HELD as HELD_TRAJECTORIES
@@ -82,8 +83,8 @@ def agent_class() -> type:
 
 def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_has(cluster: None) -> None:
     worker = Restartable(agent_class(), 1, HELD_TRAJECTORIES, max_concurrency=LIMIT).options().remote()
-    run = worker.run_trajectory.options(num_returns="streaming")
-    streams = {key: run.remote(key, {}, 0, 0, 0, None, 1) for key in ("0-0-0", "0-1-0", "1-0-0", "1-1-0")}
+    run = worker.run_trajectory.options(num_returns=2)
+    calls = {key: run.remote(key, {}, 0, 0, 0, None, 1) for key in ("0-0-0", "0-1-0", "1-0-0", "1-1-0")}
 
     def running() -> list[str]:
         named = get(worker.describe.remote())[0].removeprefix("trajectories: ")
@@ -96,11 +97,11 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
     get(worker.resume.remote([first], 2))
     assert get(worker.export.remote(5.0))[0] == {first: None, second: None}
     # One that has not begun is cancelled as well, by a call that has overtaken it.
-    waiting, other = sorted(streams.keys() - {first, second})
+    waiting, other = sorted(calls.keys() - {first, second})
     get(worker.cancel.remote([first, second, waiting]))
     for key in (first, second, waiting):
         with pytest.raises(RayTaskError, match=f"trajectory {key} was ended on request"):
-            get(next(streams[key]))
+            get(calls[key][0])
     wait_for(lambda: running() == [other])
 
 
@@ -192,11 +193,11 @@ def test_reward_worker_gives_signs_of_life_however_many_answers_it_scores(cluste
 
 
 def test_load_balancer_takes_servers_out_beside_the_requests_that_it_works_on(cluster: None) -> None:
-    from verl.workers.rollout.router import GlobalRequestLoadBalancer
-
-    balancer = with_control(GlobalRequestLoadBalancer, HELD_ROUTES).remote(servers={})
+    balancer = with_control(CountingBalancer, HELD_ROUTES).remote(servers={})
     get(balancer.add_servers.remote({"one": None, "two": None}))
-    assert get(balancer.acquire_server.remote(request_id="r"))[0] in ("one", "two")
+    first = get(balancer.acquire_server.remote(request_id="r"))[0]
+    assert get(balancer.acquire_server.remote(request_id="s", ended=[first]))[0] in ("one", "two")
+    assert get(balancer.get_total_inflight.remote()) == 1
     # Ray's own call takes the one thread that requests have.
     held = balancer.__ray_call__.remote(lambda balancer: time.sleep(HELD_S))
     queued = [balancer.acquire_server.remote(request_id=str(number)) for number in range(100)]

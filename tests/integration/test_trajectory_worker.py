@@ -239,8 +239,14 @@ async def run(
         sample["agent_name"] = loop
 
     async def collect() -> list[Any]:
-        items = [item async for item in worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)]
-        return [unpack(item) if isinstance(item, np.ndarray) else item for item in items]
+        event, payload = await worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)
+        if isinstance(event, TrajectoryGenerated):
+            return [event, *await finish()]
+        return [event, unpack(payload)]
+
+    async def finish() -> list[Any]:
+        scored, payload = await worker.finish_trajectory(key)
+        return [scored, unpack(payload)]
 
     return await asyncio.wait_for(collect(), SOON)
 
@@ -335,17 +341,29 @@ async def test_payload_of_a_checkpoint_of_an_earlier_version_is_taken_too(make_w
 async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> None:
     score = asyncio.get_running_loop().create_future()
     worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(score))
-    events = worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7)
-    assert await asyncio.wait_for(anext(events), SOON) == TrajectoryGenerated()
+    begun = worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7)
+    assert await asyncio.wait_for(begun, SOON) == (TrajectoryGenerated(), None)
     assert not score.done()
     score.set_result(0.25)
-    scored = await asyncio.wait_for(anext(events), SOON)
+    scored, payload = await asyncio.wait_for(worker.finish_trajectory("0-0-0"), SOON)
     assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
-    payload = unpack(await asyncio.wait_for(anext(events), SOON))
-    assert payload.reward_score == 0.25
-    assert payload.response_ids[0, :2].tolist() == [10, 11]
-    with pytest.raises(StopAsyncIteration):
-        await anext(events)
+    assert unpack(payload).reward_score == 0.25
+    assert unpack(payload).response_ids[0, :2].tolist() == [10, 11]
+    assert worker._running == {}
+
+
+async def test_end_of_a_trajectory_that_another_process_began_is_the_death_of_its_worker(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(), Reward(0.5))
+    with pytest.raises(WorkerRestarted, match="trajectory 0-0-0 was begun before"):
+        await worker.finish_trajectory("0-0-0")
+
+
+async def test_trajectory_that_is_ended_between_its_two_calls_says_so_in_the_second(make_worker: Any) -> None:
+    worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(asyncio.get_running_loop().create_future()))
+    assert (await worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7))[0] == TrajectoryGenerated()
+    await worker.cancel(["0-0-0"])
+    with pytest.raises(TrajectoryCancelled, match="trajectory 0-0-0 was ended on request"):
+        await asyncio.wait_for(worker.finish_trajectory("0-0-0"), SOON)
     assert worker._running == {}
 
 
@@ -383,9 +401,9 @@ async def test_workers_books_have_every_token_that_it_was_answered(make_worker: 
     assert await failing.close_books() == TokenFlow(received=3, dropped=3)
     score = asyncio.get_running_loop().create_future()
     waiting = make_worker(ScriptedServer(part([10, 11, 12, 13], 7)), Reward(score))
-    events = waiting.run_trajectory("0-1-1", {"raw_prompt": []}, 4, 0, 7)
-    assert await asyncio.wait_for(anext(events), SOON) == TrajectoryGenerated()
-    ended = asyncio.create_task(anext(events))
+    begun = waiting.run_trajectory("0-1-1", {"raw_prompt": []}, 4, 0, 7)
+    assert await asyncio.wait_for(begun, SOON) == (TrajectoryGenerated(), None)
+    ended = asyncio.create_task(waiting.finish_trajectory("0-1-1"))
     assert await waiting.close_books() == TokenFlow(received=4, unfinished=4)
     with pytest.raises(TrajectoryCancelled):
         await ended

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -36,11 +35,10 @@ def actor_class() -> type:
 
         async def run_trajectory(
             self, key: str, sample: dict, index: int, n: int, version: int, *rest: Any
-        ) -> AsyncGenerator:
+        ) -> tuple[Any, Any]:
             if sample["behaviour"] == "dies":
                 os._exit(1)
-            yield events.TrajectoryScored(0.5, version, version, True, 0, 0, 6)
-            yield (*rest, self.closed)
+            return events.TrajectoryScored(0.5, version, version, True, 0, 0, 6), (*rest, self.closed)
 
         async def process(self) -> int:
             return os.getpid()

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -37,12 +36,17 @@ def actor_class() -> type:
         def __init__(self) -> None:
             self.cancelled = asyncio.Event()
             self.prepared = False
+            self.begun: dict[str, tuple[Any, ...]] = {}
 
-        async def run_trajectory(
-            self, key: str, sample: dict[str, Any], sample_index: int, rollout_n: int, version: int, *rest: Any
-        ) -> AsyncGenerator[Any, None]:
+        async def run_trajectory(self, key: str, *arguments: Any) -> tuple[Any, Any]:
+            self.begun[key] = arguments
+            if arguments[0]["behaviour"] == "reward is there at once":
+                return await self.finish_trajectory(key)
+            return events.TrajectoryGenerated(), None
+
+        async def finish_trajectory(self, key: str) -> tuple[Any, Any]:
+            sample, sample_index, rollout_n, version, *_ = self.begun.pop(key)
             behaviour = sample["behaviour"]
-            yield events.TrajectoryGenerated()
             if behaviour == "raises":
                 failed = events.AgentLoopError("ValueError: no such tool")
                 failed.add_note("Traceback of the agent loop")
@@ -57,14 +61,11 @@ def actor_class() -> type:
                 raise ray.exceptions.ActorDiedError()
             if behaviour == "dies":
                 os._exit(1)
-            if behaviour == "out of turn":
-                yield "surprise"
             if behaviour == "waits":
                 await asyncio.wait_for(self.cancelled.wait(), 60)
                 raise events.TrajectoryCancelled(key)
-            yield events.TrajectoryScored(0.5, version, version, True, 0, 0, sample_index)
-            if behaviour != "no payload":
-                yield {"sample": sample, "n": rollout_n}
+            scored = events.TrajectoryScored(0.5, version, version, True, 0, 0, sample_index)
+            return scored, {"sample": sample, "n": rollout_n}
 
         async def be_prepared(self) -> None:
             self.prepared = True
@@ -107,6 +108,12 @@ async def test_events_come_in_order_and_the_payload_stays_a_reference(pool: Work
     assert ray.get(payload[1], timeout=SOON) == {"sample": {"behaviour": "", "uid": "1-4"}, "n": 2}
 
 
+async def test_answer_whose_reward_is_there_at_once_is_told_of_in_one_call(pool: WorkerPool) -> None:
+    scored, payload = await events_of(call_of(pool, "reward is there at once"))
+    assert scored == (TrajectoryScored(0.5, 3, 3, True, 0, 0, 4), None)
+    assert ray.get(payload[1], timeout=SOON)["n"] == 0
+
+
 async def test_large_prompt_goes_into_the_object_store_once_for_all_answers_to_it(pool: WorkerPool) -> None:
     image = np.random.default_rng(0).integers(0, 256, 1 << 20).astype(np.uint8)
     row = {"behaviour": np.array([""], dtype=object), "image": np.empty(1, dtype=object)}
@@ -133,8 +140,6 @@ async def test_large_prompt_goes_into_the_object_store_once_for_all_answers_to_i
         ("raises something else", TrajectoryFailed, r"7-0-0 raised KeyError: 'a defect of the worker'"),
         ("reward fails", RewardError, "the sandbox is down"),
         ("meets a dead actor", TrajectoryFailed, "7-0-0 raised ActorDiedError"),
-        ("out of turn", TrajectoryFailed, "yielded str out of turn"),
-        ("no payload", TrajectoryFailed, "ended without its payload"),
     ],
 )
 async def test_error_of_a_trajectory_arrives_as_the_recipes_own_and_costs_no_worker(
@@ -264,12 +269,8 @@ async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) ->
 
 
 async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        def __aiter__(self) -> Any:
-            return self
-
-        async def __anext__(self) -> Any:
-            raise ray.exceptions.ObjectLostError("0" * 56, None, "stack")
+    async def lost() -> Any:
+        raise ray.exceptions.ObjectLostError("0" * 56, None, "stack")
 
     class Lossy:
         def __init__(self) -> None:
@@ -278,8 +279,8 @@ async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, mon
         def options(self, **options: Any) -> Any:
             return self
 
-        def remote(self, *arguments: Any) -> Stream:
-            return Stream()
+        def remote(self, *arguments: Any) -> Any:
+            return lost(), None
 
     call = call_of(pool)
     monkeypatch.setitem(pool.actors, call.worker_id, Lossy())

@@ -14,16 +14,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.llm_server import LLMServerManager
-from verl.workers.rollout.router import GlobalRequestLoadBalancer, get_router_handle
+from verl.workers.rollout.router import get_router_handle
 
 from recipe.async_engine.recovery.clean_up import cleared_on_failure, end_servers
 from recipe.async_engine.recovery.control import with_control
+from recipe.async_engine.replicas.load_balancer import HELD, CountingBalancer
 from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.replicas.reservation import Reservations
 
 END_S = 30.0
-HELD = ("acquire_server", "release_server")
-"""What each request asks of the load balancer."""
 
 
 class ReplicaManager(LLMServerManager):
@@ -43,7 +42,7 @@ class ReplicaManager(LLMServerManager):
         hashes = getattr(self.rollout_config, "full_determinism", False)
         if file is None and self._load_balancer_cls is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            balancer = with_control(GlobalRequestLoadBalancer, HELD).options(scheduling_strategy=here)
+            balancer = with_control(CountingBalancer, HELD).options(scheduling_strategy=here)
             return balancer.remote(servers={}, full_determinism=hashes)
         return get_router_handle(
             servers={}, router_config_path=file, full_determinism=hashes, load_balancer_cls=self._load_balancer_cls

@@ -45,6 +45,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError
 from recipe.async_engine.core.events import Work
+from recipe.async_engine.replicas.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.replicas.output_watch import (
     ABORTED,
     CHECKPOINT,
@@ -127,12 +128,15 @@ class ResumingClient(LLMServerClient):
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         self._by_age = config.actor_rollout_ref.rollout.get("scheduling_policy") == "priority"
+        self._ended: list[str] = []
         self._flights: set[Flight] = set()
         self._fetching: asyncio.Task[None] | None = None
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         try:
-            server_id, server = await self._routed(super()._acquire_server(request_id, **extra))
+            server_id, server = await self._routed(
+                super()._acquire_server(request_id, **extra, ended=self._take_ended())
+            )
         except Exception as error:
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
@@ -141,6 +145,23 @@ class ResumingClient(LLMServerClient):
         if flight is not None:
             flight.server_id, flight.server = server_id, server
         return server_id, server
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        """As verl's; where the load balancer takes it with the next request, it waits for that, but not for long."""
+        if ENDED not in (self._lb_require_acquire_fields or ()):
+            super()._release_server(server_id, request_id)
+            return
+        if not self._ended:
+            asyncio.get_running_loop().call_later(SAY_ENDED_S, self._say_ended)
+        self._ended.append(server_id)
+
+    def _say_ended(self) -> None:
+        if ended := self._take_ended():
+            self._load_balancer.release_servers.remote(ended)
+
+    def _take_ended(self) -> list[str]:
+        ended, self._ended = self._ended, []
+        return ended
 
     @staticmethod
     async def _routed(answer: Awaitable[Any]) -> Any:

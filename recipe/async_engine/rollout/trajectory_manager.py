@@ -35,7 +35,7 @@ from recipe.async_engine.rollout.worker_pool import NONE_LEFT, NoWorkers
 
 logger = logging.getLogger(__name__)
 
-HELD = ("run_trajectory", "generate_sequences", "rescore")
+HELD = ("run_trajectory", "finish_trajectory", "generate_sequences", "rescore")
 """What keeps calls of a worker open."""
 CALLS_AT_ONCE = 15_000
 """Such calls of one worker at once; Ray's 1,000 would keep trajectories from their slots."""

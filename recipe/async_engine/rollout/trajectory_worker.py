@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent-loop workers that hand out one trajectory at a time.
 
-Contract: ``run_trajectory`` yields ``TrajectoryGenerated`` when the last token is sampled (its generation slot is free
-from then on), unless the reward is there at once, then ``TrajectoryScored`` with what the scheduler decides on, then
-the payload, which the caller keeps as an object reference and never unpacks. Any of verl's agent loops runs here
+Contract: ``run_trajectory`` returns ``TrajectoryScored``, with what the scheduler decides on, and the payload, which
+its caller keeps as an object reference and never unpacks. Where the reward is not there at once it returns
+``TrajectoryGenerated`` when the last token is sampled (its generation slot is free from then on), and
+``finish_trajectory`` returns these two. Any of verl's agent loops runs here
 unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
 retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
 are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory. An agent loop has
@@ -17,7 +18,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -86,10 +87,10 @@ REWARD_METRIC = "reward"
 
 @dataclass
 class _Running:
-    """A trajectory under way: its task, its last sampled token, the word that it is to end, and that it has."""
+    """A trajectory under way: its task and its record, the word that it is to end, and that it has."""
 
     task: asyncio.Task[Any]
-    sampled: asyncio.Future[None]
+    recorder: TrajectoryRecorder
     told: asyncio.Future[None]
     over: asyncio.Event
 
@@ -175,8 +176,8 @@ class TrajectoryWorker(AgentLoopWorker):
         record: TrajectoryRecord | None = None,
         turn: int | None = None,
         trace: bool = True,
-    ) -> AsyncGenerator[Any, None]:
-        """Run one trajectory; see the module's contract for what is yielded.
+    ) -> tuple[TrajectoryGenerated | TrajectoryScored, np.ndarray | None]:
+        """Run one trajectory; see the module's contract for what is returned.
 
         Args:
             key: names the trajectory for :meth:`cancel`.
@@ -205,26 +206,41 @@ class TrajectoryWorker(AgentLoopWorker):
         work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
-        running = self._running[key] = _Running(task, recorder.sampled, told, asyncio.Event())
-        complete = False
+        running = self._running[key] = _Running(task, recorder, told, asyncio.Event())
         try:
             await self._until_sampled(running, key)
             if recorder.sampled.done():
-                # What is yielded costs both ends about as much as the rest of a short trajectory.
+                # A second call costs both ends about as much as the rest of a short trajectory.
                 await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
                 if not task.done():
-                    yield TrajectoryGenerated()
-            output = await self._result(running, key)
-            yield self._scored(output, recorder)
-            yield pack(output)
-            complete = True
-        finally:
-            self._end(key, running, recorder, complete)
+                    return TrajectoryGenerated(), None
+        except BaseException:
+            self._end(key, running, complete=False)
+            raise
+        return await self.finish_trajectory(key)
 
-    def _end(self, key: str, running: _Running, recorder: TrajectoryRecorder, complete: bool) -> None:
+    async def finish_trajectory(self, key: str) -> tuple[TrajectoryScored, np.ndarray]:
+        """The end of a trajectory whose last token is sampled; see the module's contract.
+
+        Raises:
+            WorkerRestarted: it was begun in another process.
+        """
+        running = self._running.get(key)
+        if running is None:
+            raise WorkerRestarted(f"trajectory {key} was begun before the agent-loop worker was started again")
+        complete = False
+        try:
+            output = await self._result(running, key)
+            ended = self._scored(output, running.recorder), pack(output)
+            complete = True
+            return ended
+        finally:
+            self._end(key, running, complete)
+
+    def _end(self, key: str, running: _Running, complete: bool) -> None:
         running.task.cancel()
-        recorder.drop_scores()
-        recorder.tools.leave()
+        running.recorder.drop_scores()
+        running.recorder.tools.leave()
         self._running.pop(key, None)
         self._turns.end(key)
         self._answers.end(key, complete)
@@ -236,7 +252,8 @@ class TrajectoryWorker(AgentLoopWorker):
         Raises:
             AgentLoopError: it has taken longer than it may.
         """
-        deadline, awaited = time.monotonic() + self._trajectory_timeout_s, {running.task, running.sampled, running.told}
+        deadline = time.monotonic() + self._trajectory_timeout_s
+        awaited = {running.task, running.recorder.sampled, running.told}
         while (left_s := deadline + self._turns.held_s(key) - time.monotonic()) > 0:
             if (await asyncio.wait(awaited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 return

@@ -32,7 +32,6 @@ from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryGenerated,
-    TrajectoryScored,
 )
 
 logger = logging.getLogger(__name__)
@@ -95,19 +94,15 @@ class TrajectoryCall:
             async with self.pool.one(self.worker_id) as actor:
                 if self.cancelled:
                     raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
-                stream = actor.run_trajectory.options(num_returns="streaming").remote(*self.arguments())
+                said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments())
                 self.submitted = True
-                scored = False
-                async for reference in stream:
-                    if scored:
-                        yield None, reference
-                        return
-                    event = await reference
-                    if not isinstance(event, TrajectoryGenerated | TrajectoryScored):
-                        raise TrajectoryFailed(f"trajectory {self.key} yielded {type(event).__name__} out of turn")
-                    scored = isinstance(event, TrajectoryScored)
+                event = await said
+                if isinstance(event, TrajectoryGenerated):
                     yield event, None
-            raise TrajectoryFailed(f"trajectory {self.key} ended without its payload")
+                    said, payload = actor.finish_trajectory.options(num_returns=2).remote(self.key)
+                    event = await said
+                yield event, None
+                yield None, payload
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
             cause = error.cause
