@@ -33,6 +33,7 @@ class ScriptedCall:
         self.worker_id = next(name for name in ("worker-0", "worker-1") if name != avoid)
         self.version = group.start
         self.metric: float | None = None
+        self.asked_s = self.tool_s = 0.0
         self.cancelled = False
         self._pool = pool
         self._generated: asyncio.Future = pool.loop.create_future()
@@ -44,7 +45,8 @@ class ScriptedCall:
         yield TrajectoryGenerated(), None
         await self._rewarded
         scored = TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric)
-        yield replace(scored, sampled_tokens=6, received_tokens=6), None
+        times = {"asked_s": self.asked_s, "tool_s": self.tool_s}
+        yield replace(scored, sampled_tokens=6, received_tokens=6, **times), None
         yield None, f"payload-{self.key}"
 
     def generate(self, version: int | None = None) -> None:

@@ -68,6 +68,23 @@ def test_slot_is_free_when_the_last_token_is_sampled_while_the_reward_is_pending
     assert scheduler.ledger.counts().ready == 0
 
 
+def test_trajectories_at_tools_leave_slots_to_others_up_to_what_may_be_under_way(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(b=8), make_source(16), pool, slots=2, slots_with_tools=5))
+    assert len(pool.began(2)) == 2
+    first = pool.of(0, 0)
+    first.asked_s, first.tool_s = 1.0, 1.0
+    first.finish()
+    # Half of its time was at tools: of four, two are at engines.
+    assert len(pool.began(5)) == 5
+    second = pool.of(1, 0)
+    second.asked_s, second.tool_s = 1.0, 9.0
+    second.finish()
+    assert len(pool.began(7)) == 7
+    settled(scheduler)
+    assert (len(pool.calls), scheduler.manager.slots, scheduler.manager.running) == (7, 5, 5)
+
+
 def test_group_starts_only_when_all_its_trajectories_have_a_slot(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(b=4), make_source(8), pool, slots=5, group_size=3))

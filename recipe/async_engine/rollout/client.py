@@ -296,7 +296,9 @@ class ResumingClient(LLMServerClient):
         if answer is None:
             if recorder.ticket is not None:
                 await recorder.ticket.enter()
+            began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
+            recorder.asked_s += time.monotonic() - began
             # Nothing is awaited since the request left ``flights``: it is never in a record twice, or not at all.
             if answer is not None:
                 recorder.answers.keep(asked, answer)

@@ -29,6 +29,7 @@ class SchedulerSettings:
         group_size: trajectories a group (``rollout.n``).
         turns: generation happens in turns, each of which ends with its batch; otherwise it is a stream.
         slots: trajectories that may be at the engines at once, over all replicas.
+        slots_with_tools: as many may be under way while some of them are at tools instead; None: no more.
         max_retries: attempts of one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
         on_overdue: what to do about running groups that keep the next batch from being taken.
@@ -45,6 +46,7 @@ class SchedulerSettings:
     max_retries: int
     max_consecutive_failures: int
     on_overdue: OnOverdue = OnOverdue.WAIT
+    slots_with_tools: int | None = None
     places: int | None = None
     filter_groups: bool = False
     filter_limit: int = 0

@@ -34,6 +34,7 @@ class TrajectoryRecorder:
         work: what its requests are for.
         order: of its group among all groups, as they were issued; engines that go by it take older ones first.
         tools: how long it was in tools.
+        asked_s: how long it waited for answers of servers.
     """
 
     segments: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -48,6 +49,7 @@ class TrajectoryRecorder:
     work: Work = Work.NEW
     order: int = 0
     tools: ToolTime = field(default_factory=ToolTime)
+    asked_s: float = 0.0
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def mark_multimodal(self) -> None:

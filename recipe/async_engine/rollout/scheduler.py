@@ -45,6 +45,7 @@ from recipe.async_engine.core.groups import (
 )
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
+from recipe.async_engine.core.slots import Slots
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
@@ -90,6 +91,7 @@ class RolloutScheduler:
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
+        self._slots = Slots(settings.slots, settings.slots_with_tools or settings.slots)
         self._prompts = PromptFeed(source, settings.prompt_timeout_s)
         self._pool = pool
         self._settings = settings
@@ -504,6 +506,7 @@ class RolloutScheduler:
                     self._count_scoring(1)
                 elif isinstance(event, TrajectoryScored):
                     run.scored[n] = event
+                    self._use_slots(self._slots.ended(event.asked_s, event.tool_s))
         finally:
             if scoring:
                 self._count_scoring(-1)
@@ -512,6 +515,10 @@ class RolloutScheduler:
             # The worker has counted its tokens, whatever became of them.
             run.records.pop(n, None)
             self._ends.pop(call.key).set_result(None)
+
+    def _use_slots(self, count: int) -> None:
+        if count != self.manager.slots:
+            self._change(lambda: setattr(self.manager, "slots", count))
 
     def _take_in(self, run: GroupRun, n: int, payload: Any) -> None:
         run.payloads[n] = payload

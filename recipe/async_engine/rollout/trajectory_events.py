@@ -41,6 +41,7 @@ class TrajectoryScored:
         sampled_tokens: of the response, those that a policy sampled.
         received_tokens: of all answers of servers in this process, whatever the agent loop made of them.
         tool_s: seconds that it was in tools.
+        asked_s: seconds that it waited for answers of servers.
     """
 
     score: float | None
@@ -57,3 +58,4 @@ class TrajectoryScored:
     sampled_tokens: int = 0
     received_tokens: int = 0
     tool_s: float = 0.0
+    asked_s: float = 0.0

@@ -459,6 +459,7 @@ class TrajectoryWorker(AgentLoopWorker):
             sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
             received_tokens=recorder.answers.received_tokens,
             tool_s=recorder.tools.seconds,
+            asked_s=recorder.asked_s,
         )
 
 

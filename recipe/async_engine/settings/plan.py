@@ -34,6 +34,7 @@ class RunPlan:
     total_steps: int  # at most; filtered and failed groups can only make it fewer
     total_groups: int | None  # prompt groups issued at most; None where only `total_steps` bounds them
     max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
+    max_trajectories_with_tools: int  # under way at the same time, while some are at tools
     engine_places: int  # how many of these the engines generate at once; the others wait at them
     proximal: Proximal  # where the proximal log-probs come from
     settings: Settings
@@ -120,6 +121,8 @@ def batch_size(config: Mapping[str, Any], training: AsyncTraining) -> int:
 # Of an engine's places: how many trajectories wait at it. One that ends is followed by the next in the same step; from
 # farther away the next one would come a step or two later.
 WAITING_SHARE = 0.25
+# Where nobody says how many trajectories a replica has, tools may make them so many times more.
+TOOLS_FACTOR = 4
 
 
 def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
@@ -190,6 +193,7 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
         advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
         raise ConfigError([Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)])
     replicas = rollout_accelerators(config, settings) // replica_size(config)
+    slots = replicas * slots_per_replica(config, training)
     return RunPlan(
         batch_groups=batch_groups,
         batches_per_version=training.trigger_parameter_sync_step,
@@ -200,7 +204,8 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
         rollout_replicas=replicas,
         total_steps=min(steps),
         total_groups=min(groups, default=None),
-        max_concurrent_trajectories=replicas * slots_per_replica(config, training),
+        max_concurrent_trajectories=slots,
+        max_trajectories_with_tools=slots * (1 if training.concurrent_samples_per_replica else TOOLS_FACTOR),
         engine_places=replicas * places_per_replica(config, training),
         proximal=proximal_source(config, settings),
         settings=settings,
