@@ -301,8 +301,8 @@ RULES: Mapping[Class, Rule] = {
     ),
     Class.WAIT_TOOLS: _fixed(
         "engines are empty although trajectories run: these are in tools",
-        "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or null, which goes by the "
-        "tools' time; or quicker tools",
+        "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or null, which goes by "
+        "the tools' time; or quicker tools",
     ),
     Class.WAIT_AGENTS: _fixed(
         "engines are empty although trajectories run: these are in tokenization, or on their way",

@@ -194,8 +194,8 @@ class AsyncTraining:
     concurrent_samples_per_replica: int | None = field(
         16,
         "Prompt groups a rollout replica works on at the same time. null: a quarter more answers than its engine has"
-        " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends; where"
-        " agent loops use tools, more by the time that they are there, four times as many at most.",
+        " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends;"
+        " where agent loops use tools, more by the time that they are there, four times as many at most.",
         unit="groups",
         minimum=1,
     )
