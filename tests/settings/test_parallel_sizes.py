@@ -118,11 +118,13 @@ def test_heads_are_divided_or_repeated_where_megatron_does_it(name: str, size: i
             kv_channels=shape.head_dim,
             tensor_model_parallel_size=size,
         )
-        takes = shape.vocab % size == 0 and (shape.expert_mlp or shape.mlp) % size == 0
+        takes = (shape.expert_mlp or shape.mlp) % size == 0
     except ValueError:
         takes = False
     megatron = {f"{ACTOR}.megatron.{TENSOR}": size, f"{ROLLOUT}.{TENSOR}": 1}
     assert (named(MEGATRON | megatron, policy=name) == {}) is takes
+    unpadded = megatron | {f"{ACTOR}.megatron.vanilla_mbridge": True}
+    assert (named(MEGATRON | unpadded, policy=name) == {}) is (takes and shape.vocab % size == 0)
 
 
 @pytest.mark.parametrize(

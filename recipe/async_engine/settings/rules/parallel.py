@@ -63,8 +63,9 @@ def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator
     of_experts = f"{section}.expert_tensor_parallel_size"
     # Where none is set for experts, Megatron takes the other layers'.
     inherited = {} if context.count(of_experts) else _experts(shape)
-    more = {"entries of the vocabulary": shape.vocab, **inherited}
-    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, more)
+    # mbridge pads no vocabulary; what Megatron-Bridge does is its own matter.
+    vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
+    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
     yield from _divides(context, of_experts, _experts(shape))
     yield from _stages(context, section, shape.layers)
     setting = f"{section}.expert_{PARALLEL}"
