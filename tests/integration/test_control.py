@@ -101,7 +101,7 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
     get(worker.cancel.remote([first, second, waiting]))
     for key in (first, second, waiting):
         with pytest.raises(RayTaskError, match=f"trajectory {key} was ended on request"):
-            get(calls[key][0])
+            get(calls[key])
     wait_for(lambda: running() == [other])
 
 

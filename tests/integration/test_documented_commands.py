@@ -145,7 +145,6 @@ def test_readme_command_without_sizes_of_micro_batches_is_refused_by_name(comman
 BY_VERL = {
     f"{ROLLOUT}.mode=sync": f"{ROLLOUT}",
     f"{ROLLOUT}.pipeline_model_parallel_size=2": f"{ROLLOUT}",
-    f"{ROLLOUT}.expert_parallel_size=3": f"{ROLLOUT}",
     f"{ACTOR}.loss_agg_mode=mean": f"{ACTOR}",
     f"{ACTOR}.optim.lr_scheduler_type=linear": f"{ACTOR}",
     "+actor_rollout_ref.model.lora_ranks=8": "actor_rollout_ref.model",

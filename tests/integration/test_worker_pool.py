@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -40,6 +41,8 @@ def actor_class() -> type:
 
         async def run_trajectory(self, key: str, *arguments: Any) -> tuple[Any, Any]:
             self.begun[key] = arguments
+            if arguments[0]["behaviour"] == "begins with an error":
+                raise KeyError("a defect of the worker")
             if arguments[0]["behaviour"] == "reward is there at once":
                 return await self.finish_trajectory(key)
             return events.TrajectoryGenerated(), None
@@ -149,6 +152,19 @@ async def test_error_of_a_trajectory_arrives_as_the_recipes_own_and_costs_no_wor
         await events_of(call_of(pool, behaviour))
     assert type(caught.value) is error
     assert pool.alive == 2
+
+
+async def test_error_that_was_handed_on_is_not_logged_by_ray_as_one_that_nobody_saw(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(ray._private.worker.logger, "error", lambda text, *_: logged.append(text))
+    for behaviour in ("raises", "begins with an error"):
+        with pytest.raises(TrajectoryFailed):
+            await events_of(call_of(pool, behaviour))
+    gc.collect()
+    await asyncio.sleep(0.5)
+    assert logged == []
 
 
 async def test_traceback_of_an_agent_loop_reaches_whoever_reports_the_failure(pool: WorkerPool) -> None:
@@ -280,7 +296,7 @@ async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, mon
             return self
 
         def remote(self, *arguments: Any) -> Any:
-            return lost(), None
+            return lost(), lost()
 
     call = call_of(pool)
     monkeypatch.setitem(pool.actors, call.worker_id, Lossy())

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +97,11 @@ class TrajectoryCall:
                     raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
                 said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments())
                 self.submitted = True
-                event = await said
+                event = await _event(said, payload)
                 if isinstance(event, TrajectoryGenerated):
                     yield event, None
                     said, payload = actor.finish_trajectory.options(num_returns=2).remote(self.key)
-                    event = await said
+                    event = await _event(said, payload)
                 yield event, None
                 yield None, payload
         except RayTaskError as error:
@@ -124,6 +125,16 @@ class TrajectoryCall:
         finally:
             self.pool.under_way.pop(self.key, None)
             self.pool.let_go(self.group.id)
+
+
+async def _event(said: Any, payload: Any) -> Any:
+    """What was said, or the error; ``payload`` has the same one then, and Ray logs errors that nobody has looked at."""
+    try:
+        return await said
+    except Exception:
+        with suppress(Exception):
+            await payload
+        raise
 
 
 class WorkerPool(WorkerSet):
