@@ -167,9 +167,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots;",
         "tokens a device and second are medians, with lowest and highest where there are repeats.",
         "",
-        "| task | setting | side | tokens a device-second | slots at work | trainer at work | oldest token, versions "
-        "| late | load | runs |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | setting | side | tokens a device-second | of stock fully_async | slots at work | trainer at work "
+        "| oldest token, versions | late | load | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     missing = []
     for task in TASKS:
@@ -178,7 +178,9 @@ def table(lines: list[dict[str, Any]]) -> str:
             for name in (side for side in SIDES if setting in SIDES[side].settings):
                 found = runs_of(lines, task, setting, name)
                 if counted := [line for line in found if line["late"] <= MOST_LATE]:
-                    rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted)} |")
+                    # Its settings have no bound.
+                    of = runs_of(lines, task, setting.partition(",")[0], "stock fully_async")
+                    rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted, of)} |")
                 else:
                     without.append(f"{name} (not counted: the machine was busy)" if found else name)
             if without:
@@ -186,15 +188,18 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join([*rows, "", "Not run:", "", *missing])
 
 
-def _figures(found: list[dict[str, Any]]) -> str:
-    tokens = [line["tokens_per_device_s"] for line in found]
+def _figures(found: list[dict[str, Any]], of: list[dict[str, Any]]) -> str:
+    """``of``: runs of the one that it is compared with."""
+    tokens, theirs = ([line["tokens_per_device_s"] for line in lines] for lines in (found, of))
+    ratio = f"{statistics.median(tokens) / statistics.median(theirs):.2f}" if theirs else ""
     spread = f" ({min(tokens):.0f} to {max(tokens):.0f})" if len(found) > 1 else ""
     shares = [f"{100 * statistics.median(line[key] for line in found):.0f}%" for key in ("generation", "trainer")]
     ages = [line["staleness"] for line in found if line["staleness"] is not None]
     late = f"{100 * max(line['late'] for line in found):.0f}%"
     age = f"{max(ages):g}" if ages else "not told"
     load = f"{max(line['load'] for line in found):g}"
-    return " | ".join([f"{statistics.median(tokens):.0f}{spread}", *shares, age, late, load, str(len(found))])
+    rate = f"{statistics.median(tokens):.0f}{spread}"
+    return " | ".join([rate, ratio, *shares, age, late, load, str(len(found))])
 
 
 def main() -> None:

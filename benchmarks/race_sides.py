@@ -47,14 +47,26 @@ TASKS: Mapping[str, Task] = {
     "slow_rewards": Task("tiny_cpu", "fixed_lengths.FixedLengthLoop", steps=18, skip=4, time_scale=0.16, reward_s=2.0),
 }
 
-# Settings that both have, by name: what is generated ahead, batches a version, and our bound.
 ASYNC = "async_training"
-SETTINGS: Mapping[str, tuple[float, int, int | None]] = {
-    "defaults": (0.1, 4, None),
-    "threshold 1": (1, 1, None),
-    "threshold 1, bound 1": (1, 1, 1),
-    "threshold 1, bound 2": (1, 1, 2),
-    "threshold 1, bound 8": (1, 1, 8),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is generated ahead, and batches a version, which both have; our bound and what a swap does, if not usual."""
+
+    threshold: float = 1
+    batches: int = 1
+    bound: int | None = None
+    at_swap: str | None = None
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "defaults": Setting(0.1, 4),
+    "threshold 1": Setting(),
+    "threshold 1, keep": Setting(at_swap="keep"),
+    "threshold 1, bound 1": Setting(bound=1),
+    "threshold 1, bound 2": Setting(bound=2),
+    "threshold 1, bound 8": Setting(bound=8),
 }
 
 
@@ -75,6 +87,8 @@ class Side:
 V1 = "verl.trainer.main_ppo"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
 BOTH, OURS = ("defaults", "threshold 1"), tuple(SETTINGS)
+# Taking turns, both sides wait for each other at a swap anyhow.
+IN_TURNS = tuple(name for name, setting in SETTINGS.items() if setting.at_swap is None)
 SIDES: Mapping[str, Side] = {
     "stock fully_async": Side(stock.FULLY_ASYNC_MAIN, False, False, BOTH),
     "stock one_step_off": Side(stock.ONE_STEP_MAIN, False, False, ("threshold 1",)),
@@ -83,7 +97,7 @@ SIDES: Mapping[str, Side] = {
     "stock synchronous": Side(V1, False, True, ("threshold 1",), ("trainer.v1.trainer_mode=sync",)),
     "fully_async": Side("recipe.fully_async.main", True, False, OURS),
     "one_step_off": Side("recipe.one_step_off.main", True, False, ("threshold 1",)),
-    "partial_rollout": Side("recipe.partial_rollout.main", True, True, OURS),
+    "partial_rollout": Side("recipe.partial_rollout.main", True, True, IN_TURNS),
 }
 
 
@@ -112,15 +126,17 @@ APART = [
 
 def overrides(name: str, setting: str, task: Task) -> list[str]:
     """What a side needs beside what all have in common."""
-    side, (threshold, batches, bound) = SIDES[name], SETTINGS[setting]
+    side, asked = SIDES[name], SETTINGS[setting]
     found = [*side.own, *([] if side.shared else APART)]
-    depth = [f"{ASYNC}.staleness_threshold={threshold}", f"{ASYNC}.trigger_parameter_sync_step={batches}"]
+    depth = [f"{ASYNC}.staleness_threshold={asked.threshold}", f"{ASYNC}.trigger_parameter_sync_step={asked.batches}"]
     if name in ("fully_async", "stock fully_async"):
         found += [*depth, f"rollout.total_rollout_steps={task.steps * BATCH}"]
     if name == "partial_rollout" and setting != "defaults":
         found += [depth[0]]
-    if side.ours and name != "one_step_off" and bound is not None:
-        found += [f"{ASYNC}.max_staleness={bound}"]
+    if side.ours and name != "one_step_off" and asked.bound is not None:
+        found += [f"{ASYNC}.max_staleness={asked.bound}"]
+    if asked.at_swap is not None:
+        found += [f"{ASYNC}.weights.at_swap={asked.at_swap}"]
     if not side.ours:
         found += _stock(name, setting)
     return found
