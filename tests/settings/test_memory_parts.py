@@ -237,7 +237,8 @@ def test_what_a_sleeping_engine_keeps_buckets_and_the_longest_request() -> None:
     assert [item.bytes // MIB for item in found if item is not None] == [6, 9]
     assert device_buckets(configured({f"{ROLLOUT}.checkpoint_engine.backend": "recipe_gloo"}), hands_over=True) is None
     unsaid = configured({f"{ROLLOUT}.max_model_len": None})
-    assert (room(alone), room(unsaid), longest(unsaid)) == (100, 128, 128)
+    assert (room(alone, 4096), room(unsaid, None), longest(unsaid)) == (100, 128, 128)
+    assert room(unsaid, 4096) == 4096, "verl takes the model's positions"
 
 
 def test_what_a_rank_keeps_on_its_device_where_nothing_is_offloaded() -> None:

@@ -9,11 +9,15 @@ import pytest
 from test_config import ACTOR, GAE, IN_TURNS, MEGATRON, MEGATRON_SERVERS, MODEL, PROXIMAL, ROLLOUT, configured, refused
 from test_memory import judged
 
-from recipe.async_engine.settings.facts import Resources
+from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.memory.items import GIB
+from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.rules.engines import early_ends
 from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.settings.validation import judge
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 REF, CRITIC = "actor_rollout_ref.ref", "critic"
@@ -190,6 +194,83 @@ def test_parallel_sizes_divide_the_model_in_every_engine_that_there_is(
     name: str, changes: dict[str, Any], setting: str | None
 ) -> None:
     assert set(judged(name, changes)[0]) == ({setting} if setting else set())
+
+
+LENGTH, OVERRIDE = f"{ROLLOUT}.max_model_len", f"{MODEL}.override_config"
+
+
+def with_positions(changes: dict[str, Any], **config: Any) -> tuple[dict[str, Problem], list[str]]:
+    """Problems by setting and warnings where the policy's config.json is a 7B model's and has this too."""
+    known = known_model("Qwen/Qwen2.5-7B") or {}
+    model = FileFact(f"{MODEL}.path", "7B", "model", model_config={**known, **config})
+    problems, context = judge(configured(changes), Resources(None, 80 * GIB), [model], 5000)
+    return {problem.setting: problem for problem in problems}, list(early_ends(context))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "refused"),
+    [
+        ({LENGTH: 4096}, {"max_position_embeddings": 4096}, False),
+        ({LENGTH: 4097}, {"max_position_embeddings": 4096}, True),
+        ({LENGTH: 4097}, {"text_config": {"max_position_embeddings": 4096}}, True),
+        ({LENGTH: 4097}, {}, False),
+        ({LENGTH: None}, {"max_position_embeddings": 4096}, False),
+        ({LENGTH: 4097, OVERRIDE: {"max_position_embeddings": 8192}}, {"max_position_embeddings": 4096}, False),
+        (
+            {LENGTH: 4097, OVERRIDE: {"model_config": {"max_position_embeddings": 8192}}},
+            {"max_position_embeddings": 4096},
+            False,
+        ),
+    ],
+)
+def test_engine_is_no_longer_than_the_models_positions(
+    changes: dict[str, Any], config: dict[str, Any], refused: bool
+) -> None:
+    problems, warned = with_positions(changes, **config)
+    assert set(problems) == ({LENGTH} if refused else set())
+    assert not refused or problems[LENGTH].allowed == "at most the model's 4096 positions"
+    assert warned == []
+
+
+def test_answers_that_end_with_the_models_positions_are_warned_about() -> None:
+    problems, (warning,) = with_positions({LENGTH: None}, max_position_embeddings=100)
+    assert problems == {}
+    assert "the model has 100 positions" in warning and "128 tokens together" in warning
+    assert with_positions({LENGTH: None}, max_position_embeddings=128) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "refused"),
+    [
+        # 80 GiB hold 40 GiB of weights and cache; of 7.6 billion parameters each of two ranks has 7.1 GiB, and a token
+        # takes 28,672 bytes: 1,232,000 tokens at most.
+        ({}, {"max_position_embeddings": 1_200_000}, False),
+        ({}, {"max_position_embeddings": 1_300_000}, True),
+        ({f"{ROLLOUT}.gpu_memory_utilization": 0.08}, {"max_position_embeddings": 4096}, True),
+        ({f"{ROLLOUT}.gpu_memory_utilization": 0.1}, {"max_position_embeddings": 4096}, False),
+        ({LENGTH: 4096}, {"max_position_embeddings": 1_300_000}, False),
+        ({}, {"max_position_embeddings": 1_300_000, "sliding_window": 4096}, False),
+        (
+            {},
+            {"max_position_embeddings": 1_300_000, "sliding_window": 4096, "use_sliding_window": False},
+            True,
+        ),
+        (
+            {f"{ROLLOUT}.engine_kwargs": {"vllm": {"kv_cache_dtype": "fp8"}}},
+            {"max_position_embeddings": 1_300_000},
+            False,
+        ),
+    ],
+)
+def test_engine_has_a_cache_for_one_request_of_the_longest_length(
+    changes: dict[str, Any], config: dict[str, Any], refused: bool
+) -> None:
+    problems, _ = with_positions({LENGTH: None} | changes, **config)
+    assert set(problems) == ({f"{ROLLOUT}.gpu_memory_utilization"} if refused else set())
+    if refused:
+        assert f"one request of {config['max_position_embeddings']} tokens" in str(
+            problems[f"{ROLLOUT}.gpu_memory_utilization"]
+        )
 
 
 def test_memory_of_a_device_is_what_the_settings_say_before_what_was_found() -> None:

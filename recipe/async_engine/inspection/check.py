@@ -31,7 +31,7 @@ from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import batches, memory
+from recipe.async_engine.settings.rules import batches, engines, memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
@@ -141,7 +141,8 @@ def look(
         from recipe.async_engine.inspection.verl_check import verl_problems
 
         problems += verl_problems(context, problems)
-    warnings = [*memory.warnings(context), *batches.tight_bound(context), *_without_effect(context)]
+    said = (*batches.tight_bound(context), *engines.early_ends(context))
+    warnings = [*memory.warnings(context), *said, *_without_effect(context)]
     return Findings(problems, warnings, context)
 
 

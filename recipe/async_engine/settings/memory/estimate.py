@@ -51,10 +51,11 @@ POLICY, REFERENCE = "actor", "reference policy"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Shapes of the models, where they are known."""
+    """Shapes of the models, where they are known, and tokens that the policy has positions for."""
 
     policy: ModelShape
     critic: ModelShape | None = None
+    positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,8 @@ class _Run:
         )
 
     def _cache(self) -> tuple[str, ...]:
-        engine, request = rollout_engine(self.config, self.models.policy), room(self.config)
+        engine = rollout_engine(self.config, self.models.policy)
+        request = room(self.config, self.models.positions)
         if self.device is None or not request:
             return ()
         tokens = engine.cache_tokens(self.device)

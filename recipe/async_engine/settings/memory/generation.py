@@ -67,6 +67,9 @@ def device_buckets(config: Mapping[str, Any], hands_over: bool) -> Item | None:
     return Item("weight-sync buckets", (3 if hands_over else 2) * bucket_bytes(config))
 
 
-def room(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest request that the engine has to have room for."""
-    return int(lookup(config, f"{ROLLOUT}.max_model_len") or 0) or longest(config)
+def room(config: Mapping[str, Any], positions: int | None) -> int:
+    """Tokens of the longest request that the engine has to have room for.
+
+    ``positions``: the model's, which verl takes where `max_model_len` is null (vllm_async_server.py:1104).
+    """
+    return int(lookup(config, f"{ROLLOUT}.max_model_len") or 0) or positions or longest(config)

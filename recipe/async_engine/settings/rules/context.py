@@ -83,6 +83,26 @@ class RuleContext:
         return None
 
     @property
+    def positions(self) -> int | None:
+        """Tokens that the policy has positions for, of which verl makes an engine's longest sequence; None: not known.
+
+        As its config.json says, unless the configuration gives it others (verl/workers/config/model.py:216).
+        """
+        model = "actor_rollout_ref.model"
+        for part in ("model_config.", ""):
+            own = self.count(f"{model}.override_config.{part}max_position_embeddings")
+            if own is not None:
+                return own
+        said = self.policy.get("max_position_embeddings") or lookup(self.policy, "text_config.max_position_embeddings")
+        return said if is_count(said) else None
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """The policy's config.json; empty where it is not at hand."""
+        setting = "actor_rollout_ref.model.path"
+        return next((fact.model_config for fact in self.files if fact.setting == setting and fact.model_config), {})
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the run asks for the CPU platform."""
         return bool(self.get("trainer.device") == "cpu")

@@ -13,7 +13,7 @@ from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
-MODEL = "actor_rollout_ref.model"
+MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
 NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
@@ -41,6 +41,21 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
         allowed = f"at least prompt and response together, {context.longest}"
         yield context.problem(f"{ROLLOUT}.max_model_len", allowed, advice)
+    positions = context.positions
+    if room is not None and positions is not None and room > positions:
+        advice = f"verl's server refuses more; where the model can have more, set {MODEL}.{OVERRIDE}."
+        yield context.problem(f"{ROLLOUT}.max_model_len", f"at most the model's {positions} positions", advice)
+
+
+def early_ends(context: RuleContext) -> Iterator[str]:
+    """What becomes of answers for which the model has no positions, where verl decides on the engine's length."""
+    positions = context.positions
+    if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.longest:
+        yield (
+            f"the model has {positions} positions, and data.max_prompt_length and max_response_length are "
+            f"{context.longest} tokens together: answers that come to the end of the positions are cut off there. Lower "
+            f"data.max_response_length, or set {MODEL}.{OVERRIDE} where the model can have more"
+        )
 
 
 def weights(context: RuleContext) -> Iterator[Problem]:

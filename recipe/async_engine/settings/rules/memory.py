@@ -11,11 +11,14 @@ from recipe.async_engine.settings.memory.estimate import (
     told,
     verdicts,
 )
+from recipe.async_engine.settings.memory.generation import rollout_engine, room
 from recipe.async_engine.settings.memory.items import GIB, Part, gib
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.verl_types import ROLLOUT
 
 POLICY = "actor_rollout_ref.model.path"
+MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's positions where it is null"
 
 
 def parts(context: RuleContext) -> list[Part]:
@@ -23,7 +26,7 @@ def parts(context: RuleContext) -> list[Part]:
     policy = context.model(POLICY)
     if policy is None or context.on_cpu:
         return []
-    models = Models(policy, context.model("critic.model.path"))
+    models = Models(policy, context.model("critic.model.path"), context.positions)
     return parts_of(context.config, context.settings, models, device_bytes(context))
 
 
@@ -44,6 +47,26 @@ def memory(context: RuleContext) -> Iterator[Problem]:
             fits = "what fits" if verdict.moment.certain > device else f"what fits within {ERROR:.0%}"
             advice = f"{told(verdict, device)}. Lower it, or change {', '.join(others)}; see docs/memory.md."
             yield context.problem(setting, f"{fits} into {gib(device)}", advice)
+
+
+    yield from _cache(context)
+
+
+def _cache(context: RuleContext) -> Iterator[Problem]:
+    """vLLM starts only with a KV cache for one request of the longest length (vllm/v1/core/kv_cache_utils.py)."""
+    shape, device = context.model(POLICY), device_bytes(context)
+    windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
+    other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
+    if shape is None or device is None or context.on_cpu or windowed or other_size:
+        return
+    engine, request = rollout_engine(context.config, shape), room(context.config, context.positions)
+    tokens = engine.cache_tokens(device)
+    if tokens < request:
+        weights = f"its share of {gib(device)} has room for {tokens} beside weights of {gib(engine.weights)}"
+        longest = f"{ROLLOUT}.max_model_len={request}" if context.get(f"{ROLLOUT}.max_model_len") else MODELS_OWN
+        advice = f"{weights}. Raise it, lower {longest}, or raise {ROLLOUT}.tensor_model_parallel_size."
+        setting = f"{ROLLOUT}.gpu_memory_utilization"
+        yield context.problem(setting, f"enough for a KV cache of one request of {request} tokens", advice)
 
 
 def warnings(context: RuleContext) -> list[str]:
