@@ -53,8 +53,8 @@ def early_ends(context: RuleContext) -> Iterator[str]:
     if context.get(f"{ROLLOUT}.max_model_len") is None and positions is not None and positions < context.longest:
         yield (
             f"the model has {positions} positions, and data.max_prompt_length and max_response_length are "
-            f"{context.longest} tokens together: answers that come to the end of the positions are cut off there. Lower "
-            f"data.max_response_length, or set {MODEL}.{OVERRIDE} where the model can have more"
+            f"{context.longest} tokens together: answers that come to the end of the positions are cut off there; "
+            f"lower data.max_response_length, or set {MODEL}.{OVERRIDE} where the model can have more"
         )
 
 
