@@ -48,7 +48,6 @@ def memory(context: RuleContext) -> Iterator[Problem]:
             advice = f"{told(verdict, device)}. Lower it, or change {', '.join(others)}; see docs/memory.md."
             yield context.problem(setting, f"{fits} into {gib(device)}", advice)
 
-
     yield from _cache(context)
 
 
