@@ -374,6 +374,12 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         (CPU | {f"{ROLLOUT}.free_cache_engine": True}, f"{ROLLOUT}.free_cache_engine", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode", "no sleep mode"),
         (CPU | {f"{ROLLOUT}.max_num_batched_tokens": 1024}, f"{ROLLOUT}.max_num_batched_tokens", "max_model_len, 2048"),
+        ({f"{ROLLOUT}.max_num_seqs": 2049}, f"{ROLLOUT}.max_num_batched_tokens", "at least max_num_seqs, 2049"),
+        (
+            {**REWARD_MODEL, f"{JUDGE}.rollout.max_num_seqs": 9, f"{JUDGE}.rollout.max_num_batched_tokens": 8},
+            f"{JUDGE}.rollout.max_num_batched_tokens",
+            "at least max_num_seqs, 9",
+        ),
         ({PROXIMAL: "server"}, PROXIMAL, "add model_engine_server=fsdp2"),
         ({PROXIMAL: "recalculate"}, PROXIMAL, "bypass or recompute or server or loglinear"),
         (SERVERS | {PROXIMAL: "bypass"}, PROXIMAL, "set model_engine_server=disabled"),

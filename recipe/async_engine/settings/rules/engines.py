@@ -45,6 +45,13 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
     if room is not None and positions is not None and room > positions:
         advice = f"verl's server refuses more; where the model can have more, set {MODEL}.{OVERRIDE}."
         yield context.problem(f"{ROLLOUT}.max_model_len", f"at most the model's {positions} positions", advice)
+    for engine in context.engines:
+        budget, sequences = context.count(f"{engine}.max_num_batched_tokens"), context.count(f"{engine}.max_num_seqs")
+        if budget is not None and sequences is not None and budget < sequences:
+            advice = (
+                "vLLM's scheduler starts with no less: each sequence has a token in a step. Raise it, or lower that."
+            )
+            yield context.problem(f"{engine}.max_num_batched_tokens", f"at least max_num_seqs, {sequences}", advice)
 
 
 def early_ends(context: RuleContext) -> Iterator[str]:
