@@ -18,7 +18,7 @@ from test_memory import judged
 from recipe.async_engine.settings.facts import FileFact
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.rules.parallel import parallel_sizes
+from recipe.async_engine.settings.rules.parallel import parallel_sizes, ranks
 from recipe.async_engine.settings.sections import read_settings
 
 SIZE, CHUNKS = (f"{ACTOR}.megatron.{name}pipeline_model_parallel_size" for name in ("", "virtual_"))
@@ -58,9 +58,9 @@ def megatron_builds(size: int, virtual: int | None, layout: dict[str, Any]) -> b
 def refused(size: int, virtual: int | None, layout: dict[str, Any]) -> set[str]:
     """Settings of pipeline stages that are refused."""
     # As many ranks as a stage each takes, and trajectories that divide among them.
-    ranks = {"trainer.n_gpus_per_node": size, f"{ACTOR}.ppo_mini_batch_size": 60}
+    devices = {"trainer.n_gpus_per_node": size, f"{ACTOR}.ppo_mini_batch_size": 60}
     stages: dict[str, Any] = {SIZE: size, CHUNKS: virtual, LAYOUT: layout}
-    problems, _ = judged("Qwen/Qwen2.5-0.5B", MEGATRON | ranks | stages)
+    problems, _ = judged("Qwen/Qwen2.5-0.5B", MEGATRON | devices | stages)
     return {setting for setting in problems if "pipeline" in setting}
 
 
@@ -200,6 +200,45 @@ def test_size_that_does_not_divide_a_model_is_named_whoever_has_it(
 )
 def test_sizes_that_an_engine_takes_or_that_nobody_has_are_not_refused(changes: dict[str, Any], name: str) -> None:
     assert named(changes, policy=name) == {}
+
+
+FSDP = "fsdp_config.fsdp_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({f"{ACTOR}.{FSDP}": 3}, f"{ACTOR}.{FSDP}"),
+        ({f"{ACTOR}.{FSDP}": 0}, f"{ACTOR}.{FSDP}"),
+        ({f"{ACTOR}.{FSDP}": 2}, None),
+        ({f"{ACTOR}.{FSDP}": -1}, None),
+        ({f"{ACTOR}.{FSDP}": 8}, None),
+        (MEGATRON | {f"{ACTOR}.{FSDP}": 3}, None),
+        ({f"actor_rollout_ref.ref.{FSDP}": 3, f"{ACTOR}.use_kl_loss": True}, f"actor_rollout_ref.ref.{FSDP}"),
+        ({f"actor_rollout_ref.ref.{FSDP}": 3}, None),
+        (GAE | {"critic.fsdp.fsdp_size": 3}, "critic.fsdp.fsdp_size"),
+        ({"critic.fsdp.fsdp_size": 3}, None),
+        (GAE | {"critic.ulysses_sequence_parallel_size": 3}, "critic.ulysses_sequence_parallel_size"),
+        (
+            GAE
+            | {
+                "critic.strategy": "megatron",
+                f"critic.megatron.{TENSOR}": 2,
+                "critic.megatron.context_parallel_size": 4,
+            },
+            f"critic.megatron.{TENSOR}",
+        ),
+        (GAE | {"critic.strategy": "megatron", f"critic.megatron.{TENSOR}": 2}, None),
+        (SERVERS | {f"{ENGINE}.fsdp_size": 3}, f"{ENGINE}.fsdp_size"),
+        (SERVERS | {f"{ENGINE}.ulysses_sequence_parallel_size": 3}, f"{ENGINE}.ulysses_sequence_parallel_size"),
+        ({f"{ENGINE}.fsdp_size": 3}, None),
+    ],
+)
+def test_ranks_of_an_engine_are_divided_by_its_sizes(changes: dict[str, Any], setting: str | None) -> None:
+    """Of 4 in the trainer, and 8 in a log-prob server."""
+    config = configured(changes)
+    problems = list(ranks(RuleContext(config, read_settings(config)[0], None, None, ())))
+    assert [problem.setting for problem in problems] == ([setting] if setting else [])
 
 
 def test_stages_that_a_layout_names_are_left_to_megatron() -> None:

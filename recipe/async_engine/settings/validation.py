@@ -39,6 +39,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.critic,
     micro_batches.micro_batches,
     parallel.parallel_sizes,
+    parallel.ranks,
     engines.lora,
     engines.weights,
     engines.rollout,

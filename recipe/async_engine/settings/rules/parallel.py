@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that know the models' shapes: parallel sizes by which engines can divide their layers.
+"""Parallel sizes by which engines can divide a model's layers, and their own ranks.
 
 Contract: what an engine asserts when it builds a model is refused before it is started, for each model that a run has:
 the policy's in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
 tests/settings/test_parallel_sizes.py, which asks Megatron itself.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 from recipe.async_engine.settings.memory.model import ModelShape
@@ -15,7 +16,7 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 STAGES_OF_THEIR_OWN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-SERVERS, PARALLEL = "model_engine_server", "model_parallel_size"
+SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "actor_rollout_ref.ref"
 
 
 def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
@@ -29,6 +30,47 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
     judge = context.model(f"{REWARD_MODEL}.model_path")
     if judge is not None:
         yield from _rollout(context, f"{REWARD_MODEL}.rollout", judge)
+
+
+def ranks(context: RuleContext) -> Iterator[Problem]:
+    """Sizes by which an engine lays its ranks out; the actor's own parallel sizes are `micro_batches.division`'s."""
+    nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
+    if nodes is not None and per_node is not None:
+        trainer = nodes * per_node
+        yield from _copies(context, ACTOR, f"{ACTOR}.fsdp_config", trainer)
+        if context.uses_reference:
+            yield from _copies(context, REFERENCE, f"{REFERENCE}.fsdp_config", trainer)
+        if context.has_critic:
+            yield from _copies(context, "critic", "critic.fsdp", trainer)
+            yield from _parallel(context, "critic", trainer)
+    if context.settings.servers.backend == "fsdp2":
+        servers = f"{SERVERS}.engine"
+        yield from _copies(context, servers, servers, context.settings.servers.ranks)
+        yield from _parallel(context, servers, context.settings.servers.ranks)
+
+
+def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iterator[Problem]:
+    """FSDP keeps a copy of the model on each ``fsdp_size`` ranks (verl/workers/engine/fsdp/utils.py:35)."""
+    setting = f"{engine}.fsdp_size"
+    size = context.get(setting)
+    if context.get(f"{section}.strategy") == "megatron" or not isinstance(size, int):
+        return
+    if size == 0 or (0 < size < count and count % size):
+        advice = "Each copy of the model is on as many ranks; -1 is one copy on all of them."
+        yield context.problem(setting, f"-1, or a divisor of the engine's {count} ranks", advice)
+
+
+def _parallel(context: RuleContext, section: str, count: int) -> Iterator[Problem]:
+    """Ranks that share a sequence, or a model, are as many in each data-parallel part."""
+    settings = [f"{section}.ulysses_sequence_parallel_size"]
+    if context.get(f"{section}.strategy") == "megatron":
+        kinds = (f"tensor_{PARALLEL}", f"pipeline_{PARALLEL}", "context_parallel_size")
+        settings = [f"{section}.megatron.{kind}" for kind in kinds]
+    sizes = [context.count(setting) or 1 for setting in settings]
+    if count % math.prod(sizes):
+        advice = f"Change {', '.join(settings)}, or the number of accelerators."
+        allowed = f"such that {' x '.join(map(str, sizes))} divides the engine's {count} ranks"
+        yield context.problem(settings[0], allowed, advice)
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
