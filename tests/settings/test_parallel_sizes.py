@@ -229,6 +229,12 @@ FSDP = "fsdp_config.fsdp_size"
             f"critic.megatron.{TENSOR}",
         ),
         (GAE | {"critic.strategy": "megatron", f"critic.megatron.{TENSOR}": 2}, None),
+        (GAE | {"critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 2}, "critic.ppo_mini_batch_size"),
+        (GAE | {"critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 4}, None),
+        (
+            GAE | {"critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 2, "critic.ulysses_sequence_parallel_size": 2},
+            None,
+        ),
         (SERVERS | {f"{ENGINE}.fsdp_size": 3}, f"{ENGINE}.fsdp_size"),
         (SERVERS | {f"{ENGINE}.ulysses_sequence_parallel_size": 3}, f"{ENGINE}.ulysses_sequence_parallel_size"),
         ({f"{ENGINE}.fsdp_size": 3}, None),

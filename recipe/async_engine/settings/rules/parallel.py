@@ -42,7 +42,7 @@ def ranks(context: RuleContext) -> Iterator[Problem]:
             yield from _copies(context, REFERENCE, f"{REFERENCE}.fsdp_config", trainer)
         if context.has_critic:
             yield from _copies(context, "critic", "critic.fsdp", trainer)
-            yield from _parallel(context, "critic", trainer)
+            yield from _parallel(context, "critic", trainer) or _critics_batches(context, trainer)
     if context.settings.servers.backend == "fsdp2":
         servers = f"{SERVERS}.engine"
         yield from _copies(context, servers, servers, context.settings.servers.ranks)
@@ -60,17 +60,34 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
         yield context.problem(setting, f"-1, or a divisor of the engine's {count} ranks", advice)
 
 
-def _parallel(context: RuleContext, section: str, count: int) -> Iterator[Problem]:
+def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
     """Ranks that share a sequence, or a model, are as many in each data-parallel part."""
+    sizes = _sizes(context, section)
+    if count % math.prod(sizes.values()) == 0:
+        return []
+    first, *_ = sizes
+    advice = f"Change {', '.join(sizes)}, or the number of accelerators."
+    allowed = f"such that {' x '.join(map(str, sizes.values()))} divides the engine's {count} ranks"
+    return [context.problem(first, allowed, advice)]
+
+
+def _sizes(context: RuleContext, section: str) -> dict[str, int]:
+    """By how many ranks a sequence, or a model, is shared, by setting."""
     settings = [f"{section}.ulysses_sequence_parallel_size"]
     if context.get(f"{section}.strategy") == "megatron":
         kinds = (f"tensor_{PARALLEL}", f"pipeline_{PARALLEL}", "context_parallel_size")
         settings = [f"{section}.megatron.{kind}" for kind in kinds]
-    sizes = [context.count(setting) or 1 for setting in settings]
-    if count % math.prod(sizes):
-        advice = f"Change {', '.join(settings)}, or the number of accelerators."
-        allowed = f"such that {' x '.join(map(str, sizes))} divides the engine's {count} ranks"
-        yield context.problem(settings[0], allowed, advice)
+    return {setting: context.count(setting) or 1 for setting in settings}
+
+
+def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
+    """verl's (verl/workers/engine_workers.py:267)."""
+    setting = "critic.ppo_mini_batch_size"
+    mini, answers = context.count(setting), context.count(f"{ROLLOUT}.n")
+    parts = count // math.prod(_sizes(context, "critic").values())
+    if mini is not None and answers is not None and mini * answers % parts:
+        advice = f"{mini} prompts with {answers} answers are {mini * answers} trajectories: change either."
+        yield context.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
 
 
 def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
