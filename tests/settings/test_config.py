@@ -303,6 +303,29 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
             "use_remove_padding=True",
         ),
         (
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 2, f"{MODEL}.override_config": {"attn_implementation": "sdpa"}},
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            "1 with actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        ),
+        (
+            {
+                **SERVERS,
+                "model_engine_server.engine": {"ulysses_sequence_parallel_size": 2},
+                f"{MODEL}.override_config": {"model_config": {"attn_implementation": "eager"}},
+            },
+            "model_engine_server.engine.ulysses_sequence_parallel_size",
+            "attn_implementation=eager",
+        ),
+        (
+            {
+                **GAE,
+                "critic.ulysses_sequence_parallel_size": 2,
+                "critic.model": {"use_remove_padding": True, "override_config": {"attn_implementation": "sdpa"}},
+            },
+            "critic.ulysses_sequence_parallel_size",
+            "1 with critic.model.override_config.attn_implementation=sdpa",
+        ),
+        (
             {**CPU, f"{ACTOR}.ulysses_sequence_parallel_size": 2},
             f"{ACTOR}.ulysses_sequence_parallel_size",
             "1 where trainer.device=cpu",

@@ -15,7 +15,7 @@ import os
 import re
 import symtable
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.inspection.accelerators import memory_here
+from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.packages import MODULES
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.rules import batches, engines, memory
@@ -160,10 +162,12 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     # A cluster's accelerators may be others than this machine's.
     elsewhere = lookup(config, "trainer.device") == "cpu" or os.environ.get("RAY_ADDRESS")
     device_bytes = None if elsewhere else memory_here()
+    # Where there are accelerators, there is what engines on them would import.
+    missing = frozenset(() if device_bytes is None else absent(MODULES))
     logical, cpus = (lookup(config, f"ray_kwargs.ray_init.{name}") for name in ("num_gpus", "num_cpus"))
     if logical is not None and cpus is not None:
-        return Resources.of([NodeRoom(logical, cpus)], device_bytes)
-    found = Resources(logical, device_bytes)
+        return replace(Resources.of([NodeRoom(logical, cpus)], device_bytes), absent=missing)
+    found = Resources(logical, device_bytes, absent=missing)
     return None if found == Resources(None) else found
 
 

@@ -7,17 +7,24 @@ is missing. It changes nothing there.
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 SEEN_S, POLL_S = 10.0, 0.2
 """How long to look for the main's file, which a network file system may show late."""
 
 
-def probe(paths: list[tuple[str, str]], marker: str) -> dict[str, Any]:
-    """The facts of `settings.facts.NodeFact`, but for the node's name; ``paths``: settings and their paths."""
-    facts: dict[str, Any] = {"sees_folder": appears(marker)}
+def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
+    """The facts of `settings.facts.NodeFact`, but for the node's name.
+
+    Args:
+        paths: settings and their paths.
+        modules: those to look for.
+    """
+    facts: dict[str, Any] = {"sees_folder": appears(marker), "absent": absent(modules)}
     with suppress(ImportError):
         from recipe.async_engine import __version__
         from recipe.async_engine.features import loading_routes
@@ -27,6 +34,17 @@ def probe(paths: list[tuple[str, str]], marker: str) -> dict[str, Any]:
         facts["verl"] = version("verl")
     facts["faults"] = tuple((setting, path, fault) for setting, path in paths if (fault := unreadable(path)))
     return facts
+
+
+def absent(modules: Iterable[str]) -> tuple[str, ...]:
+    """Those of the modules that are not installed here; none is imported, but the packages that they are in."""
+
+    def is_there(module: str) -> bool:
+        with suppress(ImportError, ValueError):
+            return find_spec(module) is not None
+        return False
+
+    return tuple(module for module in modules if not is_there(module))
 
 
 def unreadable(path: str) -> str | None:

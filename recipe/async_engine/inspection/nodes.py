@@ -26,6 +26,7 @@ from recipe.async_engine.inspection import node_probe
 from recipe.async_engine.inspection.accelerators import memory_by_type
 from recipe.async_engine.settings.facts import NodeFact, NodeRoom, Resources
 from recipe.async_engine.settings.nodes import NodesNotReady, node_problems
+from recipe.async_engine.settings.packages import needs
 from recipe.async_engine.settings.sections import lookup
 
 PATHS = (
@@ -44,6 +45,8 @@ PATHS = (
     "data.val_files",
 )
 """What a process of the run opens that may be on any node."""
+ACCELERATORS = ("GPU", "NPU")
+"""As Ray names them."""
 
 
 def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
@@ -52,10 +55,10 @@ def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:
     Raises:
         NodesNotReady: a process of the run could not work on one of them.
     """
-    folder = Path(lookup(config, "trainer.default_local_dir"))
+    folder, needed = Path(lookup(config, "trainer.default_local_dir")), list(needs(config))
     with _marker(folder) as marker:
-        facts = _ask(local_paths(config), str(marker), timeout_s)
-    if problems := node_problems(facts, __version__, str(folder)):
+        facts = _ask(local_paths(config), str(marker), [name for need in needed for name in need.modules], timeout_s)
+    if problems := node_problems(facts, __version__, str(folder), needed):
         raise NodesNotReady(problems)
 
 
@@ -82,16 +85,17 @@ def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _ask(paths: list[tuple[str, str]], marker: str, timeout_s: float) -> list[NodeFact]:
+def _ask(paths: list[tuple[str, str]], marker: str, modules: list[str], timeout_s: float) -> list[NodeFact]:
+    """``modules``: which nodes with accelerators are asked for."""
     cloudpickle.register_pickle_by_value(node_probe)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(node_probe.probe)
         asked = {
             node["NodeManagerAddress"]: task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(paths, marker)
+            ).remote(paths, marker, modules if any(node["Resources"].get(name) for name in ACCELERATORS) else [])
             for node in _alive()
-            if any(node["Resources"].get(name) for name in ("CPU", "GPU", "NPU"))
+            if any(node["Resources"].get(name) for name in ("CPU", *ACCELERATORS))
         }
     finally:
         cloudpickle.unregister_pickle_by_value(node_probe)

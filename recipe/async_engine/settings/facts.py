@@ -22,6 +22,7 @@ class Resources:
     accelerators: int | None
     device_bytes: int | None = None  # memory of the smallest accelerator, where known
     nodes: tuple[NodeRoom, ...] = ()  # where known
+    absent: frozenset[str] = frozenset()  # modules of `packages` that were looked for and are not there
 
     @classmethod
     def of(cls, nodes: Iterable[NodeRoom], device_bytes: int | None = None) -> "Resources":
@@ -40,6 +41,7 @@ class NodeFact:
     verl: str | None = None
     routes: tuple[str, ...] = ()  # by which `import verl` loads this package there
     faults: tuple[tuple[str, str, str], ...] = ()  # setting, path, why it cannot be read there
+    absent: tuple[str, ...] = ()  # modules that were looked for and are not there
     sees_folder: bool = True  # a file that the main has just written to trainer.default_local_dir
 
 

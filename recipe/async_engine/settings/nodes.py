@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.settings.facts import NodeFact
+from recipe.async_engine.settings.packages import Need
 
 
 class NodesNotReady(RecipeError):
@@ -18,15 +19,22 @@ class NodesNotReady(RecipeError):
         super().__init__(f"The run's processes cannot work on every node of the cluster:{lines}")
 
 
-def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str) -> list[str]:
+def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
     """Of all nodes; none means that the run may start.
 
     Args:
         recipe: this package's version where the main runs.
         folder: `trainer.default_local_dir`.
+        needs: packages that nodes with accelerators were asked for.
     """
     releases = sorted({fact.verl for fact in facts if fact.verl is not None})
-    return [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
+    found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
+    for fact in facts:
+        for need in needs:
+            if need.is_lacking(fact.absent):
+                asked = f"{need.setting} asks for {need.package}, which node {fact.address} does not have in the"
+                found.append(f"{asked} environment of Ray's workers. {need.advice}")
+    return found
 
 
 def _problems(fact: NodeFact, recipe: str, releases: Sequence[str], folder: str) -> Iterator[str]:

@@ -44,6 +44,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.weights,
     engines.rollout,
     engines.cpu,
+    engines.packages,
     servers.proximal_log_probs,
     servers.log_prob_servers,
     rewards.reward_model,

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from recipe.async_engine.settings.facts import NodeRoom
+from recipe.async_engine.settings.packages import attention, needs
 from recipe.async_engine.settings.placement import unplaceable, wanted
 from recipe.async_engine.settings.plan import replica_size, rollout_accelerators
 from recipe.async_engine.settings.problems import Problem
@@ -126,6 +127,8 @@ def engine(context: RuleContext) -> Iterator[Problem]:
             allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
             advice = f"The configuration was composed with model_engine={engine}; change one of the two."
             yield context.problem(f"{section}.strategy", allowed, advice)
+    servers = ("model_engine_server.engine",) if context.settings.servers.backend == "fsdp2" else ()
+    for section in (*context.trained, *servers):
         yield from _sequence_parallel(context, section)
 
 
@@ -140,6 +143,10 @@ def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
         yield context.problem(setting, f"1 with {model}.use_remove_padding=false", advice)
     if context.on_cpu:
         yield context.problem(setting, "1 where trainer.device=cpu", "It is done inside flash attention; set it to 1.")
+    elif not attention(context.config, model).startswith("flash_attention"):
+        advice = "It is done inside flash attention; with another one each rank would attend to its own slice alone."
+        given = f"{model}.override_config.attn_implementation={attention(context.config, model)}"
+        yield context.problem(setting, f"1 with {given}", advice)
 
 
 def critic(context: RuleContext) -> Iterator[Problem]:
@@ -195,6 +202,13 @@ def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
     if context.get(f"{MODEL}.lora_adapter_path"):
         advice = f"The engines go by {MODEL}.lora_rank and lora_alpha, not by the adapter's file: set {merge}=true."
         yield context.problem(f"{MODEL}.lora_adapter_path", f"null {allowed}", advice)
+
+
+def packages(context: RuleContext) -> Iterator[Problem]:
+    """What the engines would import here and cannot."""
+    for need in needs(context.config):
+        if context.available is not None and need.is_lacking(context.available.absent):
+            yield context.problem(need.setting, need.allowed, need.advice)
 
 
 def cpu(context: RuleContext) -> Iterator[Problem]:
