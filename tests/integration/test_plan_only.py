@@ -78,6 +78,7 @@ def test_a_plan_is_printed_and_nothing_is_started_or_left(paths: list[str], tmp_
         "prompts of a version (B = k b) 128 1024 samples",
         "staleness bound in versions (S) 4 pipeline depth 0.5",
         "versions of an answer 4 it may take to generate; training waits for one that takes more",
+        "longest answer in these 16.0 times the mean one's, with all places taken: 512 tokens where the mean is 32",
         "prompts live at most 192 by the pipeline's depth, (1 + depth) B",
         "slots of the gate 640 at a version's begin, (1 + S) B",
         "trajectories at the engines 256 at most, 256 of them generated at once",

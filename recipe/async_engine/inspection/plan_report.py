@@ -137,10 +137,15 @@ def _batches(found: Findings) -> Iterator[str]:
     yield _row("prompts of a version (B = k b)", version, f"{version * answers} samples")
     yield _row("staleness bound in versions (S)", bound, f"pipeline depth {soft_depth(training):g}")
     yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
+    at_once = replicas * places_per_replica(config, training)
+    if bound and not training.whole_batches:
+        # In a version places are filled with its samples, one after the other.
+        times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
+        mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
+        yield _row("longest answer in these", f"{times:.1f}", f"times the mean one's, with all places taken: {mean}")
     yield _row("prompts live at most", version + math.floor(depth * version), "by the pipeline's depth, (1 + depth) B")
     yield _row("slots of the gate", (1 + bound) * version, "at a version's begin, (1 + S) B")
     under_way = replicas * slots_per_replica(config, training)
-    at_once = replicas * places_per_replica(config, training)
     yield _row("trajectories at the engines", under_way, f"at most, {at_once} of them generated at once")
     yield _row("proximal log-probs", proximal_source(config, context.settings))
     try:
