@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.inspection.accelerators import memory_here
+from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
@@ -56,8 +57,8 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
-    """What is found at the paths of a plain configuration: model, data files, reward function."""
-    return [*_model(config), *_data(config), *_reward_function(config), *_programs(config)]
+    """What is found at the paths of a plain configuration: model, data files, reward function, other code."""
+    return [*_model(config), *_data(config), *_reward_function(config), *_programs(config), *code_facts(config)]
 
 
 def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:

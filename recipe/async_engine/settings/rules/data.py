@@ -14,6 +14,9 @@ WANTED = {
     "model": "a local directory with a config.json, or the name of a model on the hub",
     "data": "existing files",
     "code": "an existing Python file",
+    "description": "a YAML file of what there is",
+    "folder": "an existing folder, or a name on the hub",
+    "module": "a module that can be imported here",
 }
 
 
@@ -26,7 +29,8 @@ def files(context: RuleContext) -> Iterator[Problem]:
         if fact.kind not in WANTED:
             continue
         if fact.fault is not None:
-            yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the path.")
+            correct = "name, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
+            yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the {correct}.")
         elif context.get("data.custom_cls.path") is None:
             yield from _data(context, fact, needed)
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code and descriptions of it that a configuration names: whether they are there, before a process needs them.
+
+Contract: nothing of them is run or imported. What is on a file system elsewhere (`scheme://`) is not looked at, and
+modules are looked for where the run starts its own Ray: a cluster's nodes may have others. Shown by
+tests/integration/test_code_files.py.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipe.async_engine.settings.facts import FileFact
+from recipe.async_engine.settings.sections import lookup
+
+ROLLOUT = "actor_rollout_ref.rollout"
+AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"
+DESCRIPTIONS = (AGENT_LOOPS, *(f"{ROLLOUT}.multi_turn.{name}_config_path" for name in ("tool", "interaction")))
+FOLDERS = ("actor_rollout_ref.model.tokenizer_path", "actor_rollout_ref.model.lora_adapter_path")
+MODULES = (
+    "actor_rollout_ref.model.external_lib",
+    "critic.model.external_lib",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
+)
+TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.path"
+
+
+def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """What is found at these settings of a plain configuration."""
+    here = not (lookup(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"))
+    for setting in DESCRIPTIONS:
+        if path := _local(config, setting):
+            yield FileFact(
+                setting, path, "description", fault=_description_fault(path, setting == AGENT_LOOPS and here)
+            )
+    for setting in (TOOLS, DATASET):
+        if path := _local(config, setting):
+            missing = not Path(path).expanduser().is_file()
+            yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
+    for setting in FOLDERS:
+        path = _local(config, setting)
+        # Anything else may be a name on the hub.
+        if path and path.startswith(("/", "~", "./", "../")):
+            fault = None if Path(path).expanduser().is_dir() else "does not exist"
+            yield FileFact(setting, path, "folder", fault=fault)
+    for setting in MODULES if here else ():
+        value = lookup(config, setting)
+        for name in [value] if isinstance(value, str) else list(value or []):
+            yield FileFact(setting, str(name), "module", fault=None if is_there(str(name)) else "cannot be found")
+
+
+def is_there(module: str) -> bool:
+    """Whether a module can be found; only its packages' folders are looked into."""
+    top, *parts = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        for part in parts:
+            spec = None if spec is None else PathFinder.find_spec(part, spec.submodule_search_locations or [])
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
+
+
+def _local(config: Mapping[str, Any], setting: str) -> str:
+    """A path on this machine; empty where there is none."""
+    path = str(lookup(config, setting) or "")
+    return "" if "://" in path else path
+
+
+def _description_fault(path: str, names_modules: bool) -> str | None:
+    file = next((place for place in _places(path) if place.is_file()), None)
+    if file is None:
+        return "does not exist"
+    try:
+        # As verl reads it.
+        entries = OmegaConf.to_container(OmegaConf.load(file))
+    except Exception as error:  # whatever is wrong with a user's file
+        return f"cannot be read ({' '.join(str(error).split())})"
+    for entry in entries if names_modules and isinstance(entries, list) else []:
+        target = str(entry.get("_target_") or "") if isinstance(entry, dict) else ""
+        if target and not is_there(target.rpartition(".")[0]):
+            return f"names {target}, whose module cannot be found from here; put its folder on PYTHONPATH"
+    return None
+
+
+def _places(path: str) -> Iterator[Path]:
+    """Where verl looks (verl/utils/import_utils.py:91): here, beside its package, in it."""
+    yield Path(path).expanduser()
+    verl = importlib.util.find_spec("verl")
+    for folder in (verl.submodule_search_locations or []) if verl is not None else []:
+        yield Path(folder).parent / path
+        yield Path(folder) / path
