@@ -68,11 +68,19 @@ def test_what_is_there_is_taken_and_what_is_elsewhere_is_not_looked_at(paths: di
     assert check(configured(paths, more=more))
 
 
-def test_modules_of_a_cluster_that_is_joined_are_not_looked_for(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_modules_that_workers_may_have_from_elsewhere_are_not_looked_for(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    missing, environment = f"{EXTERNAL}=no_such_module", "+ray_kwargs.ray_init.runtime_env"
+    for given in (f"{environment}.working_dir=/there", f"{environment}.env_vars.PYTHONPATH=/there"):
+        assert check(configured(paths, more=[missing, given]))
+    (tmp_path / "no_such_module.py").write_text("")
+    with monkeypatch.context() as changed:
+        changed.setenv("PYTHONPATH", f"/nowhere:{tmp_path}")
+        assert check(configured(paths, more=[missing]))
+    assert "no_such_module" in message(configured(paths, more=[missing]))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert check(configured(paths, more=[f"{EXTERNAL}=no_such_module"]))
+    assert check(configured(paths, more=[missing]))
 
 
 def test_a_module_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

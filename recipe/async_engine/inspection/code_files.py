@@ -2,8 +2,8 @@
 """Code and descriptions of it that a configuration names: whether they are there, before a process needs them.
 
 Contract: nothing of them is run or imported. What is on a file system elsewhere (`scheme://`) is not looked at, and
-modules are looked for where the run starts its own Ray: a cluster's nodes may have others. Shown by
-tests/integration/test_code_files.py.
+modules are looked for where the run starts its own Ray, whose workers have what this process has: a cluster's nodes may
+have others, and so may an environment that `runtime_env` makes. Shown by tests/integration/test_code_files.py.
 """
 
 import importlib.util
@@ -27,12 +27,19 @@ MODULES = (
     "critic.model.external_lib",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
 )
+RAY = "ray_kwargs.ray_init"
+OTHERS = (
+    "address",
+    "runtime_env.env_vars.PYTHONPATH",
+    *(f"runtime_env.{name}" for name in ("working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri")),
+)
+"""With one of these, workers may have other modules than this process."""
 TOOLS, DATASET = f"{ROLLOUT}.multi_turn.function_tool_path", "data.custom_cls.path"
 
 
 def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
     """What is found at these settings of a plain configuration."""
-    here = not (lookup(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"))
+    here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
             yield FileFact(
@@ -57,8 +64,10 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
 def is_there(module: str) -> bool:
     """Whether a module can be found; only its packages' folders are looked into."""
     top, *parts = module.split(".")
+    # Workers begin with this, even if this process was forked before it was set.
+    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
         for part in parts:
             spec = None if spec is None else PathFinder.find_spec(part, spec.submodule_search_locations or [])
     except (ImportError, ValueError):
