@@ -138,4 +138,6 @@ def test_prompts_of_another_form_and_users_data_sets_are_left_to_the_run(model: 
     pictures = [[{"role": "user", "content": [{"type": "image"}]}]] * ROWS
     assert problems(model, write(tmp_path / "a.parquet", rows(pictures))) == []
     empty = write(tmp_path / "b.parquet", rows([message("")] * ROWS))
-    assert problems(model, empty, "data.custom_cls.path=own.py", "data.custom_cls.name=Own") == []
+    own = tmp_path / "own.py"
+    own.write_text("class Own: ...\n")
+    assert problems(model, empty, f"data.custom_cls.path={own}", "data.custom_cls.name=Own") == []

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -346,7 +347,9 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     assert not score.done()
     score.set_result(0.25)
     scored, payload = await asyncio.wait_for(worker.finish_trajectory("0-0-0"), SOON)
-    assert scored == TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
+    expected = TrajectoryScored(0.25, 7, 7, True, 0, 0, 2, sampled_tokens=2, received_tokens=2)
+    assert scored.asked_s > 0
+    assert replace(scored, asked_s=0.0) == expected
     assert unpack(payload).reward_score == 0.25
     assert unpack(payload).response_ids[0, :2].tolist() == [10, 11]
     assert worker._running == {}
@@ -386,7 +389,9 @@ async def test_interrupted_answer_carries_the_versions_of_its_parts(make_worker:
     server = ScriptedServer(part([10, 11], 7, "aborted"), part([12], 8))
     scored, payload = await run(make_worker(server, Reward(1.0)))
     assert tuple(payload.extra_fields[VERSION_RUNS]) == ((7, 2), (8, 1))
-    assert scored == TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2, sampled_tokens=3, received_tokens=3)
+    expected = TrajectoryScored(1.0, 7, 8, True, 1, 2 + 2, 3, cut_tokens=2, sampled_tokens=3, received_tokens=3)
+    assert scored.asked_s > 0
+    assert replace(scored, asked_s=0.0) == expected
     assert (payload.extra_fields["min_global_steps"], payload.extra_fields["max_global_steps"]) == (7, 8)
 
 
