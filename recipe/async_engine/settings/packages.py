@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.async_engine.settings.fields import render
 from recipe.async_engine.settings.plan import has_critic
 from recipe.async_engine.settings.sections import lookup
 
@@ -61,9 +62,9 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
         megatron["model_engine_server.backend"] = "model_engine_server.engine"
     for setting, engine in megatron.items():
         yield Need("flash-attn", ("flash_attn",), setting, "fsdp2 without flash-attn")
-        legacy = lookup(config, f"{engine}.vanilla_mbridge")
+        legacy = bool(lookup(config, f"{engine}.vanilla_mbridge"))
         package, module = ("mbridge", "mbridge") if legacy else ("megatron-bridge", "megatron.bridge")
-        yield Need(package, (module,), f"{engine}.vanilla_mbridge", f"what is installed, not {package}")
+        yield Need(package, (module,), f"{engine}.vanilla_mbridge", f"{render(not legacy)} without {package}")
     backend = lookup(config, BACKEND)
     if backend in ("nccl", "nixl"):
         yield Need("cupy", ("cupy",), BACKEND, "recipe_gloo without cupy", "take recipe_gloo, with its module")
