@@ -273,6 +273,13 @@ def test_engine_has_a_cache_for_one_request_of_the_longest_length(
         )
 
 
+def test_longest_request_is_named_by_what_says_how_long_it_is() -> None:
+    small = {f"{ROLLOUT}.gpu_memory_utilization": 0.08}
+    for length, said in ((4096, f"lower {LENGTH}=4096"), (None, f"lower {LENGTH}, which is the number of the model's")):
+        problems, _ = with_positions({LENGTH: length} | small, max_position_embeddings=4096)
+        assert said in problems[f"{ROLLOUT}.gpu_memory_utilization"].advice
+
+
 def test_memory_of_a_device_is_what_the_settings_say_before_what_was_found() -> None:
     asked = {"async_training.device_memory_gib": 80}
     for changes, found, expected in (({}, None, None), ({}, GIB, GIB), (asked, GIB, 80 * GIB), (asked, None, 80 * GIB)):

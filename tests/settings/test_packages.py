@@ -45,6 +45,17 @@ def test_settings_ask_for_packages(changes: dict[str, Any], packages: list[str])
     assert {module for need in found for module in need.modules} <= set(MODULES)
 
 
+def test_what_to_do_about_a_missing_package_is_said() -> None:
+    attention, _ = needs(configured({}))
+    assert attention.advice.startswith(
+        "Install flash-attn (see docs/dependencies.md), or set +actor_rollout_ref.model."
+    )
+    of_megatron, bridge, _ = needs(configured(ALL_MEGATRON))
+    assert of_megatron.advice == "Install flash-attn (see docs/dependencies.md)."
+    assert bridge.allowed == "true without megatron-bridge"
+    assert list(needs(configured(ALL_MEGATRON | VANILLA)))[1].allowed == "false without mbridge"
+
+
 @pytest.mark.parametrize(
     ("lacking", "refused"),
     [
