@@ -9,7 +9,8 @@ import pytest
 from test_config_files import configured, message, paths
 
 from recipe.async_engine.inspection.check import check
-from recipe.async_engine.inspection.code_files import AGENT_LOOPS, DATASET, MODULES, TOOLS, is_there
+from recipe.async_engine.inspection.code_files import AGENT_LOOPS, DATASET, MODULES, TOOLS
+from recipe.async_engine.inspection.node_probe import is_there
 
 __all__ = ["paths"]
 EXTERNAL, _, BACKEND = MODULES

@@ -9,12 +9,12 @@ have others, and so may an environment that `runtime_env` makes. Shown by tests/
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.async_engine.inspection.node_probe import is_there
 from recipe.async_engine.settings.facts import FileFact
 from recipe.async_engine.settings.sections import lookup
 
@@ -59,20 +59,6 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
         value = lookup(config, setting)
         for name in [value] if isinstance(value, str) else list(value or []):
             yield FileFact(setting, str(name), "module", fault=None if is_there(str(name)) else "cannot be found")
-
-
-def is_there(module: str) -> bool:
-    """Whether a module can be found; only its packages' folders are looked into."""
-    top, *parts = module.split(".")
-    # Workers begin with this, even if this process was forked before it was set.
-    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    try:
-        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
-        for part in parts:
-            spec = None if spec is None else PathFinder.find_spec(part, spec.submodule_search_locations or [])
-    except (ImportError, ValueError):
-        return False
-    return spec is not None
 
 
 def _local(config: Mapping[str, Any], setting: str) -> str:

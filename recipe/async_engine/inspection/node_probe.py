@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -37,14 +38,22 @@ def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict
 
 
 def absent(modules: Iterable[str]) -> tuple[str, ...]:
-    """Those of the modules that are not installed here; none is imported, but the packages that they are in."""
-
-    def is_there(module: str) -> bool:
-        with suppress(ImportError, ValueError):
-            return find_spec(module) is not None
-        return False
-
+    """Those of the modules that are not installed here."""
     return tuple(module for module in modules if not is_there(module))
+
+
+def is_there(module: str) -> bool:
+    """Whether a module can be found; nothing is imported, only its packages' folders are looked into."""
+    top, *parts = module.split(".")
+    # Workers begin with this, even if this process was forked before it was set.
+    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, [path for path in more if path])
+        for part in parts:
+            spec = None if spec is None else PathFinder.find_spec(part, spec.submodule_search_locations or [])
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
 
 
 def unreadable(path: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.rules.parallel import shared_by
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 REF, CRITIC = "actor_rollout_ref.ref", "critic"
@@ -82,7 +83,7 @@ def division(context: RuleContext) -> Iterator[Problem]:
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if mini is None or answers is None or nodes is None or per_node is None:
         return
-    ranks, copies = nodes * per_node, _model_parallel_size(context)
+    ranks, copies = nodes * per_node, math.prod(shared_by(context, ACTOR).values())
     if ranks % copies:
         advice = f"Change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes of {ACTOR}."
         yield context.problem("trainer.n_gpus_per_node", f"a multiple of the model's {copies} parallel ranks", advice)
@@ -134,13 +135,3 @@ def _sequence_shares(context: RuleContext, section: str) -> int:
     megatron = context.get(f"{section}.strategy") == "megatron"
     name = "megatron.context_parallel_size" if megatron else "ulysses_sequence_parallel_size"
     return context.count(f"{section}.{name}") or 1
-
-
-def _model_parallel_size(context: RuleContext) -> int:
-    """Trainer ranks that hold one copy of the batch."""
-    if context.get(f"{ACTOR}.strategy") == "megatron":
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        names = [f"{ACTOR}.megatron.{size}" for size in sizes]
-    else:
-        names = [f"{ACTOR}.ulysses_sequence_parallel_size"]
-    return math.prod(context.count(name) or 1 for name in names)

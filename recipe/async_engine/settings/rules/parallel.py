@@ -62,7 +62,7 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
 
 def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
     """Ranks that share a sequence, or a model, are as many in each data-parallel part."""
-    sizes = _sizes(context, section)
+    sizes = shared_by(context, section)
     if count % math.prod(sizes.values()) == 0:
         return []
     first, *_ = sizes
@@ -71,7 +71,7 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
     return [context.problem(first, allowed, advice)]
 
 
-def _sizes(context: RuleContext, section: str) -> dict[str, int]:
+def shared_by(context: RuleContext, section: str) -> dict[str, int]:
     """By how many ranks a sequence, or a model, is shared, by setting."""
     settings = [f"{section}.ulysses_sequence_parallel_size"]
     if context.get(f"{section}.strategy") == "megatron":
@@ -84,7 +84,7 @@ def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
     """verl's (verl/workers/engine_workers.py:267)."""
     setting = "critic.ppo_mini_batch_size"
     mini, answers = context.count(setting), context.count(f"{ROLLOUT}.n")
-    parts = count // math.prod(_sizes(context, "critic").values())
+    parts = count // math.prod(shared_by(context, "critic").values())
     if mini is not None and answers is not None and mini * answers % parts:
         advice = f"{mini} prompts with {answers} answers are {mini * answers} trajectories: change either."
         yield context.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
