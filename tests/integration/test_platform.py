@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import verl
+from ray._common.utils import get_ray_address_file
 from verl.plugin.platform import PlatformRegistry
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry
@@ -91,6 +92,27 @@ def test_a_cluster_started_on_this_machine_is_seen(tmp_path: Path, monkeypatch: 
     (tmp_path / "ray_current_cluster").write_text("10.0.0.1:6379\n")
     (tmp_path / "nvidia0").touch()
     assert detect.inspect_machine(str(tmp_path)) == Machine(str(tmp_path / "nvidia0"), "10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"TMPDIR": "scratch"}, {"RAY_TMPDIR": "ray"}, {"TMPDIR": "scratch", "RAY_TMPDIR": "ray"}]
+)
+def test_a_cluster_is_looked_for_where_ray_notes_it(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, folder in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    note = get_ray_address_file(None)
+    assert note.startswith(str(tmp_path)) == bool(variables)
+    if variables:
+        assert detect.inspect_machine().cluster_address is None
+        Path(note).parent.mkdir(parents=True)
+        Path(note).write_text("10.0.0.1:6379\n")
+        assert detect.inspect_machine().cluster_address == "10.0.0.1:6379"
+    else:
+        assert note == "/tmp/ray/ray_current_cluster"
 
 
 def test_auto_detection_never_takes_the_cpu_platform(monkeypatch: pytest.MonkeyPatch) -> None:

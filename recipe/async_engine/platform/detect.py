@@ -111,6 +111,8 @@ def _find_accelerator() -> str | None:
 
 
 def _find_cluster(ray_temp_dir: str | None) -> str | None:
-    folder = ray_temp_dir or os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+    # As Ray has it (ray/_common/utils.py:327).
+    temporary = next((os.environ[name] for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "/tmp")
+    folder = ray_temp_dir or os.path.join(temporary, "ray")
     note = Path(folder, "ray_current_cluster")
     return note.read_text().strip() or None if note.exists() else None
