@@ -51,7 +51,7 @@ def told(times: Times, name: str, fit: str) -> Times:
     """The fitted times with what the user of the other run has set."""
     there, here = SCENARIOS[fit], SCENARIOS[name]
     ratio = there.devices.trainer_devices / here.devices.trainer_devices
-    changed = replace(times, update_s=lambda lengths, ranks: ratio * times.update_s(lengths, ranks))
+    changed = replace(times, update_s=lambda lengths, ranks: times.update_s(lengths, ranks / ratio))
     if here.lengths != there.lengths:
         changed = replace(changed, groups=((6,) * 8,) if here.lengths == "uniform" else times.groups)
     if here.reward_s:

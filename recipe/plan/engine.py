@@ -4,8 +4,8 @@
 Contract: a request joins at the next boundary between steps if a place is free, and waits otherwise, the oldest group
 first; each step gives every request in a place one token, and the step that it joins at reads its context besides.
 Between two changes the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows
-linearly with context there. A request that is cut keeps the tokens of whole steps. What its places do is told to the
-`EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
+linearly with context there. An engine that is paused ends the step under way first: its requests have that token. What
+its places do is told to the `EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -60,52 +60,65 @@ class Engine:
         self._waiting: list[tuple[int, int, Request]] = []
         self._ends: list[tuple[int, str]] = []
         self._new: list[Request] = []
+        # Not at the engine yet, since it was closed when they came.
+        self._parked: dict[str, None] = {}
         self._steps = self._context = self._planned = self._number = self._arrived = 0
-        self._began = self._first = self._step = self._slope = self._carried = 0.0
+        self._began = self._first = self._step = self._slope = 0.0
         self.closed = False
 
     @property
     def load(self) -> int:
         return len(self.running) + len(self._waiting)
 
+    @property
+    def rest_s(self) -> float:
+        """Until the step under way ends; a pause is not over before."""
+        if self.closed or not self.running:
+            return 0.0
+        return max(0.0, self._began + self._seconds(self._begun_steps()) - self._clock.now)
+
     def submit(self, request: Request) -> None:
         """Take a request; while the engine is closed it waits."""
         self._arrived += 1
         heapq.heappush(self._waiting, (request.group, self._arrived, request))
         self.activity.expect(request.name, request.work)
-        if not self.closed and len(self.running) < self._places:
+        if self.closed:
+            self._parked[request.name] = None
+            return
+        self.activity.enter(request.name)
+        if len(self.running) < self._places:
             self._stop_after(self._whole_steps() + 1 if self.running else 0)
 
     def cut(self) -> list[Request]:
-        """Close, and give back every request with the tokens of whole steps."""
+        """Pause, and give back every request that has not ended."""
+        self.hold()
+        return self._give_back()
+
+    def die(self) -> list[Request]:
+        """Close for good, and give back every request; the step under way is lost."""
         self._count(self._whole_steps())
-        found = [*self.running.values(), *(request for *_, request in sorted(self._waiting))]
-        for request in self.running.values():
-            self._leave(request)
-        for request in found:
-            self.activity.forget(request.name)
-        self.running, self._ends, self._new, self._context = {}, [], [], 0
-        self._waiting.clear()
-        self._close()
-        return found
+        self._close(Class.DOWN)
+        return self._give_back()
 
     def hold(self) -> list[Request]:
-        """Close with its requests kept in their places."""
-        steps = self._whole_steps()
-        # The step under way is not lost.
-        self._carried = self._clock.now - self._began - self._seconds(steps) if self.running else 0.0
-        self._count(steps)
-        self._close()
+        """Pause with its requests kept in their places; returns those."""
+        self._count(self._begun_steps())
+        ended = self._take_ended()
+        self._close(Class.WAIT_WEIGHTS)
+        for request in ended:
+            self._ended(request)
         return list(self.running.values())
 
     def reopen(self, again: bool = False) -> None:
         """Serve again; ``again``: what is kept is read again first."""
         self.closed = False
         self.activity.open()
+        for name in self._parked:
+            self.activity.enter(name)
+        self._parked.clear()
         if again:
             self.activity.recompute(self.running)
             self._new = list(self.running.values())
-            self._carried = 0.0
         self._plan()
 
     def close(self, why: Class) -> None:
@@ -117,10 +130,25 @@ class Engine:
         at_engine = request.name in self.running
         return request.tokens + (self._steps + self._whole_steps() - request.entered if at_engine else 0)
 
-    def _close(self) -> None:
+    def _close(self, why: Class) -> None:
         self.closed = True
         self._number += 1
-        self.activity.close(Class.WAIT_WEIGHTS)
+        self.activity.close(why)
+
+    def _give_back(self) -> list[Request]:
+        waiting = [request for *_, request in sorted(self._waiting)]
+        found = [*self.running.values(), *waiting]
+        for request in self.running.values():
+            self._leave(request)
+        for request in waiting:
+            if request.name not in self._parked:
+                self.activity.leave(request.name)
+        self._parked.clear()
+        for request in found:
+            self.activity.forget(request.name)
+        self.running, self._ends, self._new, self._context = {}, [], [], 0
+        self._waiting.clear()
+        return found
 
     def _whole_steps(self) -> int:
         """Of the stretch under way, those that are over now."""
@@ -133,6 +161,10 @@ class Engine:
             return min(self._planned, int(spent / self._step))
         half = self._step - self._slope / 2
         return min(self._planned, int((math.sqrt(half * half + 2 * self._slope * spent) - half) / self._slope))
+
+    def _begun_steps(self) -> int:
+        """Those and the one under way."""
+        return min(self._planned, self._whole_steps() + 1) if self.running and not self.closed else 0
 
     def _seconds(self, steps: int) -> float:
         return self._first + self._step * (steps - 1) + self._slope * steps * (steps - 1) / 2 if steps else 0.0
@@ -150,6 +182,12 @@ class Engine:
         if number != self._number:
             return
         self._count(self._planned)
+        ended = self._take_ended()
+        self._plan()
+        for request in ended:
+            self._ended(request)
+
+    def _take_ended(self) -> list[Request]:
         ended = []
         while self._ends and self._ends[0][0] <= self._steps:
             request = self.running.pop(heapq.heappop(self._ends)[1])
@@ -157,9 +195,7 @@ class Engine:
             self.activity.answer(request.name, request.tokens)
             self.activity.forget(request.name)
             ended.append(request)
-        self._plan()
-        for request in ended:
-            self._ended(request)
+        return ended
 
     def _count(self, steps: int) -> None:
         """So many steps of the stretch are over."""
@@ -187,7 +223,6 @@ class Engine:
             self.running[request.name] = request
             self._context += request.prompt + request.tokens
             heapq.heappush(self._ends, (self._steps + max(1, request.length - request.tokens), request.name))
-            self.activity.enter(request.name)
             self._new.append(request)
         self._number += 1
         if not self.running:
@@ -197,8 +232,6 @@ class Engine:
         self._step = self._step_s(batch, self._context)
         self._slope = max(0.0, self._step_s(batch, self._context + batch) - self._step)
         self._first = self._step + sum(self._read_s(request.prompt + request.tokens) for request in self._new)
-        self._first -= min(self._first, self._carried)
-        self._carried = 0.0
         self._planned = 1 if self._new else self._ends[0][0] - self._steps
         number = self._number
         self._clock.after(self._seconds(self._planned), lambda: self._boundary(number))

@@ -2,9 +2,10 @@
 """The time of an engine's steps, fitted from what its places did and the tokens that they sampled meanwhile.
 
 Contract: a step takes ``base_s``, and more for each request in a place, for each token that these have so far and for
-each request that joins at it; no part is negative. A stretch of the record knows its tokens and how many requests were
-in places, so how many steps it had. What they have is told by the answers: each had its last token at its end, and one
-fewer a step before. Where a stretch had validation or retries it is left out: their first tokens are not told apart.
+each token that is read for those which join at it, or where prompts' lengths are not known for each that joins; no part
+is negative. A stretch of the record knows its tokens and how many requests were in places, so how many steps it had.
+What they have is told by the answers: each had its last token at its end, and one fewer a step before. Where a stretch
+had validation or retries it is left out: their first tokens are not told apart.
 Shown by tests/plan/test_engine_steps.py.
 """
 
@@ -31,18 +32,24 @@ class EngineSteps:
     base_s: float
     request_s: float
     token_s: float
-    read_s: float
+    read_token_s: float = 0.0
+    join_s: float = 0.0
+
+    def read_s(self, tokens: int) -> float:
+        """Of a request that joins with so many tokens."""
+        return self.join_s + self.read_token_s * tokens
 
     def step_s(self, batch: int, context: int) -> float:
         return self.base_s + self.request_s * batch + self.token_s * context
 
 
 def fit_steps(
-    events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int
+    events: Iterable[Event], answers: Sequence[tuple[int, float]], places: float, replicas: int, prompt: float = 0.0
 ) -> EngineSteps | None:
     """Least squares over all stretches of all engines; None if no stretch can be used.
 
-    answers: (tokens, when it ended). places: of one engine. replicas: engines that share the answers evenly.
+    answers: (tokens, when it ended). places: of one engine. replicas: engines that share the answers evenly. prompt:
+    tokens of a prompt; 0 if not known.
     """
     stretches: defaultdict[tuple[str, float, float], list[Event]] = defaultdict(list)
     for event in events:
@@ -53,16 +60,22 @@ def fit_steps(
         tokens = sum(part.tokens or 0 for part in parts)
         batch = places * sum(part.share for part in parts if part.what in _USED)
         if tokens and batch > 0 and all(part.what in _KNOWN for part in parts):
-            joined = sum(part.tokens or 0 for part in parts if part.what in _FIRST)
-            steps = tokens / batch
-            rows.append((1.0, batch, 0.0, joined / steps, (end - start) / steps, steps))
+            new, again = (sum(part.tokens or 0 for part in parts if part.what == what) for what in _FIRST)
+            # A request that finds a free place is in it before the next step begins, half a step on average.
+            finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
+            steps = (tokens + finds / 2) / batch
+            rows.append((1.0, batch, 0.0, (new + again) / steps, again / steps, (end - start) / steps, steps))
             middles.append((start + end) / 2)
     if not rows:
         return None
     table = np.array(rows)
-    mean = float(table[:, 4] @ table[:, 5] / table[:, 5].sum())
-    table[:, 2] = [context / replicas for context in _contexts(answers, middles, mean)]
-    fits = [_least_squares(table, [0, *others]) for count in range(4) for others in combinations((1, 2, 3), count)]
+    took, weight = table[:, 5], table[:, 6]
+    answered = np.array([*_contexts(answers, middles, float(took @ weight / weight.sum()))]) / replicas
+    table[:, 2] = answered + prompt * table[:, 1]
+    # Those that come again have as many tokens as the others.
+    table[:, 4] = prompt * table[:, 3] + table[:, 4] * answered / table[:, 1]
+    known = (1, 2, 4 if prompt else 3)
+    fits = [_least_squares(table, [0, *others]) for count in range(4) for others in combinations(known, count)]
     return min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])[2]
 
 
@@ -76,8 +89,10 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
 
 def _least_squares(table: np.ndarray, columns: list[int]) -> tuple[float, list[float], EngineSteps]:
     """(squared error, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
-    of_steps, took, weight = table[:, :4], table[:, 4], table[:, 5]
-    parts = np.zeros(4)
+    of_steps, took, weight = table[:, :5], table[:, 5], table[:, 6]
+    parts = np.zeros(5)
     parts[columns] = np.linalg.lstsq(of_steps[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     found = [float(part) for part in parts]
-    return float((((of_steps @ parts - took) * weight) ** 2).sum()), found, EngineSteps(*found)
+    base, request, token, join, read = found
+    error = float((((of_steps @ parts - took) * weight) ** 2).sum())
+    return error, found, EngineSteps(base, request, token, read, join)

@@ -140,6 +140,7 @@ class Simulation:
         self._groups: dict[int, _Group] = {}
         self._at: dict[str, int] = {}
         self._held: dict[tuple[int, int], Request] = {}
+        self._ending: set[tuple[int, int]] = set()
         self._publishing = self._over = False
         self._scoring = self._issued = 0
         self._scorers = [0.0] * scenario.reward_processes
@@ -182,7 +183,7 @@ class Simulation:
                 yield self.ledger.may_take
                 batch = self._timed(self.ledger.take)
                 if scenario.shared:
-                    self._end_turn()
+                    yield self._end_turn()
             lengths = [length for group in batch for length in self._groups[group.id].answers]
             ranks = scenario.trainer_ranks
             with self._timeline.phase("train"):
@@ -226,6 +227,7 @@ class Simulation:
             yield lambda: not self.manager.running and not (scenario.whole_batches and self._fills())
             self.manager.drain()
             self._why()
+        pause = max(times.swap_s, *(engine.rest_s for engine in self.engines))
         cut: list[Request] = []
         for number, engine in enumerate(self.engines):
             if number in self._down or scenario.shared:
@@ -235,7 +237,7 @@ class Simulation:
                 self._label(engine, request)
             if scenario.at_swap != "keep":
                 cut += found
-        yield times.swap_s
+        yield pause
         self._timed(self.ledger.announce)
         if not scenario.shared:
             self._open_engines()
@@ -261,7 +263,9 @@ class Simulation:
             if number not in self._down and engine.closed:
                 engine.reopen(again=not self.scenario.keep_cache)
 
-    def _end_turn(self) -> None:
+    def _end_turn(self) -> float:
+        """Returns how long the step under way takes to its end."""
+        rest = max(engine.rest_s for engine in self.engines)
         for engine in self.engines:
             for request in engine.cut():
                 self._label(engine, request)
@@ -270,6 +274,7 @@ class Simulation:
             engine.close(Class.WAIT_OTHER_SIDE)
         self._timed(self.manager.close_turn)
         self._why()
+        return rest
 
     # Generation.
 
@@ -294,6 +299,8 @@ class Simulation:
 
     def _begin(self, trajectory: Trajectory) -> None:
         group_id, index = trajectory.group_id, trajectory.index
+        if (group_id, index) in self._ending:
+            return  # its turn was over before its agent loop was
         request = self._held.pop((group_id, index), None)
         if request is not None:
             request.work = Work.AGAIN if request.tokens else request.work
@@ -333,9 +340,11 @@ class Simulation:
         number = self._at.pop(request.name)
         self._label(self.engines[number], request)
         heapq.heappush(self._loads, (self.engines[number].load, number))
+        self._ending.add((request.group, request.index))
         self.clock.after(self.times.end_s, lambda: self._free(request))
 
     def _free(self, request: Request) -> None:
+        self._ending.discard((request.group, request.index))
         self._books["sampled"] += request.tokens
         self._timed(lambda: self.manager.sampled(Trajectory(request.group, request.index)))
         self._scoring += 1
@@ -368,8 +377,7 @@ class Simulation:
     def _die(self, fault: Fault) -> None:
         engine = self.engines[fault.replica]
         self._down.add(fault.replica)
-        lost = engine.cut()
-        engine.close(Class.DOWN)
+        lost = engine.die()
         for request in lost:
             self._label(engine, request)
             request.work = Work.AGAIN

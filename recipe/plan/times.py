@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long what a run does takes, and how long its answers are: fitted from a run's record, or of a device profile.
 
-Contract: `fitted` takes one run's record of events and nothing else; what the record cannot tell (prompts' lengths)
+Contract: `fitted` takes one run's record of events, and of its metrics how long prompts were; what these cannot tell
 stays as it was in that run. `estimated` takes a model's shape, a device profile and lengths; nothing in it was
 measured. Shown by tests/plan/test_times.py.
 """
@@ -23,9 +23,9 @@ from recipe.async_engine.core.account import Piece
 from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
 from recipe.plan.device import DeviceTimes
 from recipe.plan.engine_steps import fit_steps
-from recipe.report.run import Run, about, load
+from recipe.report.run import Run, about, answer_counts, load
 
-Seconds = Callable[[Sequence[int], int], float]
+Seconds = Callable[[Sequence[int], float], float]
 
 # In which engines that were empty are full again, if answers wait for places.
 FILLED_S = 1.0
@@ -96,7 +96,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     places = run.settings["engine_places"] / replicas
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
-    steps = fit_steps(run.events, ends, places, replicas)
+    prompt = _prompt(run)
+    steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
         raise CannotFit(f"{folder} has no tokens of its engines in its record")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
@@ -105,11 +106,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     # That of the quickest: the others waited for agent loops, at the engine, or lived through a sync.
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
-    # Of the tokens that were generated some are not trained yet.
-    trained = pc.sum(about(run.groups, "trained")["tokens"]).as_py()
-    if not trained:
+    if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
         raise CannotFit(f"{folder} has no trained group in its record: let the run train some steps first")
-    log_probs = sum(_phases(run, "log_probs")) / trained
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])
@@ -118,9 +116,10 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     times = Times(
         groups=tuple(tuple(tokens for tokens, *_ in answers[group]) for group in sorted(answers)),
         step_s=steps.step_s,
-        read_s=lambda tokens: steps.read_s,
-        update_s=_scaled(*_update(run, sum(updates) / trained), run.settings["trainer_ranks"]),
-        log_probs_s=_scaled(0.0, log_probs, run.settings["trainer_ranks"]),
+        read_s=steps.read_s,
+        update_s=_of_batches(run, "update"),
+        log_probs_s=_of_batches(run, "log_probs"),
+        prompt=round(prompt),
         rewards=_rewards(scored, scorers(run)) or (0.0,),
         agents_s=agents,
         begin_s=latency / 2,
@@ -195,7 +194,7 @@ def estimated(
         groups=tuple(tuple(group) for group in groups),
         step_s=rollout.decode_step_s,
         read_s=rollout.prefill_s,
-        update_s=lambda lengths, ranks: trainer(ranks).update_s([prompt + length for length in lengths]),
+        update_s=lambda lengths, ranks: trainer(round(ranks)).update_s([prompt + length for length in lengths]),
         log_probs_s=lambda lengths, ranks: 0.0,
         prompt=prompt,
         stage_s=rollout.transfer_s(),
@@ -203,29 +202,52 @@ def estimated(
     )
 
 
-def _scaled(base: float, per_token: float, ranks_seen: int) -> Seconds:
-    return lambda lengths, ranks: (base + per_token * sum(lengths)) * ranks_seen / ranks
+def _of_batches(run: Run, what: str) -> Seconds:
+    """How long the trainer is at this, by the lengths of a batch's answers and its ranks.
 
-
-def _update(run: Run, mean: float) -> tuple[float, float]:
-    """Seconds of any update and of each token, least squares over the steps; ``mean``: per token where they are alike.
-
-    The first are mostly those of the prompts, whose lengths a record does not have.
+    Seconds a token of prompts and answers, which more ranks make fewer, and seconds an answer, which they do not. Where
+    a run has not noted how long its prompts were, what answers' tokens do not explain is taken for theirs.
     """
+    steps = steps_trained(run)
+    groups = about(run.groups, "trained")
+    answers = len(groups) / steps * max(answer_counts(run).values())
+    prompts = answers * _prompt(run)
+    line = _line(run, what)
+    if line is None:
+        # Of batches that are alike a token is a token.
+        per_token = sum(_phases(run, what)) / (pc.sum(groups["tokens"]).as_py() + steps * prompts)
+        base = per_token * prompts
+    else:
+        base, per_token = line
+    of_prompts = min(base, per_token * prompts) if prompts else base
+    prompt_s, other_s, seen = of_prompts / answers, (base - of_prompts) / answers, run.settings["trainer_ranks"]
+    return lambda lengths, ranks: (
+        other_s * len(lengths) + (prompt_s * len(lengths) + per_token * sum(lengths)) * seen / ranks
+    )
+
+
+def _prompt(run: Run) -> float:
+    """Mean length of its prompts; 0 where its metrics do not have it."""
+    means = [line["prompt_length/mean"] for line in run.metrics if "prompt_length/mean" in line]
+    return statistics.fmean(means) if means else 0.0
+
+
+def _line(run: Run, what: str) -> tuple[float, float] | None:
+    """Seconds of a batch and of each token of its answers, least squares over the steps; None if these are alike."""
     tokens: defaultdict[float, int] = defaultdict(int)
     for row in run.tokens.to_pylist():
         tokens[row["start"]] += row["tokens"]
     begun = sorted(tokens)
     seconds: defaultdict[float, float] = defaultdict(float)
     for event in run.events:
-        if event.lane == TRAINER and event.what == "update" and (number := bisect(begun, event.start)):
+        if event.lane == TRAINER and event.what == what and (number := bisect(begun, event.start)):
             seconds[begun[number - 1]] += event.end - event.start
     counts, took = [tokens[at] for at in seconds], list(seconds.values())
     differ = len(took) >= ENOUGH and len(set(counts)) > 1 and len(set(took)) > 1
     if not differ or statistics.correlation(counts, took) < EXPLAINED:
-        return 0.0, mean
+        return None
     fit = statistics.linear_regression(counts, took)
-    return (0.0, mean) if fit.intercept < 0 else (fit.intercept, fit.slope)
+    return None if fit.intercept < 0 else (fit.intercept, fit.slope)
 
 
 def _answers(run: Run) -> dict[int, list[tuple[int, float, float]]]:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import astuple
 
 import pytest
 
-from recipe.async_engine.core.events import ROLLOUT, Class, Event
+from recipe.async_engine.core.events import ROLLOUT, Class, Event, Work
 from recipe.plan.clock import Clock
 from recipe.plan.engine import Engine, Request
 from recipe.plan.engine_steps import EngineSteps, fit_steps
@@ -15,7 +16,7 @@ from recipe.plan.engine_steps import EngineSteps, fit_steps
 PLACES = 8
 
 
-def recorded(steps: EngineSteps, seed: int) -> tuple[list[Event], list[tuple[int, float]]]:
+def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], list[tuple[int, float]]]:
     """Of an engine that is full at times and decodes a few answers at others, asked every second; and its answers."""
     clock, draw = Clock(), random.Random(seed)
     events: list[Event] = []
@@ -24,7 +25,14 @@ def recorded(steps: EngineSteps, seed: int) -> tuple[list[Event], list[tuple[int
     def ended(request: Request) -> None:
         answers.append((request.tokens, clock.now))
 
-    engine = Engine(clock, PLACES, steps.step_s, lambda tokens: steps.read_s, ended)
+    engine = Engine(clock, PLACES, steps.step_s, steps.read_s, ended)
+
+    def pause() -> None:
+        """All that is under way is read again."""
+        clock.after(engine.rest_s, engine.reopen)
+        for request in engine.cut():
+            request.work = Work.AGAIN if request.tokens else request.work
+            engine.submit(request)
 
     def ask() -> None:
         for request in engine.running.values():
@@ -38,8 +46,10 @@ def recorded(steps: EngineSteps, seed: int) -> tuple[list[Event], list[tuple[int
 
     for number in range(400):
         at = 8.0 * (number // 40) + 4.0 * draw.random()
-        request = Request(f"{number}", number, 0, draw.choice((2, 3, 20, 60)))
+        request = Request(f"{number}", number, 0, draw.choice((2, 3, 20, 60)), prompt)
         clock.after(at, lambda request=request: engine.submit(request))  # type: ignore[misc]
+    for at in (30.2, 110.4, 150.1):
+        clock.after(at, pause)
     clock.after(0.0, ask)
     clock.run(lambda: clock.now > 200)
     return events, answers
@@ -49,14 +59,18 @@ def recorded(steps: EngineSteps, seed: int) -> tuple[list[Event], list[tuple[int
 @pytest.mark.parametrize("of_a_request", [0.0, 0.05])
 @pytest.mark.parametrize("of_a_token", [0.0, 0.002])
 @pytest.mark.parametrize("read", [0.0, 0.1])
-def test_the_parts_come_back(base: float, of_a_request: float, of_a_token: float, read: float) -> None:
-    """The others as parts of the first."""
-    steps = EngineSteps(base, base * of_a_request, base * of_a_token, base * read)
-    found = fit_steps(*recorded(steps, seed=3), PLACES, replicas=1)
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_the_parts_come_back(base: float, of_a_request: float, of_a_token: float, read: float, prompt: int) -> None:
+    """The others as parts of the first; ``read`` is that of a prompt."""
+    reading = {"read_token_s": base * read / prompt} if prompt else {"join_s": base * read}
+    steps = EngineSteps(base, base * of_a_request, base * of_a_token, **reading)
+    found = fit_steps(*recorded(steps, 3, prompt), PLACES, replicas=1, prompt=prompt)
     assert found is not None
-    for batch, context in ((1, 50), (4, 20), (4, 120), (PLACES, 50), (PLACES, 160)):
-        assert found.step_s(batch, context) == pytest.approx(steps.step_s(batch, context), rel=0.3), (batch, context)
-    assert found.read_s == pytest.approx(steps.read_s, abs=0.3 * base)
+    for batch, answered in ((1, 50), (4, 20), (4, 120), (PLACES, 50), (PLACES, 160)):
+        context = answered + batch * prompt
+        assert found.step_s(batch, context) == pytest.approx(steps.step_s(batch, context), rel=0.35), (batch, context)
+    for tokens in (prompt, prompt + 20):
+        assert found.read_s(tokens) == pytest.approx(steps.read_s(tokens), abs=0.3 * base)
 
 
 def test_nothing_is_negative_and_validation_is_left_out() -> None:
@@ -68,7 +82,7 @@ def test_nothing_is_negative_and_validation_is_left_out() -> None:
     answers = [(40, 1.0), (90, 2.0)]
     found = fit_steps([*slow, *quick], answers, PLACES, replicas=1)
     assert found is not None
-    assert min(found.base_s, found.request_s, found.token_s, found.read_s) >= 0
+    assert min(astuple(found)) >= 0
     validated = [*stretch(2, decoding=900), *stretch(2, validating=5)]
     assert fit_steps([*slow, *quick, *validated], answers, PLACES, replicas=1) == found
     assert fit_steps(validated, answers, PLACES, replicas=1) is None

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from recipe.async_engine.core.events import Class
+from recipe.plan.clock import Clock
+from recipe.plan.engine import Engine, Request
 from recipe.plan.simulation import Fault, Result, Scenario, Simulation
 from recipe.plan.times import Times
 
@@ -57,6 +59,12 @@ def test_bound_tokens_and_seconds_hold_in_every_mode(way: str, seed: int) -> Non
     assert max(result.token_ages) <= scenario.max_staleness
     assert sum(result.token_ages.values()) == sum(result.tokens)
     assert result.account.closes, result.account.summary()
+
+
+def test_an_answer_whose_agent_loop_outlives_its_turn_is_not_generated_again() -> None:
+    late = simulate(WAYS["partial_rollout"], update=0.01, end_s=1.0)
+    assert sum(late.token_ages.values()) == sum(late.tokens)
+    assert late.account.closes
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -128,6 +136,38 @@ def test_rewards_that_wait_for_a_process_make_a_step_as_long_as_they_take(proces
     slow = replace(times(), rewards=(3.0,))
     # Four answers a step, of 4 decode steps each, and an update of a second beside them.
     assert Simulation(scenario, slow).run().step_s(4) == pytest.approx(4 * 3.0 / processes, rel=0.05)
+
+
+@pytest.mark.parametrize("length", [3, 9])
+def test_an_engine_that_is_paused_ends_the_step_under_way(length: int) -> None:
+    clock, ended = Clock(), []
+    engine = Engine(clock, 2, lambda batch, context: STEP, lambda tokens: 0.0, lambda one: ended.append(clock.now))
+    request = Request("one", 0, 0, length)
+    engine.submit(request)
+    clock.after(2.3 * STEP, lambda: None)
+    clock.run(lambda: clock.now >= 2.3 * STEP)
+    assert (engine.tokens_of(request), engine.rest_s) == (2, pytest.approx(0.7 * STEP))
+    assert engine.hold() == ([] if length == 3 else [request])
+    assert (engine.tokens_of(request), engine.rest_s) == (3, 0.0)
+    engine.reopen()
+    clock.run(lambda: False)
+    assert ended == [pytest.approx((2.3 + length - 3) * STEP)]
+
+
+def test_an_engine_that_dies_loses_the_step_under_way() -> None:
+    clock = Clock()
+    engine = Engine(clock, 2, lambda batch, context: STEP, lambda tokens: 0.0, lambda request: None)
+    engine.submit(Request("one", 0, 0, 9))
+    clock.after(2.3 * STEP, lambda: None)
+    clock.run(lambda: clock.now >= 2.3 * STEP)
+    assert [request.tokens for request in engine.die()] == [2]
+
+
+def test_a_pause_is_as_long_as_the_step_under_way_or_the_swap() -> None:
+    stream = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", keep_cache=True, steps=40)
+    paces = [Simulation(stream, times(update=0.1, swap_s=swap_s)).run().step_s(10) for swap_s in (0.0, 0.1, 3 * STEP)]
+    # Each version comes 0.1 s after a step has begun: what a swap takes longer than the rest of the step is lost.
+    assert paces == pytest.approx([4 * STEP, 4 * STEP, 4 * STEP + 3 * STEP - (STEP - 0.1)])
 
 
 def test_steps_that_grow_with_context_are_summed_exactly() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,15 +97,35 @@ def updates(*steps: tuple[int, float]) -> list[Event]:
     return found
 
 
-def test_an_update_has_a_part_that_its_answers_do_not_explain(tmp_path: Path) -> None:
-    steps = updates((34, 6.8), (100, 8.5), (60, 7.5), (200, 11.0), (34, 6.85))
-    times, _ = fitted(record(tmp_path / "line", [*TRAINED, *steps]))
-    assert times.update_s([500], 1) == pytest.approx(6.0 + 0.025 * 500, rel=0.01)
-    assert times.update_s([500], 2) == pytest.approx(times.update_s([500], 1) / 2)
-    # Where tokens explain nothing, all of it is theirs.
+LINE = updates((34, 6.8), (100, 8.5), (60, 7.5), (200, 11.0), (34, 6.85))
+"""6 s and 0.025 s a token, of two answers each."""
+
+
+@pytest.mark.parametrize(("prompt", "of_prompts"), [(None, 6.0), (40.0, 2.0), (1000.0, 6.0)])
+def test_what_answers_do_not_explain_of_an_update_is_of_prompts_as_far_as_their_tokens_do(
+    tmp_path: Path, prompt: float | None, of_prompts: float
+) -> None:
+    folder = record(tmp_path, [*TRAINED, *LINE])
+    if prompt is not None:
+        (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": prompt}) + "\n")
+    times, _ = fitted(folder)
+    other = 6.0 - of_prompts
+    assert times.update_s([250, 250], 1) == pytest.approx(6.0 + 0.025 * 500, rel=0.01)
+    # More ranks leave what is not of tokens.
+    assert times.update_s([250, 250], 2) == pytest.approx(other + (of_prompts + 0.025 * 500) / 2, rel=0.01)
+    assert times.update_s([500], 2) == pytest.approx(other / 2 + (of_prompts / 2 + 0.025 * 500) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("prompt", [None, 5.0])
+def test_where_tokens_explain_nothing_of_an_update_all_of_it_is_theirs(tmp_path: Path, prompt: float | None) -> None:
     noise = updates((34, 6.8), (100, 2.5), (60, 7.5), (200, 3.0), (34, 6.9))
-    times, _ = fitted(record(tmp_path / "noise", [*TRAINED, *noise]))
-    assert times.update_s([500], 1) == pytest.approx(500 * (6.8 + 6.8 + 2.5 + 7.5 + 3.0 + 6.9) / (34 + 428))
+    folder = record(tmp_path, [*TRAINED, *noise])
+    if prompt is not None:
+        (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": prompt}) + "\n")
+    times, _ = fitted(folder)
+    of_prompts = 2 * (prompt or 0.0)
+    per_token = (6.8 + 6.8 + 2.5 + 7.5 + 3.0 + 6.9) / (34 + 428 + 6 * of_prompts)
+    assert times.update_s([250, 250], 1) == pytest.approx((500 + of_prompts) * per_token)
 
 
 @pytest.mark.parametrize(("processes", "own"), [(0, {0.5, 1.0, 1.5, 2.0}), (1, {0.5}), (2, {0.5, 1.0})])
