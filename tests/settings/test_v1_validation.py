@@ -67,6 +67,17 @@ def test_backend_that_does_not_reach_the_servers_is_refused_with_one_that_does(d
     assert f"set {ROLLOUT}.checkpoint_engine.backend={backend}." in problems[f"{ROLLOUT}.checkpoint_engine.backend"]
 
 
+def test_sizes_that_do_not_divide_the_ranks_are_refused_by_name() -> None:
+    engine = {"ulysses_sequence_parallel_size": 4}
+    settings = config(servers={"backend": "fsdp2", "n_gpus_per_node": 2, "engine": engine})
+    settings["trainer"] |= {"nnodes": 1, "n_gpus_per_node": 8}
+    settings["actor_rollout_ref"]["actor"]["fsdp_config"] = {"fsdp_size": 3}
+    assert set(refused(settings)) == {
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+        f"{SERVERS}.engine.ulysses_sequence_parallel_size",
+    }
+
+
 def test_what_verls_separate_trainer_asserts_with_ray_up_is_refused_by_name() -> None:
     settings = config(checkpoint_engine={"backend": "naive"}, agent={}, servers={"backend": "disabled"}, nnodes=0)
     settings["data"] = {"train_batch_size": 100}

@@ -41,7 +41,7 @@ def judge_v1(
     if not problems:
         problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]
         placed = as_placed(context, trainer)
-        problems += [*parallel.parallel_sizes(placed), *memory.memory(placed)]
+        problems += [*parallel.parallel_sizes(placed), *parallel.ranks(placed), *memory.memory(placed)]
     return problems, context
 
 
