@@ -227,7 +227,7 @@ class Simulation:
             yield lambda: not self.manager.running and not (scenario.whole_batches and self._fills())
             self.manager.drain()
             self._why()
-        pause = max(times.swap_s, *(engine.rest_s for engine in self.engines))
+        rest = max(engine.rest_s for engine in self.engines)
         cut: list[Request] = []
         for number, engine in enumerate(self.engines):
             if number in self._down or scenario.shared:
@@ -237,13 +237,15 @@ class Simulation:
                 self._label(engine, request)
             if scenario.at_swap != "keep":
                 cut += found
-        yield pause
+        yield rest
+        for request in cut:
+            # They are back at their servers as soon as they are, and wait there.
+            request.work = Work.AGAIN if request.tokens else request.work
+            self._through_agents(request)
+        yield max(0.0, times.swap_s - rest)
         self._timed(self.ledger.announce)
         if not scenario.shared:
             self._open_engines()
-            for request in cut:
-                request.work = Work.AGAIN if request.tokens else request.work
-                self._through_agents(request)
             if not self.manager.is_open:
                 self.manager.open_turn()
         self._publishing = False
