@@ -170,6 +170,17 @@ def test_a_pause_is_as_long_as_the_step_under_way_or_the_swap() -> None:
     assert paces == pytest.approx([4 * STEP, 4 * STEP, 4 * STEP + 3 * STEP - (STEP - 0.1)])
 
 
+@pytest.mark.parametrize(("swap_s", "costs"), [(5 * STEP, False), (STEP, True)])
+def test_answers_that_a_swap_cuts_come_back_within_it(swap_s: float, costs: bool) -> None:
+    # Up to eight of them, one after the other through the agent loops.
+    stream = replace(SMALL, max_staleness=2, pipeline_depth=2, slots=8, steps=40)
+    none, some = (
+        Simulation(stream, times(update=0.1, swap_s=swap_s, agents_s=agents_s)).run().step_s(10)
+        for agents_s in (0.0, 0.2)
+    )
+    assert some > none + 0.1 if costs else some == pytest.approx(none)
+
+
 def test_steps_that_grow_with_context_are_summed_exactly() -> None:
     scenario = replace(SMALL, batch_groups=1, answers=1, slots=1, places=1, max_staleness=0, pipeline_depth=0, steps=3)
     length = random.Random(0).randrange(50, 90)
