@@ -16,6 +16,9 @@ from recipe.async_engine.task import TaskPaths
 def test_every_batch_is_one_version_late_also_after_a_crash_and_a_resume(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    temporary = ray_dir / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     steps, groups = 8, 4
     mark = tmp_path / "died"
     overrides = [
@@ -60,6 +63,8 @@ def test_every_batch_is_one_version_late_also_after_a_crash_and_a_resume(
     assert second.column("fully_async/staleness/token_mean") == late
     trained = second.rollout_state()["ledger"]["trained_prompts"]
     assert sum(end - start for _, start, end in trained) == steps * groups
+    # Of both runs nothing is left where temporary files are, but where vLLM's ranks met and by what verl locks folders.
+    assert [file.name for file in temporary.iterdir() if not file.name.startswith(("vllm_dist_", "ckpt_"))] == []
     # A run that failed has its account too.
     assert first.summary["account"]["seconds"]["trainer"]["training"] > 0
     assert check_account(second)["tokens"]["restored"] > 0

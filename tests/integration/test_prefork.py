@@ -176,6 +176,21 @@ def test_any_job_but_a_clusters_first_gets_plain_interpreters() -> None:
         assert run(prefork, "-c", SHOW_MARK).stdout == "False\n"
 
 
+def test_of_a_process_that_is_killed_no_folder_stays() -> None:
+    code = (
+        "import os; from recipe.async_engine.prefork.run import Prefork; "
+        "prefork = Prefork(modules=['ray']); print(prefork.executable.parent, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=False)
+    folder = Path(killed.stdout.strip())
+    assert killed.returncode == -signal.SIGKILL
+    assert folder.name.startswith("recipe-")
+    deadline = time.monotonic() + RUN_S
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_server_that_cannot_import_says_so() -> None:
     with Prefork({}, modules=["no_such_module"]) as prefork:
         failed = run(prefork, "-c", SHOW_MARK)

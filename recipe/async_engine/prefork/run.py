@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,10 @@ class Prefork:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_server(self) -> None:
-        if self._server.stdin is not None:
-            self._server.stdin.close()
+        if self._server.stdin is not None and not self._server.stdin.closed:
+            with suppress(BrokenPipeError):  # it has ended
+                self._server.stdin.write(b".")
+                self._server.stdin.close()
         try:
             self._server.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -3,7 +3,7 @@
 
 Usage: ``python -m recipe.async_engine.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket,
 so that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the
-process that started it.
+process that started it; of one that was killed, which has not said that it ends it, it removes the folder too.
 
 Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
 files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing
@@ -23,9 +23,11 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -57,8 +59,8 @@ class Server:
         self._listener = listener
         self._launchers: dict[int, socket.socket] = {}
 
-    def serve(self, lifeline: int) -> None:
-        """Fork on request until ``lifeline`` is at its end. In a fork this never returns."""
+    def serve(self, lifeline: int) -> bool:
+        """Fork on request until ``lifeline`` has something, or is at its end; returns which. In a fork never."""
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
@@ -70,7 +72,7 @@ class Server:
             while True:
                 for key, _ in selector.select():
                     if key.fileobj == lifeline:
-                        return
+                        return bool(os.read(lifeline, 1))
                     if key.fileobj is woken:
                         woken.recv(64)
                         self._reap()
@@ -165,11 +167,13 @@ def _reseed() -> None:
 
 
 def _reread_environment() -> None:
-    """Ray copies the environment when it is imported; but the job's id, which it does not read again, see `run`."""
+    """What is read from it once; but the job's id, which Ray does not read again, see `run`."""
+    tempfile.tempdir = None
     if "ray" in sys.modules:
         from ray._raylet import Config
 
-        # As ray does it when it changes a variable: ray/_private/authentication/authentication_token_setup.py.
+        # Which copies it when it is imported; as where it changes a variable itself:
+        # ray/_private/authentication/authentication_token_setup.py.
         Config.initialize("")
 
 
@@ -282,7 +286,8 @@ def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
     # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
     gc.collect()
     gc.freeze()
-    Server(listener).serve(lifeline=sys.stdin.fileno())
+    if not Server(listener).serve(lifeline=sys.stdin.fileno()):
+        shutil.rmtree(os.path.dirname(executable), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from vllm.lora.request import LoRARequest
 from recipe.async_engine.core.errors import EngineDied, RecipeError
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.engine_settings import choose_runner, peft_config
@@ -71,6 +72,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         # Read by the engine's worker, for the name of the socket that weights come through.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
+        if (folder := sockets_folder()) is not None:
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.rewards import scorer
 
 
@@ -67,6 +69,10 @@ class ScoringPool:
         # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
         # memory, and past the import at which the function is loaded for all.
         multiprocessing.set_executable(sys.executable)
+        if (folder := sockets_folder()) is not None:
+            # As its `get_temp_dir` would (multiprocessing/util.py:142).
+            temporary = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+            multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([scorer.__name__])
         self._started = context.SimpleQueue()
