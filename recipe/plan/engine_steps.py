@@ -2,15 +2,17 @@
 """The time of an engine's steps, fitted from what its places did and the tokens that they sampled meanwhile.
 
 Contract: a step takes ``base_s``, and more for each request in a place, for each token that these have so far and for
-each token that is read for those which join at it, or where prompts' lengths are not known for each that joins; no part
-is negative. A stretch of the record knows its tokens and how many requests were in places, so how many steps it had.
-What they have is told by the answers: each had its last token at its end, and one fewer a step before. Where a stretch
-had validation or retries it is left out: their first tokens are not told apart.
+each token that is read for those which join at it, or where prompts' lengths are not known for each that joins. No part
+is negative, and one that explains no more than chance would is none. A stretch of the record knows its tokens and how
+many requests were in places, so how many steps it had. What they have is told by the answers: each had its last token
+at its end, and one fewer a step before. Where a stretch had validation or retries it is left out: their first tokens
+are not told apart.
 Shown by tests/plan/test_engine_steps.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ from recipe.async_engine.core.events import ROLLOUT, Class, Event
 _FIRST = (Class.PREFILL, Class.RE_PREFILL)
 _USED = (*_FIRST, Class.DECODING)
 _KNOWN = (*_USED, Class.IDLE_PLACES)
+
+VARIES = 0.25
+"""By so much of its mean, or nothing is told of a part."""
+SMALLEST = 1e-300
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def fit_steps(
     table[:, 2] = answered + prompt * table[:, 1]
     # Those that come again have as many tokens as the others.
     table[:, 4] = prompt * table[:, 3] + table[:, 4] * answered / table[:, 1]
-    known = (1, 2, 4 if prompt else 3)
+    known = [column for column in (1, 2, 4 if prompt else 3) if _varies(table[:, column], weight)]
     fits = [_least_squares(table, [0, *others]) for count in range(4) for others in combinations(known, count)]
     return min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])[2]
 
@@ -87,12 +93,20 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
         yield float(had[(ended > moment) & (had > 0)].sum())
 
 
+def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
+    """Whether there is enough of it, and not always as much, to tell what it costs."""
+    mean = float(values @ weight / weight.sum())
+    return mean > 0 and math.sqrt((values - mean) ** 2 @ weight / weight.sum()) > VARIES * mean
+
+
 def _least_squares(table: np.ndarray, columns: list[int]) -> tuple[float, list[float], EngineSteps]:
-    """(squared error, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
+    """(criterion, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
     of_steps, took, weight = table[:, :5], table[:, 5], table[:, 6]
     parts = np.zeros(5)
     parts[columns] = np.linalg.lstsq(of_steps[:, columns] * weight[:, None], took * weight, rcond=None)[0]
     found = [float(part) for part in parts]
     base, request, token, join, read = found
-    error = float((((of_steps @ parts - took) * weight) ** 2).sum())
-    return error, found, EngineSteps(base, request, token, read, join)
+    error = float((((of_steps @ parts - took) * weight) ** 2).mean())
+    # Bayesian information criterion (Schwarz 1978): a part has to explain more than chance would.
+    criterion = len(took) * math.log(error + SMALLEST) + len(columns) * math.log(len(took))
+    return criterion, found, EngineSteps(base, request, token, read, join)

@@ -19,6 +19,7 @@ PLACES = 8
 def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], list[tuple[int, float]]]:
     """Of an engine that is full at times and decodes a few answers at others, asked every second; and its answers."""
     clock, draw = Clock(), random.Random(seed)
+    every_s = max(8.0, 300 * steps.base_s)
     events: list[Event] = []
     answers: list[tuple[int, float]] = []
 
@@ -45,13 +46,13 @@ def recorded(steps: EngineSteps, seed: int, prompt: int) -> tuple[list[Event], l
         clock.after(1.0, ask)
 
     for number in range(400):
-        at = 8.0 * (number // 40) + 4.0 * draw.random()
+        at = every_s * (number // 40) + 4.0 * draw.random()
         request = Request(f"{number}", number, 0, draw.choice((2, 3, 20, 60)), prompt)
         clock.after(at, lambda request=request: engine.submit(request))  # type: ignore[misc]
     for at in (30.2, 110.4, 150.1):
         clock.after(at, pause)
     clock.after(0.0, ask)
-    clock.run(lambda: clock.now > 200)
+    clock.run(lambda: clock.now > 10 * every_s + 60)
     return events, answers
 
 
@@ -68,7 +69,7 @@ def test_the_parts_come_back(base: float, of_a_request: float, of_a_token: float
     assert found is not None
     for batch, answered in ((1, 50), (4, 20), (4, 120), (PLACES, 50), (PLACES, 160)):
         context = answered + batch * prompt
-        assert found.step_s(batch, context) == pytest.approx(steps.step_s(batch, context), rel=0.35), (batch, context)
+        assert found.step_s(batch, context) == pytest.approx(steps.step_s(batch, context), rel=0.3), (batch, context)
     for tokens in (prompt, prompt + 20):
         assert found.read_s(tokens) == pytest.approx(steps.read_s(tokens), abs=0.3 * base)
 
