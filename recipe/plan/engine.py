@@ -2,7 +2,8 @@
 """A rollout engine on a virtual clock: continuous batching in whole decode steps.
 
 Contract: a request joins at the next boundary between steps if a place is free, and waits otherwise, the oldest group
-first; each step gives every request in a place one token, and the step that it joins at reads its context besides.
+first; each step gives every request in a place one token, and the step that it joins at reads its context besides, of
+`READ_STEPS` or a little more.
 Between two changes the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows
 linearly with context there. An engine that is paused ends the step under way first: its requests have that token. What
 its places do is told to the `EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
@@ -32,6 +33,10 @@ class Request:
     entered: int = 0
     work: Work = Work.NEW
     versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+READ_STEPS = 4
+"""An engine that is full has read for at most so many decode steps within one, as with chunked prefill; a judgement."""
 
 
 class Engine:
@@ -216,9 +221,11 @@ class Engine:
         self._context -= request.prompt + request.tokens
 
     def _plan(self) -> None:
-        """Admit what has a place, and begin the next stretch."""
-        while self._waiting and len(self.running) < self._places:
+        """Admit what has a place, as much as is read in one step, and begin the next stretch."""
+        left = READ_STEPS * self._step_s(self._places, self._context)
+        while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)
+            left -= self._read_s(request.prompt + request.tokens)
             request.entered = self._steps
             self.running[request.name] = request
             self._context += request.prompt + request.tokens

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_engine.core.events import Class
 from recipe.plan.clock import Clock
-from recipe.plan.engine import Engine, Request
+from recipe.plan.engine import READ_STEPS, Engine, Request
 from recipe.plan.simulation import Fault, Result, Scenario, Simulation
 from recipe.plan.times import Times
 
@@ -152,6 +152,18 @@ def test_an_engine_that_is_paused_ends_the_step_under_way(length: int) -> None:
     engine.reopen()
     clock.run(lambda: False)
     assert ended == [pytest.approx((2.3 + length - 3) * STEP)]
+
+
+def test_an_engine_reads_for_a_few_decode_steps_at_most_within_one() -> None:
+    clock, waits = Clock(), [Request(str(number), number, 0, 9) for number in range(5)]
+    engine = Engine(clock, 8, lambda batch, context: STEP, lambda tokens: READ_STEPS * STEP / 2, lambda request: None)
+    for request in waits:
+        engine.submit(request)
+    of_two = STEP + READ_STEPS * STEP
+    for steps, tokens in ((1, [1, 1, 0, 0, 0]), (2, [2, 2, 1, 1, 0])):
+        clock.after(steps * of_two - clock.now + 0.01, lambda: None)
+        clock.run(lambda at=steps * of_two: clock.now > at)  # type: ignore[misc]
+        assert [engine.tokens_of(request) for request in waits] == tokens
 
 
 def test_an_engine_that_dies_loses_the_step_under_way() -> None:
