@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the advisor's first choice is the best one: every candidate that it compares is run, on emulated devices.
 
-    python benchmarks/plan_sweep.py runs/sweep [--only long_tail ...] [--write docs/plan.md]
+    python benchmarks/plan_sweep.py runs/sweep [--only long_tail ...] [--steps 48] [--write docs/plan.md]
 
 Of each scenario one run on one trainer accelerator and one replica is recorded. ``python -m recipe.plan`` is asked
 about it, as its user asks, for `ACCELERATORS`; then each candidate runs with the line that the advisor gives to paste.
-Runs that are there already are left alone. ``--write`` puts the table into that document.
+Runs that are there already are left alone. ``--steps`` is of the candidates' runs; ``--write`` puts the table into that
+document.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ def name_of(candidate: dict[str, Any]) -> str:
     return f"{candidate['trainer_accelerators']}+{candidate['rollout_accelerators']} bound {candidate['max_staleness']}"
 
 
-def run_all(scenario: Scenario, folder: Path) -> list[dict[str, Any]]:
+def run_all(scenario: Scenario, folder: Path, steps: int) -> list[dict[str, Any]]:
     """Run what is not there; of each candidate what was said of it, its ``real`` tokens a second, and `compared`."""
     fit = folder / "fit"
     run_unless_ended(scenario, fit)
     found = advised(fit)
     for candidate in found:
         there = folder / name_of(candidate).replace(" ", "_")
-        run_unless_ended(replace(scenario, overrides=(*scenario.overrides, *candidate["overrides"].split())), there)
+        overrides = (*scenario.overrides, *candidate["overrides"].split())
+        run_unless_ended(replace(scenario, overrides=overrides, steps=steps), there)
         candidate["real"] = tokens_per_s(there)
         candidate |= compared(there, fitted(fit)[0])
     return found
@@ -82,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--steps", type=int, default=Scenario.steps)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,7 +92,7 @@ def main() -> None:
     head += ["error %", "staleness", "predicted", "class most off, points"]
     lines, said, everything = [], [], []
     for name in options.only:
-        found = run_all(SCENARIOS[name], options.folder.resolve() / name)
+        found = run_all(SCENARIOS[name], options.folder.resolve() / name, options.steps)
         for candidate in found:
             cells = [f"`{name}`", name_of(candidate), f"{candidate['tokens_per_s']:.0f}", f"{candidate['real']:.0f}"]
             lines.append([*cells, *(candidate[key] for key in COMPARED)])
