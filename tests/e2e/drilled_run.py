@@ -32,7 +32,7 @@ TITLES = {
     "weight receiver": "ray::RolloutWeightWorker",
     "agent-loop worker": "ray::TrajectoryWorker",
     "reward worker": "ray::ScoringWorker",
-    "load balancer": "ray::GlobalRequestLoadBalancer",
+    "load balancer": "ray::CountingBalancer",
     "control process": "gcs_server",
     "raylet": "raylet",
     "raylet's agent": "ray::RuntimeEnvAgent",
