@@ -2,11 +2,11 @@
 """A rollout engine on a virtual clock: continuous batching in whole decode steps.
 
 Contract: a request joins at the next boundary between steps if a place is free, and waits otherwise, the oldest group
-first; each step gives every request in a place one token, and the step that it joins at reads its context besides, of
-`READ_STEPS` or a little more.
-Between two changes the sum of the steps' times is taken at once, so a token costs nothing; the time of a step grows
-linearly with context there. An engine that is paused ends the step under way first: its requests have that token. What
-its places do is told to the `EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
+first; each step gives every request in a place one token, and the step that it joins at reads its context besides. A
+step reads for `READ_STEPS` at most, or one request; the others join at the next. Between two changes the sum of the
+steps' times is taken at once, so a token costs nothing; the time of a step grows linearly with context there. An engine
+that is paused ends the step under way first: its requests have that token. What its places do is told to the
+`EngineActivity` of real engines. Shown by tests/plan/test_simulation.py.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Engine:
 
     def _plan(self) -> None:
         """Admit what has a place, as much as is read in one step, and begin the next stretch."""
-        left = READ_STEPS * self._step_s(self._places, self._context)
+        left = READ_STEPS * self._step_s(self._places, self._context) if self._waiting else 0.0
         while self._waiting and len(self.running) < self._places and left > 0:
             *_, request = heapq.heappop(self._waiting)
             left -= self._read_s(request.prompt + request.tokens)

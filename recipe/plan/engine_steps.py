@@ -28,7 +28,7 @@ _KNOWN = (*_USED, Class.IDLE_PLACES)
 
 VARIES = 0.25
 """By so much of its mean, or nothing is told of a part."""
-SMALLEST = 1e-300
+_SMALLEST = 1e-300  # an error of nothing has no logarithm
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,22 @@ def fit_steps(
             # A request that finds a free place is in it before the next step begins, half a step on average.
             finds = new + again if any(part.what == Class.IDLE_PLACES for part in parts) else 0
             steps = (tokens + finds / 2) / batch
-            rows.append((1.0, batch, 0.0, (new + again) / steps, again / steps, (end - start) / steps, steps))
+            rows.append((batch, (new + again) / steps, again / steps, (end - start) / steps, steps))
             middles.append((start + end) / 2)
     if not rows:
         return None
-    table = np.array(rows)
-    took, weight = table[:, 5], table[:, 6]
-    answered = np.array([*_contexts(answers, middles, float(took @ weight / weight.sum()))]) / replicas
-    table[:, 2] = answered + prompt * table[:, 1]
+    batches, joined, again, took, weight = np.array(rows).T
+    answered = np.array([*_contexts(answers, middles, np.average(took, weights=weight))]) / replicas
     # Those that come again have as many tokens as the others.
-    table[:, 4] = prompt * table[:, 3] + table[:, 4] * answered / table[:, 1]
-    known = [column for column in (1, 2, 4 if prompt else 3) if _varies(table[:, column], weight)]
-    fits = [_least_squares(table, [0, *others]) for count in range(4) for others in combinations(known, count)]
-    return min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])[2]
+    read = prompt * joined + again * answered / batches if prompt else joined
+    table = np.column_stack((np.ones(len(took)), batches, answered + prompt * batches, read))
+    known = [column for column in (1, 2, 3) if _varies(table[:, column], weight)]
+    fits = [
+        _least_squares(table, took, weight, [0, *others]) for count in range(4) for others in combinations(known, count)
+    ]
+    _, (base, of_request, of_token, of_read) = min((fit for fit in fits if min(fit[1]) >= 0), key=lambda fit: fit[0])
+    reading = {"read_token_s" if prompt else "join_s": of_read}
+    return EngineSteps(base, of_request, of_token, **reading)
 
 
 def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], step_s: float) -> Iterator[float]:
@@ -95,18 +98,17 @@ def _contexts(answers: Sequence[tuple[int, float]], moments: Sequence[float], st
 
 def _varies(values: np.ndarray, weight: np.ndarray) -> bool:
     """Whether there is enough of it, and not always as much, to tell what it costs."""
-    mean = float(values @ weight / weight.sum())
-    return mean > 0 and math.sqrt((values - mean) ** 2 @ weight / weight.sum()) > VARIES * mean
+    mean = np.average(values, weights=weight)
+    return bool(mean > 0 and math.sqrt(np.average((values - mean) ** 2, weights=weight)) > VARIES * mean)
 
 
-def _least_squares(table: np.ndarray, columns: list[int]) -> tuple[float, list[float], EngineSteps]:
-    """(criterion, parts, steps) of a fit with these parts alone; the time of a stretch is known to a step."""
-    of_steps, took, weight = table[:, :5], table[:, 5], table[:, 6]
-    parts = np.zeros(5)
-    parts[columns] = np.linalg.lstsq(of_steps[:, columns] * weight[:, None], took * weight, rcond=None)[0]
-    found = [float(part) for part in parts]
-    base, request, token, join, read = found
-    error = float((((of_steps @ parts - took) * weight) ** 2).mean())
+def _least_squares(
+    table: np.ndarray, took: np.ndarray, weight: np.ndarray, columns: list[int]
+) -> tuple[float, list[float]]:
+    """(criterion, parts) of a fit with these parts alone; the time of a stretch is known to a step."""
+    parts = np.zeros(table.shape[1])
+    parts[columns] = np.linalg.lstsq(table[:, columns] * weight[:, None], took * weight, rcond=None)[0]
+    error = float((((table @ parts - took) * weight) ** 2).mean())
     # Bayesian information criterion (Schwarz 1978): a part has to explain more than chance would.
-    criterion = len(took) * math.log(error + SMALLEST) + len(columns) * math.log(len(took))
-    return criterion, found, EngineSteps(base, request, token, read, join)
+    criterion = len(took) * math.log(error + _SMALLEST) + len(columns) * math.log(len(took))
+    return criterion, [float(part) for part in parts]

@@ -117,8 +117,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         groups=tuple(tuple(tokens for tokens, *_ in answers[group]) for group in sorted(answers)),
         step_s=steps.step_s,
         read_s=steps.read_s,
-        update_s=_of_batches(run, "update"),
-        log_probs_s=_of_batches(run, "log_probs"),
+        update_s=_of_batches(run, "update", prompt),
+        log_probs_s=_of_batches(run, "log_probs", prompt),
         prompt=round(prompt),
         rewards=_rewards(scored, scorers(run)) or (0.0,),
         agents_s=agents,
@@ -202,16 +202,16 @@ def estimated(
     )
 
 
-def _of_batches(run: Run, what: str) -> Seconds:
+def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     """How long the trainer is at this, by the lengths of a batch's answers and its ranks.
 
     Seconds a token of prompts and answers, which more ranks make fewer, and seconds an answer, which they do not. Where
-    a run has not noted how long its prompts were, what answers' tokens do not explain is taken for theirs.
+    it is not known how long prompts were (0), what answers' tokens do not explain is taken for theirs.
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
     answers = len(groups) / steps * max(answer_counts(run).values())
-    prompts = answers * _prompt(run)
+    prompts = answers * prompt
     line = _line(run, what)
     if line is None:
         # Of batches that are alike a token is a token.

@@ -138,14 +138,18 @@ def test_rewards_that_wait_for_a_process_make_a_step_as_long_as_they_take(proces
     assert Simulation(scenario, slow).run().step_s(4) == pytest.approx(4 * 3.0 / processes, rel=0.05)
 
 
+def run_to(clock: Clock, moment: float) -> None:
+    clock.after(moment - clock.now, lambda: None)
+    clock.run(lambda: clock.now >= moment)
+
+
 @pytest.mark.parametrize("length", [3, 9])
 def test_an_engine_that_is_paused_ends_the_step_under_way(length: int) -> None:
     clock, ended = Clock(), []
     engine = Engine(clock, 2, lambda batch, context: STEP, lambda tokens: 0.0, lambda one: ended.append(clock.now))
     request = Request("one", 0, 0, length)
     engine.submit(request)
-    clock.after(2.3 * STEP, lambda: None)
-    clock.run(lambda: clock.now >= 2.3 * STEP)
+    run_to(clock, 2.3 * STEP)
     assert (engine.tokens_of(request), engine.rest_s) == (2, pytest.approx(0.7 * STEP))
     assert engine.hold() == ([] if length == 3 else [request])
     assert (engine.tokens_of(request), engine.rest_s) == (3, 0.0)
@@ -161,8 +165,7 @@ def test_an_engine_reads_for_a_few_decode_steps_at_most_within_one() -> None:
         engine.submit(request)
     of_two = STEP + READ_STEPS * STEP
     for steps, tokens in ((1, [1, 1, 0, 0, 0]), (2, [2, 2, 1, 1, 0])):
-        clock.after(steps * of_two - clock.now + 0.01, lambda: None)
-        clock.run(lambda at=steps * of_two: clock.now > at)  # type: ignore[misc]
+        run_to(clock, steps * of_two + 0.01)
         assert [engine.tokens_of(request) for request in waits] == tokens
 
 
@@ -170,8 +173,7 @@ def test_an_engine_that_dies_loses_the_step_under_way() -> None:
     clock = Clock()
     engine = Engine(clock, 2, lambda batch, context: STEP, lambda tokens: 0.0, lambda request: None)
     engine.submit(Request("one", 0, 0, 9))
-    clock.after(2.3 * STEP, lambda: None)
-    clock.run(lambda: clock.now >= 2.3 * STEP)
+    run_to(clock, 2.3 * STEP)
     assert [request.tokens for request in engine.die()] == [2]
 
 

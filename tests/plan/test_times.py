@@ -97,6 +97,13 @@ def updates(*steps: tuple[int, float]) -> list[Event]:
     return found
 
 
+def with_prompts(folder: Path, length: float | None) -> Path:
+    """A run whose metrics have the mean length of its prompts, if any is given."""
+    if length is not None:
+        (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": length}) + "\n")
+    return folder
+
+
 LINE = updates((34, 6.8), (100, 8.5), (60, 7.5), (200, 11.0), (34, 6.85))
 """6 s and 0.025 s a token, of two answers each."""
 
@@ -105,10 +112,7 @@ LINE = updates((34, 6.8), (100, 8.5), (60, 7.5), (200, 11.0), (34, 6.85))
 def test_what_answers_do_not_explain_of_an_update_is_of_prompts_as_far_as_their_tokens_do(
     tmp_path: Path, prompt: float | None, of_prompts: float
 ) -> None:
-    folder = record(tmp_path, [*TRAINED, *LINE])
-    if prompt is not None:
-        (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": prompt}) + "\n")
-    times, _ = fitted(folder)
+    times, _ = fitted(with_prompts(record(tmp_path, [*TRAINED, *LINE]), prompt))
     other = 6.0 - of_prompts
     assert times.update_s([250, 250], 1) == pytest.approx(6.0 + 0.025 * 500, rel=0.01)
     # More ranks leave what is not of tokens.
@@ -119,10 +123,7 @@ def test_what_answers_do_not_explain_of_an_update_is_of_prompts_as_far_as_their_
 @pytest.mark.parametrize("prompt", [None, 5.0])
 def test_where_tokens_explain_nothing_of_an_update_all_of_it_is_theirs(tmp_path: Path, prompt: float | None) -> None:
     noise = updates((34, 6.8), (100, 2.5), (60, 7.5), (200, 3.0), (34, 6.9))
-    folder = record(tmp_path, [*TRAINED, *noise])
-    if prompt is not None:
-        (folder / "metrics.jsonl").write_text(json.dumps({"prompt_length/mean": prompt}) + "\n")
-    times, _ = fitted(folder)
+    times, _ = fitted(with_prompts(record(tmp_path, [*TRAINED, *noise]), prompt))
     of_prompts = 2 * (prompt or 0.0)
     per_token = (6.8 + 6.8 + 2.5 + 7.5 + 3.0 + 6.9) / (34 + 428 + 6 * of_prompts)
     assert times.update_s([250, 250], 1) == pytest.approx((500 + of_prompts) * per_token)
