@@ -136,7 +136,7 @@ HERE = Injector()
 
 @cache
 def make_weights(version: int) -> dict[str, torch.Tensor]:
-    """Four buckets, of which one tensor takes two."""
+    """Four frames: of a tensor larger than a bucket, which verl splits, two of several tensors, and the end."""
     random = torch.Generator().manual_seed(version)
     layers = {f"layer_{number}": torch.randn(250, 250, generator=random) for number in range(3)}
     return {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.weights.buckets import TEXT_BYTES, BucketReader, BucketWriter, WeightStreamError
+from recipe.async_engine.weights.buckets import BucketReader, Buckets, BucketWriter, WeightStreamError
 from recipe.async_engine.weights.delta import HEADER, INDEX, INTEGERS, PACKED, Base, Decoder, Sizes, decode, encode
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -52,9 +52,8 @@ def through_buckets(
     stream: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As an engine carries it: in buckets, in which tensors are views that last until the next one."""
-    size = bucket_bytes // 64 * 64 + TEXT_BYTES
-    reader = BucketReader(None, size)
-    for frame in BucketWriter(torch.empty(2 * size, dtype=torch.uint8).chunk(2), None).frames(stream):
+    reader, buckets = BucketReader(None), Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
+    for frame in BucketWriter(buckets, bucket_bytes, None).frames(stream):
         yield from reader.tensors(reader.header(frame.header.tolist()), frame.body)
 
 

@@ -45,7 +45,7 @@ ENGINES = {
     "gloo": Engine("recipe_gloo", GLOO, {"shared_memory": False}),
     "nccl": Engine("nccl", "recipe.async_engine.weights.nccl_engine", is_nccl=True),
 }
-FRAMES = {"shared memory": 5, "gloo": 5, "nccl": 4}
+FRAMES = {"shared memory": 4, "gloo": 4, "nccl": 4}
 HANDED = 3
 LOADS = 2
 SOON_S = 20.0

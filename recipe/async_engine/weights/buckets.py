@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream format of a weight sync: tensors in, fixed-size buckets on the wire, the same tensors out.
+"""The stream format of a weight sync: tensors in, buckets of whole tensors on the wire, the same tensors out.
 
 A stream is a sequence of frames. A frame is a header (eight 64-bit integers) and a body: the payload, then a JSON text
 that says what the payload holds. There is no pickle, so a receiver runs no code that a sender chose.
 
-- DATA: pieces of tensors. A tensor larger than a bucket is split into pieces, in order, without another between them.
+- DATA: tensors, of at most a bucket's size together; a tensor larger than that is alone in its frame.
 - END: how many tensors and bytes the stream had. Without it a stream is not complete.
 - ABORT: the sender's own weights failed; the text says why.
 
 The reader checks magic number, policy version, sequence number, sizes and totals, and names tensor and version in every
-error (tests/integration/test_gloo_engine.py). Packing copies into buckets that are used in turns, so that one
-can be filled while those before it are on their way.
+error (tests/integration/test_buckets.py). Packing copies into buckets that are used in turns, so that one can be filled
+while those before it are on their way.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from recipe.async_engine.core.errors import RecipeError
@@ -30,8 +31,8 @@ HEADER_FIELDS = 6
 NO_VERSION = -1
 ALIGNMENT = 64
 TEXT_BYTES = 1 << 18
-# Names and shapes of this many pieces fit into TEXT_BYTES with room to spare.
-MAX_PIECES = 512
+# Names and shapes of this many tensors fit into TEXT_BYTES with room to spare.
+MAX_TENSORS = 512
 MAX_NAME_BYTES = 200
 
 
@@ -40,14 +41,12 @@ class WeightStreamError(RecipeError):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where a part of one tensor lies in a payload. All sizes are bytes."""
+class Entry:
+    """One tensor of a frame; it begins ``offset`` bytes into the payload."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    nbytes: int
     offset: int
 
 
@@ -80,27 +79,54 @@ class Header:
         return self.payload_bytes + self.text_bytes
 
 
+class Buckets:
+    """Memory for frames, used in turns.
+
+    Args:
+        memory: uint8 buffers.
+        grows: whether one that is too small for a frame is replaced, and what lay in it is lost.
+    """
+
+    def __init__(self, memory: Sequence[torch.Tensor], grows: bool) -> None:
+        self._memory = list(memory)
+        self._grows = grows
+
+    def room(self, turn: int, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes], for the frame of this turn; raises WeightStreamError if there is not as much."""
+        place = turn % len(self._memory)
+        largest = self._memory[place].numel()
+        if nbytes > largest:
+            if not self._grows:
+                raise WeightStreamError(f"a frame of {nbytes} bytes does not fit a bucket, of at most {largest}")
+            try:
+                self._memory[place] = torch.empty(nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise WeightStreamError(f"there is no memory for a frame of {nbytes} bytes: {error}") from None
+        return self._memory[place][:nbytes]
+
+
 class BucketWriter:
     """Packs a stream of named tensors into frames, for one sync.
 
     Args:
-        buckets: uint8 buffers of equal size, ``capacity + TEXT_BYTES`` bytes each, used in turns.
+        buckets: where they are packed.
+        bucket_bytes: of tensors in a frame, unless one alone has more.
         version: the policy version of the weights, or None.
 
     A frame that `frames` yielded lies in one of the buckets: it must have been sent before the generator comes round to
     that bucket again; with two, before the frame after next is asked for.
     """
 
-    def __init__(self, buckets: tuple[torch.Tensor, ...], version: int | None) -> None:
+    def __init__(self, buckets: Buckets, bucket_bytes: int, version: int | None) -> None:
         self._buckets = buckets
-        self._capacity = buckets[0].numel() - TEXT_BYTES
+        self._bucket_bytes = bucket_bytes
         self._version = NO_VERSION if version is None else version
         self._sequence = 0
         self.totals = Totals()
 
     def frames(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Frame]:
         """Yield the DATA frames of ``weights`` and the END frame."""
-        pieces: list[Piece] = []
+        entries: list[Entry] = []
         used = 0
         for name, tensor in weights:
             if len(name.encode()) > MAX_NAME_BYTES:
@@ -108,40 +134,34 @@ class BucketWriter:
             flat = tensor.detach().reshape(-1).view(torch.uint8)
             self.totals.tensors += 1
             self.totals.nbytes += flat.numel()
-            begin = 0
-            while True:
-                offset = -(-used // ALIGNMENT) * ALIGNMENT
-                room = self._capacity - offset
-                if pieces and (room < min(flat.numel(), self._capacity) or len(pieces) == MAX_PIECES):
-                    yield self._data_frame(pieces, used)
-                    pieces, used = [], 0
-                    continue
-                size = min(room, flat.numel() - begin)
-                self._bucket[offset : offset + size].copy_(flat[begin : begin + size])
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                pieces.append(Piece(name, dtype, tuple(tensor.shape), begin, size, offset))
-                used = offset + size
-                begin += size
-                if begin == flat.numel():
-                    break
-        if pieces:
-            yield self._data_frame(pieces, used)
+            offset = -(-used // ALIGNMENT) * ALIGNMENT
+            if entries and (offset + flat.numel() > self._bucket_bytes or len(entries) == MAX_TENSORS):
+                yield self._data_frame(entries, used)
+                entries, offset = [], 0
+            used = offset + flat.numel()
+            _copy_bytes(self._bucket(max(used, self._bucket_bytes))[offset:used], flat)
+            entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+            if used >= self._bucket_bytes:
+                # Not when the next tensor is there, which may have to be gathered or summed first.
+                yield self._data_frame(entries, used)
+                entries, used = [], 0
+        if entries:
+            yield self._data_frame(entries, used)
         yield self._frame(END, 0, asdict(self.totals))
 
     def abort(self, reason: str) -> Frame:
         """The frame that ends a stream whose weights cannot be had. Uses the next bucket, as any frame does."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
-    @property
-    def _bucket(self) -> torch.Tensor:
-        return self._buckets[self._sequence % len(self._buckets)]
+    def _bucket(self, payload_bytes: int) -> torch.Tensor:
+        return self._buckets.room(self._sequence, payload_bytes + TEXT_BYTES)
 
-    def _data_frame(self, pieces: list[Piece], payload_bytes: int) -> Frame:
-        return self._frame(DATA, payload_bytes, [list(asdict(piece).values()) for piece in pieces])
+    def _data_frame(self, entries: list[Entry], payload_bytes: int) -> Frame:
+        return self._frame(DATA, payload_bytes, [list(asdict(entry).values()) for entry in entries])
 
     def _frame(self, kind: int, payload_bytes: int, content: Any) -> Frame:
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-        body = self._bucket[: payload_bytes + len(text)]
+        body = self._bucket(payload_bytes)[: payload_bytes + len(text)]
         body[payload_bytes:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         fields = [MAGIC, kind, self._version, self._sequence, payload_bytes, len(text)]
         self._sequence += 1
@@ -149,33 +169,28 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Checks a stream frame by frame and puts its tensors together again, for one sync.
+    """Checks a stream frame by frame and takes its tensors out, for one sync.
 
     Args:
         version: the policy version that is expected, or None for any.
-        capacity: bytes of the receiver's buffers.
-        assembly: a buffer of an earlier sync, for tensors larger than a bucket, or None.
     """
 
-    def __init__(self, version: int | None, capacity: int, assembly: torch.Tensor | None = None) -> None:
+    def __init__(self, version: int | None) -> None:
         self._version = version
-        self._capacity = capacity
         self._sequence = 0
-        self._partial: Piece | None = None
         self._last_name = "none yet"
-        self.assembly = assembly
         self.totals = Totals()
 
     @property
     def position(self) -> str:
         """Where in the stream an error happened, for its message."""
         version = "any" if self._version is None else self._version
-        return f"version {version}, frame {self._sequence}, last complete tensor: {self._last_name}"
+        return f"version {version}, frame {self._sequence}, last tensor: {self._last_name}"
 
     def header(self, fields: list[int]) -> Header:
         """Parse a header; raises WeightStreamError if it is not the one that must come now."""
         magic, kind, version, sequence, payload_bytes, text_bytes = fields
-        if magic != MAGIC or kind not in (DATA, END, ABORT):
+        if magic != MAGIC or kind not in (DATA, END, ABORT) or payload_bytes < 0 or not 0 <= text_bytes <= TEXT_BYTES:
             raise WeightStreamError(f"what arrived is not a weight frame ({self.position})")
         if self._version is not None and version != NO_VERSION and version != self._version:
             raise WeightStreamError(
@@ -183,17 +198,11 @@ class BucketReader:
             )
         if sequence != self._sequence:
             raise WeightStreamError(f"frame {sequence} arrived out of turn ({self.position})")
-        header = Header(kind, payload_bytes, text_bytes)
-        if payload_bytes < 0 or text_bytes < 0 or header.body_bytes > self._capacity:
-            raise WeightStreamError(
-                f"a frame of {header.body_bytes} bytes does not fit this receiver's bucket of {self._capacity} bytes "
-                f"({self.position}). Sender and receivers must have the same update_weights_bucket_megabytes."
-            )
         self._sequence += 1
-        return header
+        return Header(kind, payload_bytes, text_bytes)
 
     def tensors(self, header: Header, body: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are complete with this frame. They are views of a buffer that will be used again.
+        """Yield the tensors of this frame. They are views of a buffer that will be used again.
 
         Raises:
             WeightStreamError: the frame contradicts itself or those before it, or the sender gave up.
@@ -206,40 +215,30 @@ class BucketReader:
             return
         payload = body[: header.payload_bytes]
         for fields in content:
-            piece = Piece(*fields)
-            whole = self._put(piece, payload)
-            if whole is not None:
-                self.totals.tensors += 1
-                self.totals.nbytes += whole.numel()
-                self._last_name = piece.name
-                yield piece.name, whole.view(getattr(torch, piece.dtype)).view(tuple(piece.shape))
+            entry = Entry(*fields)
+            tensor = self._tensor(entry, payload)
+            self.totals.tensors += 1
+            self.totals.nbytes += tensor.nbytes
+            self._last_name = entry.name
+            yield entry.name, tensor
 
-    def _put(self, piece: Piece, payload: torch.Tensor) -> torch.Tensor | None:
-        """Take a piece and return the bytes of its tensor, once they are complete."""
-        dtype = getattr(torch, piece.dtype, None)
+    def _tensor(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
+        dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise WeightStreamError(f"tensor {piece.name!r} has the unknown dtype {piece.dtype!r} ({self.position})")
-        total = torch.Size(piece.shape).numel() * dtype.itemsize
-        if piece.offset + piece.nbytes > payload.numel() or piece.begin + piece.nbytes > total:
-            raise WeightStreamError(f"tensor {piece.name!r} does not have the announced size ({self.position})")
-        due = 0 if self._partial is None else self._partial.begin + self._partial.nbytes
-        if piece.begin != due or (self._partial is not None and piece.name != self._partial.name):
-            missing = piece.name if self._partial is None else self._partial.name
-            raise WeightStreamError(f"a part of tensor {missing!r} is missing ({self.position})")
-        part = payload[piece.offset : piece.offset + piece.nbytes]
-        if piece.nbytes == total:
-            return part
-        if self.assembly is None or self.assembly.numel() < total:
-            self.assembly = torch.empty(total, dtype=torch.uint8)
-        self.assembly[piece.begin : piece.begin + piece.nbytes].copy_(part)
-        if piece.begin + piece.nbytes < total:
-            self._partial = piece
-            return None
-        self._partial = None
-        return self.assembly[:total]
+            raise WeightStreamError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r} ({self.position})")
+        end = entry.offset + torch.Size(entry.shape).numel() * dtype.itemsize
+        if not 0 <= entry.offset <= end <= payload.numel():
+            raise WeightStreamError(f"tensor {entry.name!r} does not lie in its frame ({self.position})")
+        return payload[entry.offset : end].view(dtype).view(tuple(entry.shape))
 
     def _check_end(self, announced: dict[str, int]) -> None:
-        if self._partial is not None:
-            raise WeightStreamError(f"the stream ended within tensor {self._partial.name!r} ({self.position})")
         if asdict(self.totals) != announced:
             raise WeightStreamError(f"the sender sent {announced}, but {asdict(self.totals)} arrived ({self.position})")
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy uint8 tensors of one length, ``target`` in host memory. A large one passes the caches by with NumPy."""
+    if source.is_cpu:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)

@@ -62,10 +62,10 @@ class StreamChecksum:
             yield name, tensor
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `watching`, of a plain iterable."""
+        """As `watching`, of a plain iterable. A tensor is added when it has passed: who waits for it comes first."""
         for name, tensor in weights:
-            self.add(name, tensor)
             yield name, tensor
+            self.add(name, tensor)
 
     def value(self) -> str:
         """16 hexadecimal digits."""

@@ -22,8 +22,8 @@ Contract:
 - A sender returns when every receiver has gone through the whole stream, so that its success is theirs.
 - A received tensor is a view of a reused buffer, which other receivers may read too: it is valid until the next one is
   asked for, and must not be written to. Copy what must last.
-- Buffers stay allocated between syncs, and go after one that failed: two buckets of at most `MAX_BUCKET_BYTES` (on one
-  host: four, for all members together), and, on a receiver, the largest tensor if it exceeds a bucket.
+- Buffers stay allocated between syncs, and go after one that failed: two buckets (on one host: four, for all members
+  together), each of at most `MAX_BUCKET_BYTES` or the largest tensor that it carried.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from recipe.async_engine.core.errors import SettingError
 from recipe.async_engine.weights.buckets import (
     DATA,
     END,
-    TEXT_BYTES,
     BucketReader,
     BucketWriter,
     WeightStreamError,
@@ -71,8 +70,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     """One member of a weight sync.
 
     Args:
-        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes; must be the same on all members. A bucket is
-            at most `MAX_BUCKET_BYTES`.
+        bucket_size: verl's ``update_weights_bucket_megabytes`` in bytes. A bucket has at most `MAX_BUCKET_BYTES` of
+            them, unless a tensor alone has more.
         is_master: this is trainer rank 0, which sends.
         timeout_s: longest time of one sync.
         connect_timeout_s: longest time to connect a new group; at most ``timeout_s``.
@@ -91,7 +90,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> None:
         if bucket_size <= 0:
             raise SettingError("checkpoint_engine.update_weights_bucket_megabytes", bucket_size >> 20, "at least 1")
-        self._bucket_bytes = min(bucket_size, MAX_BUCKET_BYTES) + TEXT_BYTES
+        self._bucket_bytes = min(bucket_size, MAX_BUCKET_BYTES)
         self._is_master = is_master
         self._timeout_s, self._connect_timeout_s = deadlines(BACKEND, timeout_s, connect_timeout_s)
         self._executor = _new_executor()
@@ -99,7 +98,6 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._transport: Transport | None = None
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
-        self._assembly: torch.Tensor | None = None
         self._left_because = ""
         self._remains = Remains()
 
@@ -118,7 +116,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             if self._store is None:
                 self._store = open_store(node_address(), self._connect_timeout_s)
             if self._segments is None and self._domain is not None:
-                self._segments = SharedSegments.create(self._bucket_bytes)
+                self._segments = SharedSegments.create()
             report["endpoint"] = [self._store.host, self._store.port]
             report["segments"] = None if self._segments is None else self._segments.path
         return report
@@ -169,7 +167,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         assert self._store is not None, "init_process_group before prepare on the master"
         group = GlooGroup(epoch, self._store, rank, world_size, node_address(), self._connect_timeout_s)
         # Every member has the segments open when all of them have connected.
-        self._transport = Transport(group, self._bucket_bytes, None if segments is None else shared)
+        self._transport = Transport(group, None if segments is None else shared)
 
     def topology_epoch(self) -> str | None:
         """The name of the group this member is connected in; None if it must be built (again)."""
@@ -221,7 +219,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> dict[str, float]:
         started = time.monotonic()
         deadline = Deadline(self._timeout_s)
-        writer = BucketWriter(transport.buckets, version)
+        writer = BucketWriter(transport.buckets, self._bucket_bytes, version)
         iterator = iter(weights)
         frames = writer.frames(iterator)
         label = f"sending version {version} to {transport.group.world_size - 1} receivers"
@@ -262,7 +260,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             raise WeightStreamError(f"no group to receive in: {self._left_because or NOT_CONNECTED}")
         deadline = Deadline(self._timeout_s)
-        reader = BucketReader(global_steps, transport.buckets[0].numel(), self._assembly)
+        reader = BucketReader(global_steps)
         with self._dropping_group():
             turn = 0
             arrival = self._on_thread(partial(transport.receive, 0, reader, deadline))
@@ -280,7 +278,6 @@ class GlooCheckpointEngine(CheckpointEngine):
             finally:
                 arrival.cancel()
             await self._on_thread(lambda: transport.confirm(deadline, f"confirming version {global_steps}"))
-        self._assembly = reader.assembly
 
     # Shared
 

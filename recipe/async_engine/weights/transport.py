@@ -18,13 +18,20 @@ from typing import BinaryIO
 
 import torch
 
-from recipe.async_engine.weights.buckets import HEADER_FIELDS, BucketReader, Frame, Header, WeightStreamError
+from recipe.async_engine.weights.buckets import (
+    HEADER_FIELDS,
+    BucketReader,
+    Buckets,
+    Frame,
+    Header,
+    WeightStreamError,
+)
 from recipe.async_engine.weights.gloo_group import Deadline, GlooGroup
 
 # One that is filled, and those of the frames that a receiver may not be done with.
 SHARED_SEGMENTS = 4
-
-Buckets = tuple[torch.Tensor, ...]
+# More than any tensor has: memory that nothing was written to is none.
+SEGMENT_BYTES = 1 << 36
 
 
 class Transport:
@@ -37,8 +44,8 @@ class Transport:
     the other members learn that one has failed, only when nothing in it is under way.
     """
 
-    def __init__(self, group: GlooGroup, bucket_bytes: int, shared: SharedSegments | None) -> None:
-        self.buckets: Buckets = shared.buckets if shared else torch.empty(2 * bucket_bytes, dtype=torch.uint8).chunk(2)
+    def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
+        self.buckets = shared.buckets if shared else Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
         self.group = group
         self._is_shared = shared is not None
         self._sent = 0
@@ -63,7 +70,7 @@ class Transport:
         self.group.start_broadcast(fields, deadline, what)
         self.group.finish(what)
         header = reader.header(fields.tolist())
-        body = self.buckets[turn % len(self.buckets)][: header.body_bytes]
+        body = self.buckets.room(turn, header.body_bytes)
         if not self._is_shared:
             self.group.start_broadcast(body, deadline, what)
             self.group.finish(what)
@@ -98,12 +105,12 @@ class SharedSegments:
             ) from error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            self.buckets: Buckets = torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS)
+            self.buckets = Buckets(torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS), grows=False)
 
     @classmethod
-    def create(cls, bucket_bytes: int) -> SharedSegments:
+    def create(cls) -> SharedSegments:
         file = os.fdopen(os.memfd_create("recipe-weights"), "r+b")
-        file.truncate(SHARED_SEGMENTS * bucket_bytes)
+        file.truncate(SHARED_SEGMENTS * SEGMENT_BYTES)
         return cls(f"/proc/{os.getpid()}/fd/{file.fileno()}", file)
 
 
