@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a run that are lengthened by waits, which stand for the time of accelerators and use no CPU.
 
-``GENERATION_PAD_S`` seconds are added to each answer, ``TRAINING_PAD_S`` to each update; with the fully-asynchronous
-trainer also ``LOG_PROB_PAD_S``, spread over a batch's trajectories, to log-probs, whoever computes them.
+``GENERATION_PAD_S`` seconds are added to each answer, ``TRAINING_PAD_S`` to each update, and ``LOG_PROB_PAD_S``, spread
+over a batch's trajectories, to log-probs, whoever computes them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-
-
-class PaddedTrainer(AsyncPPOTrainer):
-    def _fit_update_actor(self, batch: Any) -> Any:
-        time.sleep(float(os.environ["TRAINING_PAD_S"]))
-        return super()._fit_update_actor(batch)
 
 
 class PaddedWorker(ModelEngineWorker):

@@ -52,18 +52,24 @@ ASYNC = "async_training"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is generated ahead, and batches a version, which both have; our bound and what a swap does, if not usual."""
+    """What is generated ahead, and batches a version, which both have; what is ours alone, if it is not usual.
+
+    Attributes:
+        bypass: whether a mode that would compute log-probs takes them from its engines, as stock's fully_async does.
+    """
 
     threshold: float = 1
     batches: int = 1
     bound: int | None = None
     at_swap: str | None = None
+    bypass: bool = False
 
 
 SETTINGS: Mapping[str, Setting] = {
     "defaults": Setting(0.1, 4),
     "threshold 1": Setting(),
     "threshold 1, keep": Setting(at_swap="keep"),
+    "threshold 1, bypass": Setting(bypass=True),
     "threshold 1, bound 1": Setting(bound=1),
     "threshold 1, bound 2": Setting(bound=2),
     "threshold 1, bound 8": Setting(bound=8),
@@ -86,7 +92,8 @@ class Side:
 
 V1 = "verl.trainer.main_ppo"
 WAIT = "trainer.v1.sampler.max_off_policy_strategy=wait"
-BOTH, OURS = ("defaults", "threshold 1"), tuple(SETTINGS)
+BOTH = ("defaults", "threshold 1")
+OURS = tuple(name for name, setting in SETTINGS.items() if not setting.bypass)
 # Taking turns, both sides wait for each other at a swap anyhow.
 IN_TURNS = tuple(name for name, setting in SETTINGS.items() if setting.at_swap is None)
 SIDES: Mapping[str, Side] = {
@@ -137,6 +144,8 @@ def overrides(name: str, setting: str, task: Task) -> list[str]:
         found += [f"{ASYNC}.max_staleness={asked.bound}"]
     if asked.at_swap is not None:
         found += [f"{ASYNC}.weights.at_swap={asked.at_swap}"]
+    if asked.bypass:
+        found += [f"{ASYNC}.proximal_log_probs=bypass"]
     if not side.ours:
         found += _stock(name, setting)
     return found
