@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of generation and training overlaps in the one-step-off mode.
 
-    python benchmarks/overlap.py [--trainer-devices 4 2] [--time-scale 0.64] [--steps 12] [--repeats 3]
+    python benchmarks/overlap.py [--time-scale 0.64] [--steps 12] [--repeats 3]
 
-The uniform task of the race on the same emulated accelerators, whose work uses no core; four generate. Stage times come
-from the synchronous mode (bound 0): T_gen is what the trainer waits for a batch, T_train the rest of a step.
+The uniform task of the race on the same emulated accelerators, whose work uses no core. Stage times come from the
+synchronous mode (bound 0): T_gen is what the trainer waits for a batch, T_train the rest of a step.
 
     efficiency = max(T_gen, T_train) / seconds per step with bound 1.
 
@@ -20,37 +20,31 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from mains import Run, ray_folder, run, short_run
-from race_sides import TASKS, TOKEN_SCALE, common, overrides, own_preset
+from mains import Run, ray_folder, short_run
+from race import run_side, settings_of
+from race_sides import TASKS, TOKEN_SCALE
 
 from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
 from recipe.emulation.devices import Emulation
 
 SIDE, TASK = "one_step_off", TASKS["uniform"]
-GENERATING = 4
+DEVICES = 4
+"""Of each of the two stages."""
 # Steps at the beginning that are not counted, and of the end, for which nothing is generated ahead.
 SKIP, LAST = 2, 1
 
 
-def one_run(bound: int, steps: int, trainer_devices: int, time_scale: float, paths: TaskPaths) -> Run:
+def one_run(bound: int, steps: int, time_scale: float, paths: TaskPaths) -> Run:
     emulation = Emulation(
-        replica_devices=GENERATING, trainer_devices=trainer_devices, token_scale=TOKEN_SCALE, time_scale=time_scale
+        replica_devices=DEVICES, trainer_devices=DEVICES, token_scale=TOKEN_SCALE, time_scale=time_scale
     )
-    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        loops = out / "agent_loops.yaml"
-        loops.write_text(f"- name: race\n  _target_: {TASK.loop}\n")
-        environment = dict(os.environ) | emulation.environment()
-        here = [str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, here))
+    with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
         settings = [
-            own_preset(TASK, SIDE),
-            *short_run(paths, out, ray_dir),
-            *common(TASK, steps, loops),
-            *overrides(SIDE, "threshold 1", TASK),
+            *short_run(paths, Path(out), ray_dir),
+            *settings_of(SIDE, "threshold 1", TASK, steps, Path(out)),
             f"async_training.staleness_threshold={bound}",
         ]
-        finished = run("recipe.one_step_off.main", settings, out / "metrics.jsonl", out, environment)
+        finished = run_side(SIDE, settings, Path(out), emulation)
     finished.steps = finished.steps[:-LAST]
     return finished
 
@@ -65,34 +59,28 @@ def stages(synchronous: Run) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer-devices", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--time-scale", type=float, default=0.64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    efficiencies = []
     with tempfile.TemporaryDirectory() as folder:
         paths = ensure_task(Path(folder), TaskSettings(lengths=TASK.lengths))
-        for devices in arguments.trainer_devices:
-            efficiencies = []
-            for _ in range(arguments.repeats):
-                together, apart = (
-                    one_run(bound, arguments.steps, devices, arguments.time_scale, paths) for bound in (0, 1)
-                )
-                generation, training = stages(together)
-                step = apart.seconds_per_step(SKIP)
-                efficiencies.append(max(generation, training) / step)
-                row = {
-                    "trainer_devices": devices,
-                    "T_gen": round(generation, 2),
-                    "T_train": round(training, 2),
-                    "step": round(step, 2),
-                    "efficiency": round(efficiencies[-1], 3),
-                    "sync_step_over_step": round(together.seconds_per_step(SKIP) / step, 3),
-                }
-                print(json.dumps(row), flush=True)
-            median = round(statistics.median(efficiencies), 3)
-            print(json.dumps({"trainer_devices": devices, "median_efficiency": median}), flush=True)
+        for _ in range(arguments.repeats):
+            together, apart = (one_run(bound, arguments.steps, arguments.time_scale, paths) for bound in (0, 1))
+            generation, training = stages(together)
+            step = apart.seconds_per_step(SKIP)
+            efficiencies.append(max(generation, training) / step)
+            row = {
+                "T_gen": round(generation, 2),
+                "T_train": round(training, 2),
+                "step": round(step, 2),
+                "efficiency": round(efficiencies[-1], 3),
+                "sync_step_over_step": round(together.seconds_per_step(SKIP) / step, 3),
+            }
+            print(json.dumps(row), flush=True)
+    print(json.dumps({"median_efficiency": round(statistics.median(efficiencies), 3)}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from documents import put_between
-from mains import end_shared_forks, ray_folder, run, shared_forks, short_run, stock, with_helpers
+from mains import Run, end_shared_forks, ray_folder, run, shared_forks, short_run, stock, with_helpers
 from process_cpu import ProcessTimes
 from race_sides import (
     ANSWERS,
@@ -75,26 +75,22 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
             time_scale=task.time_scale,
             record=str(record),
         )
-        loops = Path(out) / "agent_loops.yaml"
-        # Stock's fully_async asks for verl's own loop by its name, whatever is set.
-        named = (f"- name: {name}\n  _target_: {task.loop}\n" for name in ("race", "single_turn_agent"))
-        loops.write_text("".join(named))
         settings = [
-            own_preset(task, name),
             *short_run(paths, Path(out), ray_dir),
-            *common(task, task.steps, loops),
-            *overrides(name, setting, task),
+            *settings_of(name, setting, task, task.steps, Path(out)),
             *reward(task, paths, Path(out)),
         ]
         processes = ProcessTimes()
         processes.start()
         try:
-            steps = _run(name, settings, Path(out), emulation)
+            finished = run_side(name, settings, Path(out), emulation)
         finally:
             processes.stop()
         row = measure(records(record), task, processes)
         if side.ours:
             row["account"] = json.loads((Path(out) / "summary.json").read_text())["account"]
+    # Stock's logger writes a step's metrics below its number.
+    steps = [step if side.ours else step["data"] for _, step in finished.steps]
     seen = [step[key] for step in steps for key in STALENESS if key in step]
     return {
         "task": task_name,
@@ -106,20 +102,26 @@ def cell(name: str, setting: str, task_name: str, folder: Path) -> dict[str, Any
     }
 
 
-def _run(name: str, settings: list[str], out: Path, emulation: Emulation) -> list[dict[str, Any]]:
-    """Run a main to its end; returns the metrics of its steps."""
+def settings_of(name: str, setting: str, task: Task, steps: int, out: Path) -> list[str]:
+    """Of a side: preset, agent loop and overrides."""
+    loops = out / "agent_loops.yaml"
+    # Stock's fully_async asks for verl's own loop by its name, whatever is set.
+    loops.write_text("".join(f"- name: {loop}\n  _target_: {task.loop}\n" for loop in ("race", "single_turn_agent")))
+    return [own_preset(task, name), *common(task, steps, loops), *overrides(name, setting, task)]
+
+
+def run_side(name: str, settings: list[str], out: Path, emulation: Emulation) -> Run:
+    """Run its main to the end."""
     here = str(Path(__file__).parent)
     ours = SIDES[name].ours
     environment = with_helpers(os.environ if ours else stock.stock_environment(CHECKOUT)) | emulation.environment()
     environment["PYTHONPATH"] = os.pathsep.join([here, environment["PYTHONPATH"]])
     if ours:
-        finished = run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
-        return [step for _, step in finished.steps]
+        return run(SIDES[name].main, settings, out / "metrics.jsonl", out, environment)
     metrics = out / "stock.jsonl"
     environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
     # One process that has imported the stack for all cells of stock.
-    finished = run(SIDES[name].main, settings, metrics, out, environment, shared_forks(environment))
-    return [line["data"] for _, line in finished.steps]
+    return run(SIDES[name].main, settings, metrics, out, environment, shared_forks(environment))
 
 
 def measure(devices: dict[str, list[dict[str, Any]]], task: Task, processes: ProcessTimes) -> dict[str, Any]:

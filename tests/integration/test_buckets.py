@@ -31,7 +31,7 @@ def make_weights() -> dict[str, torch.Tensor]:
 
 
 def stream(weights: dict[str, torch.Tensor], version: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    buckets = Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
+    buckets = Buckets.growing()
     frames = BucketWriter(buckets, BUCKET_BYTES, version).frames(weights.items())
     return [(frame.header.clone(), frame.body.clone()) for frame in frames]
 
@@ -62,7 +62,7 @@ def test_a_tensor_larger_than_a_bucket_leaves_whole_and_before_the_next_one_is_a
             yield name, tensor
 
     reader = BucketReader(None)
-    buckets = Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
+    buckets = Buckets.growing()
     arrived = []
     for frame in BucketWriter(buckets, BUCKET_BYTES, None).frames(passing()):
         for name, tensor in reader.tensors(reader.header(frame.header.tolist()), frame.body):

@@ -52,7 +52,7 @@ def through_buckets(
     stream: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As an engine carries it: in buckets, in which tensors are views that last until the next one."""
-    reader, buckets = BucketReader(None), Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
+    reader, buckets = BucketReader(None), Buckets.growing()
     for frame in BucketWriter(buckets, bucket_bytes, None).frames(stream):
         yield from reader.tensors(reader.header(frame.header.tolist()), frame.body)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stream format of a weight sync: tensors in, buckets of whole tensors on the wire, the same tensors out.
 
-A stream is a sequence of frames. A frame is a header (eight 64-bit integers) and a body: the payload, then a JSON text
+A stream is a sequence of frames. A frame is a header (six 64-bit integers) and a body: the payload, then a JSON text
 that says what the payload holds. There is no pickle, so a receiver runs no code that a sender chose.
 
 - DATA: tensors, of at most a bucket's size together; a tensor larger than that is alone in its frame.
@@ -87,9 +87,14 @@ class Buckets:
         grows: whether one that is too small for a frame is replaced, and what lay in it is lost.
     """
 
-    def __init__(self, memory: Sequence[torch.Tensor], grows: bool) -> None:
+    def __init__(self, memory: Sequence[torch.Tensor], grows: bool = False) -> None:
         self._memory = list(memory)
         self._grows = grows
+
+    @classmethod
+    def growing(cls) -> Buckets:
+        """Two, each as large as the largest frame that lay in it."""
+        return cls([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
 
     def room(self, turn: int, nbytes: int) -> torch.Tensor:
         """uint8[nbytes], for the frame of this turn; raises WeightStreamError if there is not as much."""
@@ -142,7 +147,7 @@ class BucketWriter:
             _copy_bytes(self._bucket(max(used, self._bucket_bytes))[offset:used], flat)
             entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             if used >= self._bucket_bytes:
-                # Not when the next tensor is there, which may have to be gathered or summed first.
+                # It leaves at once: the next tensor may have to be gathered first.
                 yield self._data_frame(entries, used)
                 entries, used = [], 0
         if entries:

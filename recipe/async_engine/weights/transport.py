@@ -45,7 +45,7 @@ class Transport:
     """
 
     def __init__(self, group: GlooGroup, shared: SharedSegments | None) -> None:
-        self.buckets = shared.buckets if shared else Buckets([torch.empty(0, dtype=torch.uint8)] * 2, grows=True)
+        self.buckets = shared.buckets if shared else Buckets.growing()
         self.group = group
         self._is_shared = shared is not None
         self._sent = 0
@@ -105,7 +105,7 @@ class SharedSegments:
             ) from error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            self.buckets = Buckets(torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS), grows=False)
+            self.buckets = Buckets(torch.frombuffer(memory, dtype=torch.uint8).chunk(SHARED_SEGMENTS))
 
     @classmethod
     def create(cls) -> SharedSegments:
