@@ -13,7 +13,7 @@ import pytest
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
-from recipe.async_engine.settings.plan import derive
+from recipe.async_engine.settings.plan import derive, rehearses
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.rules.batches import tight_bound
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
@@ -193,6 +193,31 @@ def test_log_prob_servers_are_told_their_settings() -> None:
     settings, _ = read_settings(configured({"model_engine_server": given}))
     assert settings.servers.scoring == ScoringSettings(Anchor.LATEST, 7, 0.5, 3.0, answer_stale=True)
     assert read_settings(configured({}))[0].servers.scoring.answer_stale is False
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "expected"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"rehearsal": "auto"}, "npu", True),
+        ({"rehearsal": True}, "cpu", True),
+        ({"rehearsal": "true"}, "cpu", True),
+        ({"rehearsal": False}, "cuda", False),
+    ],
+)
+def test_run_rehearses_on_accelerators_and_where_it_is_told_to(
+    given: dict[str, Any], device: str, expected: bool
+) -> None:
+    training, problems = read_section(AsyncTraining, given, "async_training")
+    assert problems == []
+    assert rehearses({"trainer": {"device": device}}, training) is expected
+
+
+@pytest.mark.parametrize("value", ["maybe", "True", 1, None])
+def test_what_a_rehearsal_cannot_be_is_refused_with_what_it_can(value: Any) -> None:
+    _, (problem,) = read_section(AsyncTraining, {"rehearsal": value}, "async_training")
+    assert "auto or true or false" in str(problem)
 
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
