@@ -97,12 +97,20 @@ class Stage:
     """A publisher's fleet after its first publication, and the rehearsal over it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *scripts: tuple[Any, ...], weights: Weights = BESIDE, **rollout: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *scripts: tuple[Any, ...],
+        weights: Weights = BESIDE,
+        is_server: bool = False,
+        **rollout: Any,
     ) -> None:
+        """``is_server``: the last one is a log-prob server."""
         self.passes = 0
         self.fakes = Fleet(*[(None, *script) for script in scripts], weights=weights)
         self.publisher = self.fakes.publisher
         self.engines = [Engine(replica) for replica in self.fakes.replicas]
+        if is_server:
+            self.fakes.replicas[-1].generates = False
         self.fakes.publish(0)
         monkeypatch.setattr(module.ray, "get", self._passed)
         section = Rollout(**rollout)
@@ -228,6 +236,19 @@ def test_replica_that_dies_on_the_way_is_named(monkeypatch: pytest.MonkeyPatch) 
     stage = Stage(monkeypatch, (), ("die",))
     with pytest.raises(RehearsalFailed, match="lost on the way: replica 1"):
         stage.rehearsal.run()
+
+
+@pytest.mark.parametrize("script", [(), (BROKEN,) * 9])
+def test_log_prob_server_without_the_weights_is_said_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, script: tuple[Any, ...]
+) -> None:
+    stage = Stage(monkeypatch, (), script, is_server=True)
+    stage.rehearsal.run()
+    lacks = bool(script)
+    assert stage.outcomes()["log-prob servers have the weights"] == (FELL_BACK if lacks else PASSED)
+    assert ("async_training.proximal_log_probs=recompute" in stage.rehearsal.result.fallbacks) is lacks
+    assert stage.publisher.weights == BESIDE
+    assert stage.outcomes()["log-probs agree"] == PASSED
 
 
 def test_request_that_was_over_before_it_could_be_cut_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ class Rehearsal:
         def swap() -> None:
             self.fleet.swap(staged)
             self._see_all_have(staged)
+            self._note_servers(staged)
             self.fleet.resume(staged)
 
         name = "requests go on after a swap"
@@ -197,6 +198,18 @@ class Rehearsal:
         lacking = [record.name for record in self.generating() if record not in staged.holders]
         if lacking:
             raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.fleet.publisher.known.errors}")
+
+    def _note_servers(self, staged: StagedVersion) -> None:
+        """Log-prob servers without the version cost no run anything but the trainer's time, and are said."""
+        servers = [record for record in self.fleet.publisher.known.records if not record.generates]
+        if not servers:
+            return
+        lacking = [f"{record.name}: {record.error}" for record in servers if record not in staged.holders]
+        outcome, said = (FELL_BACK, "; ".join(lacking)) if lacking else (PASSED, "")
+        self.result.checks.append(Check("log-prob servers have the weights", outcome, said))
+        if lacking:
+            self.result.fallbacks.append("async_training.proximal_log_probs=recompute")
+            logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
 
     def _fall_back(self) -> str | None:
         """Choose another way for all weights of the run; returns its setting, None where there is no other."""
