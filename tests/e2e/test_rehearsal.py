@@ -109,14 +109,13 @@ def test_engine_that_does_not_wake_ends_the_run_by_name(task: TaskPaths, tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fully_async", "one_step_off", "partial_rollout"])
 def test_rehearse_only_shows_a_table_and_leaves_an_earlier_run_alone(
-    mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path
+    task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     earlier = '{"account": null, "of": "an earlier run"}'
     (tmp_path / "summary.json").write_text(earlier)
     overrides = [*small(task, tmp_path, ray_dir), "rehearse_only=true"]
-    run = run_main(f"recipe.{mode}.main", overrides, tmp_path)
+    run = run_main("recipe.partial_rollout.main", overrides, tmp_path)
     assert run.returncode == 0, run.output[-8000:]
     assert (tmp_path / "summary.json").read_text() == earlier
     own = FinishedRun(run.returncode, run.output, tmp_path / "rehearsal")
