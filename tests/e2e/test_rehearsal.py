@@ -136,4 +136,4 @@ def test_readme_command_for_accelerators_rehearses_when_it_is_scaled_down(
     run = run_main(command.main, overrides, tmp_path)
     assert run.returncode == 0, run.output[-8000:]
     own = FinishedRun(run.returncode, run.output, tmp_path / "rehearsal")
-    assert set(outcomes(own).values()) == {"passed"}
+    assert set(outcomes(own).values()) <= {"passed", "left out"}
