@@ -81,7 +81,7 @@ WEIGHTS = "async_training.weights"
 CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
 NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
-DELTA = {f"{WEIGHTS}.encoding": "delta", NCCL_RELAYS: False}
+DELTA = {f"{WEIGHTS}.encoding": "delta"}
 IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
 GAE = {
     "algorithm.adv_estimator": "gae",
@@ -122,6 +122,8 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     for prompts in (1, 64):
         assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
     assert validate(configured({"rollout.total_rollout_steps": 32})) == []
+    assert validate(configured(DELTA)) == []
+    assert validate(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"})) == []
     assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
     assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
 
@@ -400,7 +402,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{WEIGHTS}.encoding": "zip"}, f"{WEIGHTS}.encoding", "full or delta"),
         (DELTA | IN_TURNS, f"{WEIGHTS}.encoding", "full with placement=shared"),
         (DELTA | {f"{WEIGHTS}.publish": "inline"}, f"{WEIGHTS}.encoding", "full with publish=inline"),
-        ({f"{WEIGHTS}.encoding": "delta"}, NCCL_RELAYS, "false with async_training.weights.encoding=delta"),
+        ({NCCL_RELAYS: True}, NCCL_RELAYS, "false where weights are published beside training"),
+        ({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "beside"}, NCCL_RELAYS, "set async_training.weights.publish=inline"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
         ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),
