@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_staged_shards import VOCABULARY, Rank, make_model
-from test_staged_shards import ranks as ranks  # noqa: PLC0414, a fixture
+from test_staged_shards import ranks as ranks
 from transformers.core_model_loading import revert_weight_conversion
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -26,7 +26,14 @@ GROUPED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-LATENT = {"head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "head_dim": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 LOCAL = {"num_local_experts": 3, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, int]] = {
     "qwen2_moe": {**QWEN, "shared_expert_intermediate_size": 8},
@@ -118,5 +125,7 @@ def test_exporter_whose_tensors_are_no_part_of_the_model_is_refused_at_the_start
             yield name, tensor.T.contiguous() if ".experts.1." in name else tensor
 
     monkeypatch.setattr(fsdp2_shards, "unfuse_moe_params", transposed)
-    with pytest.raises(StagingRefused, match="which part of the model is .*experts.1.gate_proj.weight, which trainers"):
+    with pytest.raises(
+        StagingRefused, match=r"which part of the model is .*experts.1.gate_proj.weight, which trainers"
+    ):
         FSDP2Shards(model)
