@@ -50,13 +50,14 @@ class Scenario:
     pipeline: int = 1
     packed: bool = True
     bf16: bool = False
+    expert: int = 1
 
     @property
     def name(self) -> str:
         tied = "tied" if self.tied else "untied"
         layout = f"dp{self.data}-tp{self.tensor}-pp{self.pipeline}"
-        precision = "-bf16" if self.bf16 else ""
-        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}{precision}"
+        suffix = "-bf16" if self.bf16 else f"-ep{self.expert}" if self.expert > 1 else ""
+        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}{suffix}"
 
     @property
     def ranks(self) -> int:
@@ -81,14 +82,16 @@ SCENARIOS = (
     Scenario("megatron", "qwen2", tied=False, tensor=2),
     Scenario("megatron", "qwen2", tied=True, pipeline=2),
     Scenario("megatron", "qwen3", tied=False, pipeline=2),
+    Scenario("megatron", "qwen3_moe", tied=False, pipeline=2),
+    Scenario("megatron", "qwen3_moe", tied=False, data=2, expert=2),
 )
 
 
-# Three experts, so that two ranks have two and one.
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# By expert parallelism two each.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, **EXPERTS},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, **EXPERTS},
     "qwen2_moe": {"shared_expert_intermediate_size": 16, **EXPERTS},
 }
 
@@ -137,6 +140,8 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
     config = McoreEngineConfig(
         tensor_model_parallel_size=scenario.tensor,
         pipeline_model_parallel_size=scenario.pipeline,
+        expert_model_parallel_size=scenario.expert,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel,
         vanilla_mbridge=True,
         forward_only=True,

@@ -37,6 +37,8 @@ SCENARIOS = (
     "megatron-qwen2-untied-dp1-tp2-pp1-packed",
     "megatron-qwen2-tied-dp1-tp1-pp2-packed",
     "megatron-qwen3-untied-dp1-tp1-pp2-packed",
+    "megatron-qwen3_moe-untied-dp1-tp1-pp2-packed",
+    "megatron-qwen3_moe-untied-dp2-tp1-pp1-packed-ep2",
 )
 PROGRAM_S = 600
 # From Hugging Face's log-probs and entropies, fp32.
