@@ -90,7 +90,9 @@ def test_the_published_dapo_script_filters_groups_by_a_flag(
 def test_flag_with_rehearse_only_rehearses_and_ends(mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     arguments = [*GRPO_GSM8K, f"+recipe={mode}", *SCALED_DOWN, *short_run(task, tmp_path, ray_dir)]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
-    finished = stock.forked_main("verl.trainer.main_ppo", [*arguments, "rehearse_only=true"], tmp_path, environment)
+    # The table is written by the run's own process, as what else a flag shows.
+    arguments += ["ray_kwargs.ray_init.log_to_driver=true", "rehearse_only=true"]
+    finished = stock.forked_main("verl.trainer.main_ppo", arguments, tmp_path, environment)
     assert finished.returncode == 0, finished.stdout[-8000:]
     assert "log-probs agree" in finished.stdout
     summary = json.loads((tmp_path / "rehearsal" / "summary.json").read_text())
