@@ -7,6 +7,8 @@ load fails with "'Parameter' object has no attribute 'weight_loader'". Here the 
 ``process_weights_after_loading`` after each sync, and that packs the layers again from the new weights: the kernels,
 and the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
+With ``rollout.data_parallel_size`` above 1 each core's worker listens where its own sender sends.
+
 Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
 recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension``.
 """
@@ -49,6 +51,19 @@ def keep_loadable_weights() -> None:
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
     """verl's own extension, in a vLLM worker whose weights stay loadable."""
 
+    local_rank: int
+    model_runner: Any
+
     def __new__(cls, **kwargs: Any) -> CPUWorkerExtension:
         keep_loadable_weights()
         return super().__new__(cls, **kwargs)
+
+    def _get_zmq_handle(self) -> str:
+        # verl goes by `local_rank`, into which vLLM's worker counts the cores before its own on an accelerator
+        # (gpu_worker.py:337) and not on a CPU.
+        parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
+        self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
+        try:
+            return super()._get_zmq_handle()
+        finally:
+            self.local_rank = own
