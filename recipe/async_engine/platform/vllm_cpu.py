@@ -11,6 +11,8 @@ Experts are packed in the place of their parameters by the first call only, when
 (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so later weights would be computed with as
 if they were packed, without a word. Here each call packs them anew, apart from the parameters.
 
+With ``rollout.data_parallel_size`` above 1 each core's worker listens where its own sender sends.
+
 Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
 recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension``.
 """
@@ -85,6 +87,19 @@ class _PackedLayer:
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
     """verl's own extension, in a vLLM worker whose weights stay loadable."""
 
+    local_rank: int
+    model_runner: Any
+
     def __new__(cls, **kwargs: Any) -> CPUWorkerExtension:
         keep_loadable_weights()
         return super().__new__(cls, **kwargs)
+
+    def _get_zmq_handle(self) -> str:
+        # verl goes by `local_rank`, into which vLLM's worker counts the cores before its own on an accelerator
+        # (gpu_worker.py:337) and not on a CPU.
+        parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
+        self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
+        try:
+            return super()._get_zmq_handle()
+        finally:
+            self.local_rank = own
