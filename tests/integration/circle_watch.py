@@ -39,9 +39,11 @@ class Link:
 class CircleOfWaits(Exception):
     """Everyone waits for the next one, and the last for the first."""
 
-    def __init__(self, links: list[Link]) -> None:
+    def __init__(self, links: list[Link], after_s: float) -> None:
         super().__init__("\n".join(["a circle of waits:", *map(str, links)]))
         self.links = links
+        self.after_s = after_s
+        """For how long it had been there."""
 
 
 class Watch:
@@ -77,7 +79,8 @@ class Watch:
             if found != self._suspected:
                 self._suspected, self._since = found, time.monotonic()
             elif calls and time.monotonic() - self._since > CONFIRM_S:
-                self._world.fail(CircleOfWaits(circle_from(calls[0], stuck, self._world)))
+                after_s = time.monotonic() - max(call.last_deed for call in calls)
+                self._world.fail(CircleOfWaits(circle_from(calls[0], stuck, self._world), after_s))
             return self._world.failure is not None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class Call:
     waits: list[Wait] = field(default_factory=list)
     deeds: int = 0
     """Grows with everything that it asks of the model."""
+    last_deed: float = 0.0
+    """When that was (monotonic clock)."""
 
 
 @dataclass(eq=False)
@@ -146,18 +149,20 @@ class World:
         """A thread asks something of the model; the lock is held."""
         self._may_go_on(device)
         call = CALL.get() or Call(device, threading.current_thread().name)
-        call.deeds += 1
+        call.deeds, call.last_deed = call.deeds + 1, time.monotonic()
         return call
 
-    def _may_go_on(self, device: Device) -> None:
-        while True:
-            if self.failure is not None:
-                raise self.failure
-            if device.gone:
-                raise Gone
-            if not device.frozen:
-                return
+    def stand(self, device: Device) -> None:
+        """Come past this only where the process neither stands still nor has died."""
+        while device.frozen and not device.gone and self.failure is None:
             self.changed.wait()
+        if device.gone:
+            raise Gone
+
+    def _may_go_on(self, device: Device) -> None:
+        self.stand(device)
+        if self.failure is not None:
+            raise self.failure
 
     def wait(self, device: Device, goals: Iterable[Op], what: str) -> None:
         """Stand still until ``goals`` are done."""
@@ -233,8 +238,8 @@ def _do(meeting: Meeting | None, together: Iterable[Op]) -> None:
 class Device:
     """An accelerator, as one process has it (its context), and that process itself."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, world: World, name: str, node: str = "") -> None:
+        self.world, self.name, self.node = world, name, node
         self.frozen = False
         """The process stands still; its device goes on with what is queued."""
         self.stopped = False

@@ -173,14 +173,13 @@ class Relay:
 
 
 def test_circle_through_hosts_streams_and_collectives_is_named_within_a_second(threads: Threads) -> None:
-    machine, began = Relay(threads), time.monotonic()
+    machine = Relay(threads)
     with Watch(machine.world).watching():
         for host in (machine.relay, machine.send):
             threads.start(host)
         threads.join()
-    assert time.monotonic() - began < 1.0
     circle = machine.world.failure
-    assert isinstance(circle, CircleOfWaits) and threads.errors == [circle] * 2
+    assert isinstance(circle, CircleOfWaits) and threads.errors == [circle] * 2 and circle.after_s < 1.0
     named = {(link.member, link.where) for link in circle.links}
     assert named == {("rank 0", "send"), ("rank 0", "legacy default stream"), *RELAY_STREAMS}
     assert "rank 1, blocking stream 1, waits for rank 0 to launch broadcast 0 of weights" in str(circle)
