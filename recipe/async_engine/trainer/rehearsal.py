@@ -49,6 +49,9 @@ from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 
+TOKENS_AT_ONCE = 1024
+"""Of a micro-batch: few, since nothing is known of the room for logits."""
+
 Pairs = dict[str, list[tuple[float, float]]]
 
 
@@ -285,7 +288,7 @@ class Rehearsal:
             "global_token_num": [length] * rows,
             # By tokens, so that any number of rows divides.
             "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": rows * length,
+            "max_token_len_per_gpu": TOKENS_AT_ONCE,
         }
         return DataProto.from_dict(tensors, meta_info=meta)
 
