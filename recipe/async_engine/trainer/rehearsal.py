@@ -152,26 +152,26 @@ class Rehearsal:
 
     def _send(self) -> str:
         """One transfer: the first in the rehearsal's deadline, once; after a fallback as any other."""
-        publisher, passes = self.fleet.publisher, 0
+        passes = 0
         with nullcontext() if self.result.fallbacks else self.in_haste():
-            if publisher.weights.publish == "beside":
+            if self.fleet.publisher.weights.publish == "beside":
                 with self.published():
                     self.fleet.snapshot(self.version)
                 late = PublishFailed(f"it was not over within {self._longest_s:g} s")
-                sync: Beside[StagedVersion] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
-                sync.begin(self.version, lambda: self.fleet.stage(self.version))
+                sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
+                sync.begin(self.version, self._bring)
                 passes = self.work(until=lambda: sync.is_over)
-                staged = sync.wait()
-                self._swap(staged)
+                sync.wait()
             else:
                 self.work()
                 with self.published():
-                    self._swap(self.fleet.stage(self.version))
+                    self._bring()
         self.result.passes += passes
         return f"beside {passes} passes of every trainer rank" if passes else ""
 
-    def _swap(self, staged: StagedVersion | None) -> None:
-        assert staged is not None
+    def _bring(self) -> None:
+        """Have the replicas stage the version and swap it in."""
+        staged = self.fleet.stage(self.version)
         if self.fleet.publisher.weights.staging != "none":
             self._see_all_have(staged)
 
