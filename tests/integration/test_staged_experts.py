@@ -84,7 +84,12 @@ def scenario_load(rank: int, family: str) -> None:
         assert torch.allclose(before, expected, atol=1e-6), kind
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALWAYS = {"qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_experts_reach_a_sharded_model_whole_by_any_name(ranks: Any, family: str) -> None:
     assert ranks(scenario_load, family) == {0}
 
