@@ -14,6 +14,7 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from recipe.async_engine.model_engine import fsdp2_shards
 from recipe.async_engine.model_engine.fsdp2_shards import FSDP2Shards
+from recipe.async_engine.settings.rules.engines import OTHER_EXPERTS
 from recipe.async_engine.weights.staged import StagingRefused
 
 # Three, so that two ranks have two and one; the grouped routers want an even number.
@@ -83,7 +84,12 @@ def scenario_load(rank: int, family: str) -> None:
         assert torch.allclose(before, expected, atol=1e-6), kind
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALWAYS = {"qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_experts_reach_a_sharded_model_whole_by_any_name(ranks: Any, family: str) -> None:
     assert ranks(scenario_load, family) == {0}
 
@@ -129,3 +135,12 @@ def test_exporter_whose_tensors_are_no_part_of_the_model_is_refused_at_the_start
         StagingRefused, match=r"which part of the model is .*experts.1.gate_proj.weight, which trainers"
     ):
         FSDP2Shards(model)
+
+
+def test_families_that_are_refused_are_those_whose_experts_verl_names_otherwise_than_their_checkpoints() -> None:
+    renamed = set()
+    for family in FAMILIES:
+        names = [{name for name in kind if ".experts." in name} for kind in streams(family, 0).values()]
+        if names[0] != names[2]:
+            renamed.add(family)
+    assert renamed == set(OTHER_EXPERTS) & FAMILIES.keys() and len(renamed) == 3

@@ -16,6 +16,9 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
 NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
+# Whose experts have other names in a checkpoint, which vLLM goes by, than in Transformers' model, which verl's FSDP
+# engines send them by.
+OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -180,6 +183,16 @@ def lora(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{MODEL}.target_parameters", "null", advice)
     if not context.get(f"{MODEL}.lora.merge"):
         yield from _adapters_alone(context, megatron)
+
+
+def experts(context: RuleContext) -> Iterator[Problem]:
+    family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
+    if family in OTHER_EXPERTS and strategy != "megatron":
+        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
+        advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
+        yield context.problem(
+            f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
+        )
 
 
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:
