@@ -99,12 +99,21 @@ class TrainingRank(TrainerRank):
 
 
 class TrainingGroup(TrainerGroup):
-    """What has to do with sending is asked beside training; see `recipe.async_engine.trainer.startup`."""
+    """What has to do with sending is asked beside training; see `recipe.async_engine.trainer.startup`.
+
+    copied: of each rank, the checksum of the weights that it copied last.
+    """
+
+    copied: list[Any]
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         if method_name.endswith(BESIDE_METHODS):
             return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
         return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
+
+    def snapshot_weights(self, *arguments: Any) -> list[Any]:
+        self.copied = super().snapshot_weights(*arguments)
+        return self.copied
 
     def send_snapshot(self, *arguments: Any) -> list[Any]:
         beside = [worker.send_snapshot.options(concurrency_group=BESIDE_TRAINING) for worker in self.workers]
@@ -158,19 +167,7 @@ def send_beside_training(engine: Engine, meeting: str, width: int, layers: int, 
 
 def _sent(trainer: TrainingTrainer, publisher: Any, version: int) -> dict[str, Any]:
     began = time.monotonic()
-    copied: list[str] = []
-    copying = publisher.actor_wg.snapshot_weights
-
-    def snapshot_weights(*arguments: Any) -> Any:
-        asked = copying(*arguments)
-        copied.append(asked[0])
-        return asked
-
-    publisher.actor_wg.snapshot_weights = snapshot_weights
-    try:
-        publisher.snapshot(version)
-    finally:
-        del publisher.actor_wg.snapshot_weights
+    publisher.snapshot(version)
     copy_s = time.monotonic() - began
     trainer.beside("train_on")
     training = [rank.train.remote(None) for rank in trainer.ranks]
@@ -184,7 +181,7 @@ def _sent(trainer: TrainingTrainer, publisher: Any, version: int) -> dict[str, A
     publisher.swap(staged)
     publisher.resume(staged)
     # The model has changed meanwhile.
-    assert publisher.checksum == ray.get(copied[0], timeout=ANSWER_S)
+    assert publisher.checksum == ray.get(trainer.group.copied[0], timeout=ANSWER_S)
     assert min(map(len, steps)) > 0, "training stood still while weights were sent"
     return {
         "seconds": round(ended - began, 4),
