@@ -7,6 +7,10 @@ load fails with "'Parameter' object has no attribute 'weight_loader'". Here the 
 ``process_weights_after_loading`` after each sync, and that packs the layers again from the new weights: the kernels,
 and the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
 
+Experts are packed in the place of their parameters by the first call only, when their kernel is made
+(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so later weights would be computed with as
+if they were packed, without a word. Here each call packs them anew, apart from the parameters.
+
 With ``rollout.data_parallel_size`` above 1 each core's worker listens where its own sender sends.
 
 Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
@@ -24,10 +28,12 @@ import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
 import vllm
 import vllm.model_executor.layers.utils as vllm_layers
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from recipe.async_engine.platform.versions import VLLM_SUPPORTED, require_version
 
 _MARK = "_recipe_keeps_weight"
+_EXPERTS = ("w13_weight", "w2_weight")
 
 
 def keep_loadable_weights() -> None:
@@ -46,6 +52,36 @@ def keep_loadable_weights() -> None:
 
     setattr(dispatch_cpu_unquantized_gemm, _MARK, True)
     vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    _keep_loadable_experts()
+
+
+def _keep_loadable_experts() -> None:
+    process, apply = UnquantizedFusedMoEMethod.process_weights_after_loading, UnquantizedFusedMoEMethod.apply_monolithic
+
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        loadable = {name: getattr(layer, name) for name in _EXPERTS}
+        self.moe_kernel = None
+        process(self, layer)
+        layer.packed_experts = {name: getattr(layer, name).data for name in _EXPERTS}
+        for name, parameter in loadable.items():
+            setattr(layer, name, parameter)
+
+    def apply_monolithic(self: Any, layer: torch.nn.Module, *arguments: Any, **settings: Any) -> torch.Tensor:
+        return apply(self, _PackedLayer(layer), *arguments, **settings)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
+    UnquantizedFusedMoEMethod.apply_monolithic = apply_monolithic
+
+
+class _PackedLayer:
+    """A layer of experts whose weights are those that its kernel reads."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        packed = self._layer.packed_experts
+        return packed[name] if name in packed else getattr(self._layer, name)
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):

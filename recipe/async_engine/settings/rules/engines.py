@@ -98,18 +98,21 @@ def weights(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
     if chosen.staging != "none":
         yield from _stageable(context)
-    if chosen.encoding == "delta":
-        yield from _encodable(context)
-
-
-def _encodable(context: RuleContext) -> Iterator[Problem]:
-    if context.settings.weights.publish != "beside":
+    if context.settings.weights.publish == "beside":
+        yield from _relays(context)
+    elif chosen.encoding == "delta":
         advice = "What changed is found in the copies that are made for publication beside training."
         yield context.problem("async_training.weights.encoding", "full with publish=inline", advice)
-    relays = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
-    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(relays, True):
-        advice = "Ranks that pass on what rank 0 sends go by the sizes of the whole weights; add +...=false."
-        yield context.problem(relays, "false with async_training.weights.encoding=delta", advice)
+
+
+def _relays(context: RuleContext) -> Iterator[Problem]:
+    setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
+    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
+        advice = (
+            "Trainer ranks that pass weights on would compute behind them, while rank 0 waits for these ranks in the"
+            " collectives of training. Remove it, or set async_training.weights.publish=inline."
+        )
+        yield context.problem(setting, "false where weights are published beside training", advice)
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
