@@ -188,6 +188,18 @@ def test_from_host_memory_only_parameters_and_buffers_are_taken() -> None:
     assert live.seen() == fresh(1).seen() and not hasattr(spare.layer, "packed")
 
 
+@pytest.mark.parametrize("in_host", [False, True])
+def test_an_object_that_is_no_module_reads_the_weights_of_the_last_swap_and_none_that_come_later(in_host: bool) -> None:
+    live, model = staged(in_host)
+    router = live.router
+    for version in (1, 2):
+        stage(model, version)
+        model.swap(version)
+        # The other instance is filled with NaN here.
+        model.begin()
+        assert [part.tolist() for part in router.seen()] == [part.tolist() for part in fresh(version).router.seen()]
+
+
 class Kernel:
     """Has the weights in a form of its own, which nobody can look into, and frees it when it goes."""
 
@@ -210,9 +222,7 @@ class Backend:
     def derive(self) -> None:
         if self.sinks.dtype != torch.float64:
             self.sinks = self.sinks.double()
-            self.kernel = Kernel(self.sinks.float())
-        else:
-            self.kernel = Kernel(self.sinks.float())
+        self.kernel = Kernel(self.sinks.float())
 
 
 class Derived(nn.Module):

@@ -78,7 +78,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", EXPERTS),
     "granitemoe": ("granitemoe", EXPERTS),
     "deepseek_v2, latent attention": ("deepseek_v2", LATENT | ROUTED | {"topk_method": "group_limited_greedy"}),
-    "deepseek_v3, router bias": ("deepseek_v3", LATENT | ROUTED),
+    "deepseek_v3, router bias": (
+        "deepseek_v3",
+        LATENT | ROUTED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
     "glm4_moe, router bias": ("glm4_moe", ROUTED | HEADS),
     "ernie4_5_moe, router bias": (
         "ernie4_5_moe",
@@ -111,8 +114,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl, vision": ("qwen3_vl", {"text_config": TEXT, "vision_config": VISION | {"patch_size": 16}}),
 }
 
-# Kernels of a CPU that have sinks know no other.
-DTYPES = {"gpt_oss, sinks": "bfloat16"}
+# A CPU's kernels for them know no other.
+DTYPES = {"gpt_oss, sinks": "bfloat16", "qwen3_next, hybrid": "bfloat16"}
 
 
 def save(name: str, version: int, folder: Path) -> None:
