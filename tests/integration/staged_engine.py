@@ -50,7 +50,6 @@ def begin(worker: Any, how: str) -> None:
 
     runner = worker.model_runner
     worker.staged = staged_model_of(runner.get_model(), runner.vllm_config, worker.device, how == "from the host")
-    worker.staged._copies |= how == "copied"
 
 
 def stage(worker: Any, family: str, version: int, without: str | None = None) -> str | None:
