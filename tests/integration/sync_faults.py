@@ -375,7 +375,7 @@ class EngineWorker(StagingExtension):
         self.device = torch.device("cpu")
         self.model_runner = SimpleNamespace(requests={})
         self.live = Model()
-        self._staged_model = staged_model.StagedModel(self.live, Model(), lambda model: None, copies=False)
+        self._staged_model = staged_model.StagedModel(self.live, Model(), lambda model: None)
         self._address = address
 
     def _get_zmq_handle(self) -> str:

@@ -92,8 +92,6 @@ def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.devi
         live,
         spare,
         lambda model: process_weights_after_loading(model, vllm_config.model_config, device),
-        # Where graphs are captured they hold the addresses of the live weights.
-        copies=not vllm_config.model_config.enforce_eager,
         in_host=in_host,
     )
 

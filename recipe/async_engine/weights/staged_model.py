@@ -8,23 +8,31 @@ which some is left is not complete. (What vLLM's loaders report as loaded says t
 parameter stands for any of its parts.) So weights that are NaN themselves are refused as well.
 
 The second set is a second instance of the model, made once: vLLM's own loaders fill it, and what vLLM derives from the
-loaded weights (packed layers, say) is derived beside generation too. A swap exchanges the two instances' parameters,
-buffers and derived attributes module by module, which moves no data. Where captured graphs hold the addresses of the
-live tensors, it copies instead. Where the device has no room for a second set, the second instance is in host memory:
-then it is copied as well, and what vLLM derives is derived again from the live weights, within the swap.
+loaded weights (packed layers, say) is derived beside generation too. A swap copies into the live tensors, in place:
+whoever reads one sees the new values, also objects that are no modules (a router with its bias, an attention backend
+with its sinks), views, captured graphs, and code that nobody can look into. What is copied is found by going through
+both instances side by side: parameters, buffers, all that shares their storage, and each tensor that vLLM has derived,
+whatever holds it. What is derived and is no tensor (a kernel's own packed form) is handed to the live instance.
+Where a tensor has no counterpart that it fits into, the version is refused before the swap.
 
-Shown by tests/integration/test_staged_model.py and, in the real engine, tests/e2e/test_fully_async.py.
+Where the device has no room for a second set, the second instance is in host memory: parameters and buffers are copied
+from there, and what vLLM derives is derived again from the live weights, within the swap.
+
+Shown by tests/integration/test_staged_model.py; in the real engine by test_staged_architectures.py and
+tests/e2e/test_fully_async.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from recipe.async_engine.weights.staged import NamedTensors, StagedWeights
+from recipe.async_engine.weights.held import ABSENT, Pair, pairs
+from recipe.async_engine.weights.staged import NamedTensors, StagedWeights, StagingRefused
 
 
 class StagedModel(StagedWeights):
@@ -32,28 +40,31 @@ class StagedModel(StagedWeights):
 
     Args:
         live: the model that generates.
-        spare: another instance of it.
-        finish: what the engine does to a model whose weights have been loaded.
-        copies: swap by copying into the live tensors, whose addresses stay.
-        in_host: the other instance is in host memory, so that nothing derived from its weights is of use.
+        spare: another instance of it, into which nothing has been loaded yet.
+        finish: what the engine does to a model whose weights have been loaded; more than once to each.
+        in_host: the other instance is in host memory, so that nothing can be derived from its weights there.
     """
 
     def __init__(
-        self,
-        live: nn.Module,
-        spare: nn.Module,
-        finish: Callable[[nn.Module], None],
-        copies: bool,
-        in_host: bool = False,
+        self, live: nn.Module, spare: nn.Module, finish: Callable[[nn.Module], None], in_host: bool = False
     ) -> None:
         self._live, self._spare = live, spare
-        self._finish = finish
-        self._copies, self._in_host = copies or in_host, in_host
+        self._finish, self._in_host = finish, in_host
         self._loaded: set[str] = set()
-        self._derived: dict[str, set[str]] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hands: list[Callable[[], None]] = []
+        self._derived: list[torch.Tensor] = []
+        # What loaders write to; the engine may put what it derives in the place of it.
+        found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
+        self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
     def _begin(self) -> None:
-        self._loaded = set()
+        self._loaded, self._copies, self._hands = set(), [], []
+        for pair, data, nbytes in self._loadable:
+            data.untyped_storage().resize_(nbytes)
+            pair.mine.data = data
+            if pair.put_mine is not None:
+                pair.put_mine(pair.mine)
         for parameter in self._spare.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
@@ -85,40 +96,79 @@ class StagedModel(StagedWeights):
         return f"{len(missing)} parameters of the model did not come as a whole, or are NaN; among them {missing[0]}"
 
     def _derive(self) -> None:
-        if self._in_host:
-            return
-        before = {name: dict(vars(module)) for name, module in self._spare.named_modules()}
-        self._finish(self._spare)
-        for name, module in self._spare.named_modules():
-            changed = {key for key, value in vars(module).items() if before[name].get(key, _NOTHING) is not value}
-            self._derived.setdefault(name, set()).update(changed)
+        weights = {_storage(tensor) for tensor in _slots(self._spare)}
+        before = list(pairs(self._spare, self._live))
+        if not self._in_host:
+            self._finish(self._spare)
+        weights |= {_storage(tensor) for tensor in _slots(self._spare)}
+        at, known = {pair.path: pair.mine for pair in before}, {id(pair.mine) for pair in before}
+        known -= {id(tensor) for tensor in self._derived}
+        self._copies, self._hands, self._derived = [], [], []
+        places: set[tuple[Any, ...]] = set()
+        held = set()
+        for pair in pairs(self._spare, self._live):
+            is_new = id(pair.mine) not in known
+            if pair.is_shared:
+                continue
+            if isinstance(pair.mine, torch.Tensor):
+                held.add(_storage(pair.mine))
+                if is_new:
+                    self._derived.append(pair.mine)
+                if (is_new or _storage(pair.mine) in weights) and _fits(pair) not in places:
+                    places.add(_fits(pair))
+                    self._copies.append((pair.theirs, pair.mine))
+            elif isinstance(pair.mine, float):
+                if at.get(pair.path, ABSENT) is not pair.mine and pair.mine != pair.theirs:
+                    self._hands.append(_replaceable(pair))
+            elif is_new and not isinstance(pair.mine, _NO_WEIGHT) and not (pair.has_parts and pair.are_alike):
+                self._hands.append(_replaceable(pair))
+        reached = {_storage(live) for live, _ in self._copies} | {_storage(shared) for shared in _slots(self._spare)}
+        for name, parameter in self._live.named_parameters():
+            if parameter.numel() and _storage(parameter) not in reached:
+                raise StagingRefused(f"the engine's {name} is in one instance of its model only; {_ADVICE}")
+
+        # What another layout has taken the place of needs no memory until the next stream.
+        for _, data, _ in self._loadable:
+            if _storage(data) not in held:
+                data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
-        spares = dict(self._spare.named_modules(remove_duplicate=False))
-        for name, live in self._live.named_modules():
-            spare = spares[name]
-            if spare is live:
-                continue  # vLLM shares modules without weights of their own between models
-            derived = self._derived.get(name, set())
-            for slots, others, names in (
-                (live._parameters, spare._parameters, live._parameters.keys() | spare._parameters.keys()),
-                (live._buffers, spare._buffers, live._buffers.keys() | spare._buffers.keys()),
-                (live.__dict__, spare.__dict__, derived),
-            ):
-                for key in names:
-                    self._swap_one(slots, others, key)
+        # What the engine has made in inference mode can be written to nowhere else.
+        with torch.inference_mode():
+            for live, staged in self._copies:
+                live.copy_(staged, non_blocking=True)
+        for hand in self._hands:
+            hand()
         if self._in_host:
             self._finish(self._live)
 
-    def _swap_one(self, slots: dict[str, Any], others: dict[str, Any], key: str) -> None:
-        mine, theirs = slots.pop(key, _NOTHING), others.pop(key, _NOTHING)
-        if self._copies and isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            mine.copy_(theirs)
-            mine, theirs = theirs, mine
-        if theirs is not _NOTHING:
-            slots[key] = theirs
-        if mine is not _NOTHING:
-            others[key] = mine
+
+# What a running engine counts and keeps for later is not to be set back.
+_NO_WEIGHT = (int, str, type(None))
 
 
-_NOTHING = object()
+def _slots(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _fits(pair: Pair) -> tuple[Any, ...]:
+    """The memory of the live model that a tensor is copied to."""
+    live = pair.theirs
+    if not isinstance(live, torch.Tensor) or (live.shape, live.dtype) != (pair.mine.shape, pair.mine.dtype):
+        raise StagingRefused(f"the engine's {pair.path} does not fit its live counterpart; {_ADVICE}")
+    return live.data_ptr(), live.shape, live.stride(), live.dtype
+
+
+def _replaceable(pair: Pair) -> Callable[[], None]:
+    """Hands a part to the live model that nobody can look into."""
+    if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
+        raise StagingRefused(f"the engine's {pair.path} cannot be handed to the live model; {_ADVICE}")
+    return functools.partial(pair.put_theirs, pair.mine)
+
+
+_ADVICE = "its weights can only be loaded in place: set async_training.weights.staging=none"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the objects of a model hold, whether they are modules or not: routers, attention backends, kernels, closures.
+
+Contract: :func:`pairs` goes through all that can be reached from one model by attributes, items and closures, each
+object once, beside the same places of another model of the same making. It never leaves what the two have apart: where
+both hold the very same object, or objects of different kinds, it looks no further. So it ends, and neither
+configuration nor process groups nor registers of the process are walked into.
+
+An object that frees something when it goes (`__del__`) is a thing as a whole, like one that Python cannot see into.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+ABSENT = object()
+Put = Callable[[Any, Any], None] | None
+
+
+class Pair(NamedTuple):
+    """A value that the one model holds, and what the other one has in the same place, or `ABSENT`."""
+
+    path: str
+    mine: Any
+    theirs: Any
+    has_parts: bool
+    """It is looked into, where both are alike; a tensor has none."""
+    put_mine: Callable[[Any], None] | None
+    """Put another value in this place, where that can be done."""
+    put_theirs: Callable[[Any], None] | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Both have the very same object."""
+        return self.mine is self.theirs
+
+    @property
+    def are_alike(self) -> bool:
+        """They are of one kind; two functions have the same code."""
+        if isinstance(self.mine, FunctionType) and isinstance(self.theirs, FunctionType):
+            return self.mine.__code__ is self.theirs.__code__
+        return type(self.mine) is type(self.theirs)
+
+
+def pairs(mine: nn.Module, theirs: nn.Module) -> Iterator[Pair]:
+    """All that ``mine`` holds, with what ``theirs`` holds in the same places; a module's place is its name."""
+    modules = dict(theirs.named_modules(remove_duplicate=False))
+    waiting: list[tuple[str, Any, Any]] = [(name, module, modules[name]) for name, module in mine.named_modules()]
+    known = {id(module) for _, module, _ in waiting}
+    while waiting:
+        path, holder, other = waiting.pop()
+        if holder is other:
+            continue
+        (held, put_mine), (others, put_theirs) = _held(holder), _held(other)
+        for key, value in list(held.items()):
+            pair = Pair(
+                f"{path}.{key}",
+                value,
+                others.get(key, ABSENT),
+                _parts(value) is not None,
+                put_mine and functools.partial(put_mine, key),
+                put_theirs and functools.partial(put_theirs, key),
+            )
+            yield pair
+            if pair.has_parts and pair.are_alike and id(value) not in known:
+                known.add(id(value))
+                waiting.append((pair.path, value, pair.theirs))
+
+
+def _held(holder: Any) -> tuple[dict[Any, Any], Put]:
+    found = _parts(holder)
+    assert found is not None, "only what has parts is walked into"
+    return found
+
+
+def _parts(holder: Any) -> tuple[dict[Any, Any], Put] | None:
+    """What an object holds by name or place, and how another value is put there; None if it has no parts."""
+    if isinstance(holder, dict):
+        return holder, holder.__setitem__
+    if isinstance(holder, list):
+        return dict(enumerate(holder)), holder.__setitem__
+    if isinstance(holder, tuple):
+        return dict(enumerate(holder)), None
+    if isinstance(holder, FunctionType):
+        cells = dict(zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True))
+        filled = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
+        defaults = {"defaults": holder.__defaults__, "kwdefaults": holder.__kwdefaults__}
+
+        def put(name: str, value: Any) -> None:
+            cells[name].cell_contents = value
+
+        return filled | defaults, put
+    if isinstance(holder, MethodType):
+        return {"self": holder.__self__, "func": holder.__func__}, None
+    if isinstance(holder, functools.partial):
+        return {"func": holder.func, "args": holder.args, "keywords": holder.keywords}, None
+    if isinstance(holder, (torch.Tensor, type, ModuleType)) or hasattr(type(holder), "__del__"):
+        return None
+    slots = [name for kind in type(holder).__mro__ for name in _names(kind) if hasattr(holder, name)]
+    if slots:
+        held = {name: getattr(holder, name) for name in slots} | getattr(holder, "__dict__", {})
+        return held, functools.partial(object.__setattr__, holder)
+    if hasattr(holder, "__dict__"):
+        return vars(holder), vars(holder).__setitem__
+    return None
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    named = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(name for name in named if not name.startswith("__"))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018, an empty one raises
+    except ValueError:
+        return False
+    return True
