@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two versions of each architecture, staged and swapped in a real engine, beside fresh engines that start with them.
+
+A process of its own, started by test_staged_architectures.py: it prints what it saw as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import tiny_architectures
+from safetensors.torch import load_file
+from staged_engine import CPU_EXTENSION, begin, swap
+
+PROMPTS = [[1 + (7 * place + 3 * row) % 60 for place in range(40)] for row in range(3)]
+
+
+def engine_of(folder: Path) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype=tiny_architectures.DTYPES.get(folder.parent.name, "float32"),
+        max_model_len=128,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True,
+        worker_extension_cls=CPU_EXTENSION,
+        limit_mm_per_prompt={"image": 0, "video": 0},
+    )
+
+
+def log_probs(engine: Any) -> list[float]:
+    """Of each token of the prompts but the first, and of one that is sampled after each."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(
+        temperature=0, max_tokens=4, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = []
+    for request, answer in zip(requests, engine.generate(requests, settings, use_tqdm=False), strict=True):
+        tokens = request["prompt_token_ids"][1:]
+        found += [place[token].logprob for place, token in zip(answer.prompt_logprobs[1:], tokens, strict=True)]
+        found += [next(iter(place.values())).logprob for place in answer.outputs[0].logprobs]
+    return found
+
+
+def stage(worker: Any, folder: str, version: int) -> None:
+    worker.staged.begin()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        worker.staged.load(list(load_file(file).items()))
+    worker.staged.complete(version)
+
+
+def restart(worker: Any) -> None:
+    worker.staged.begin()
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def seen_of(name: str, place: Path, how: str) -> dict[str, Any]:
+    """Log-probs of an engine that starts with one version, takes another one, and then the first one again."""
+    folders = [place / name / str(version) for version in range(2)]
+    for version, folder in enumerate(folders):
+        tiny_architectures.save(name, version, folder)
+    fresh = [log_probs(engine_of(folder)) for folder in folders[1:]]
+    engine = engine_of(folders[0])
+    fresh.insert(0, log_probs(engine))
+    engine.collective_rpc(begin, args=(how,))
+    seen: dict[str, Any] = {"versions": difference(*fresh), "swapped": [], "untouched": []}
+    for number, version in enumerate((1, 0)):
+        engine.collective_rpc(stage, args=(str(folders[version]), number))
+        seen["untouched"].append(difference(log_probs(engine), fresh[1 - version]))
+        engine.collective_rpc(swap, args=(number,))
+        seen["swapped"].append(difference(log_probs(engine), fresh[version]))
+    # The other set is full of NaN as a stream starts.
+    engine.collective_rpc(restart)
+    seen["untouched"].append(difference(log_probs(engine), fresh[0]))
+    return seen
+
+
+def main(device: str, names: str, place: str, how: str = "device") -> dict[str, Any]:
+    """``names``: separated by semicolons. ``how``: the second set is on the device, or is to come "from the host"."""
+    del device
+    # The CPU build has no kernels for latent attention; keys and values are expanded then.
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    found: dict[str, Any] = {}
+    for name in names.split(";"):
+        try:
+            found[name] = seen_of(name, Path(place), how)
+        except Exception as error:  # the others are looked at too
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    return found
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        everything = main(*sys.argv[1:])
+    sys.stdout.write(json.dumps(everything) + "\n")
