@@ -126,11 +126,11 @@ class Engine:
 
 
 def main(device: str, family: str, folder: str, dtype: str = "float32", graphs: str = "") -> dict[str, Any]:
-    """``graphs``: not empty to have them captured; weights are copied then, whatever else is asked for."""
+    """``graphs``: not empty to have them captured."""
     engine = Engine(family, Path(folder), device, dtype, enforce_eager=not graphs)
     seen: dict[str, Any] = {"at_start": engine.differs_from(0), "staged": [], "swapped": [], "refused": []}
     version = 0
-    for how in ("exchanged", "copied", "from the host"):
+    for how in ("on the device", "from the host"):
         engine.ask(begin, how)
         for _ in range(2):
             seen["staged"].append((engine.ask(stage, family, version + 1), engine.differs_from(version)))

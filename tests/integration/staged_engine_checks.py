@@ -32,7 +32,7 @@ def check_seen(seen: dict[str, Any], close: float, far: float) -> dict[str, floa
     right += [difference for _, difference in (*seen["staged"], *seen["refused"])]
     right += [new for new, _ in seen["swapped"]]
     other = [old for _, old in seen["swapped"]]
-    assert len(other) == 6 and all(problem is None for problem, _ in seen["staged"])
+    assert len(other) == 4 and all(problem is None for problem, _ in seen["staged"])
     assert all(problem for problem, _ in seen["refused"])
     assert max(right) < close and min(other) > far
     return {"largest_difference": max(right), "smallest_difference_of_other_weights": min(other)}

@@ -11,19 +11,30 @@ from typing import Any
 
 import pytest
 from engine_program import seen_by
+from tiny_architectures import ARCHITECTURES
 
-QUICK = ["qwen3_moe", "glm4_moe, router bias", "gpt_oss, sinks"]
+QUICK = ["glm4_moe, router bias", "gpt_oss, sinks"]
 GROUPS = {
     "dense": ["llama", "llama, tied", "qwen2", "qwen3", "phi3, packed in the checkpoint", "granite", "cohere"],
-    "dense, more": ["stablelm", "olmo2", "mimo, multi-token"],
+    "dense, more": ["stablelm", "olmo2", "falcon_h1, hybrid"],
     "windows": [
         "mistral, sliding window",
         "gemma2, sliding window",
         "gemma3, sliding window",
         "cohere2, sliding window",
     ],
-    "experts": ["qwen2_moe", "mixtral", "olmoe", "granitemoe", "ernie4_5_moe, router bias"],
+    "experts": ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "qwen3_next, hybrid"],
+    "router biases": [
+        "deepseek_v2, latent attention",
+        "deepseek_v3, router bias",
+        "ernie4_5_moe, router bias",
+        "glm4_moe, multi-token",
+    ],
 }
+
+
+def test_every_architecture_is_in_a_group() -> None:
+    assert sorted([*QUICK, *(name for group in GROUPS.values() for name in group)]) == sorted(ARCHITECTURES)
 
 
 def check(names: list[str], folder: Path, how: str) -> None:
@@ -46,6 +57,8 @@ def test_each_architecture_has_the_weights_of_each_swap(group: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [QUICK, ["qwen3", "gemma2, sliding window"]], ids=["experts", "dense"])
+@pytest.mark.parametrize(
+    "names", [["qwen3_moe", *QUICK], ["qwen3", "gemma2, sliding window"]], ids=["experts", "dense"]
+)
 def test_so_it_is_from_host_memory(names: list[str], tmp_path: Path) -> None:
     check(names, tmp_path, "from the host")

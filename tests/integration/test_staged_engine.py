@@ -25,17 +25,17 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_staging_changes_no_answer(seen: dict[str, Any]) -> None:
     assert seen["at_start"] < CLOSE
     assert all(problem is None and difference < CLOSE for problem, difference in seen["staged"])
-    assert len(seen["staged"]) == 6
+    assert len(seen["staged"]) == 4
 
 
 def test_after_a_swap_the_engine_has_the_new_weights_and_none_of_the_old(seen: dict[str, Any]) -> None:
     assert all(new < CLOSE and old > FAR for new, old in seen["swapped"])
-    assert len(seen["swapped"]) == 6
+    assert len(seen["swapped"]) == 4
 
 
 def test_a_version_that_lacks_any_part_is_refused_by_name_and_changes_no_answer(seen: dict[str, Any]) -> None:
     words = ("layers.1.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "embed_tokens.weight")
-    for (problem, difference), word in zip(seen["refused"], words * 3, strict=True):
+    for (problem, difference), word in zip(seen["refused"], words * 2, strict=True):
         assert word in problem and difference < CLOSE
 
 

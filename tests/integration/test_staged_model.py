@@ -259,13 +259,15 @@ def fresh_derived(version: int) -> Derived:
 
 
 def test_what_an_engine_derives_into_objects_and_other_layouts_is_that_of_each_version() -> None:
-    live = fresh_derived(0)
-    model = StagedModel(live, Derived(), Derived.derive)
+    live, spare = fresh_derived(0), Derived()
+    loaded = spare.weight.data.untyped_storage()
+    model = StagedModel(live, spare, Derived.derive)
     addresses = live.weight.data_ptr(), live.backend.sinks.data_ptr()
     for version in (1, 2, 3):
         model.begin()
         model.load(list(derived_of(version).items()))
         model.complete(version)
+        assert loaded.nbytes() == 0, "it is kept in its other layout alone"
         assert live.seen() == fresh_derived(version - 1).seen()
         model.swap(version)
         assert live.seen() == fresh_derived(version).seen()

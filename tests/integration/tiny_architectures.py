@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+WEIGHTS = "model.safetensors"
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -43,18 +45,6 @@ ROUTED = {
     "topk_group": 1,
     "norm_topk_prob": True,
 }
-TEXT = SIZES | HEADS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 64,
-    "embed_dim": 64,
-    "num_heads": 2,
-    "intermediate_size": 64,
-    "out_hidden_size": 64,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "initializer_range": 0.3,
-}
 
 # By Transformers' name of the kind of model.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +60,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {}),
     "cohere2, sliding window": ("cohere2", HEADS | {"sliding_window": 16}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
-    "gpt_neox": ("gpt_neox", {}),
     "olmo2": ("olmo2", {}),
     "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | HEADS),
@@ -89,9 +78,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | EXPERTS,
     ),
     "gpt_oss, sinks": ("gpt_oss", EXPERTS | HEADS | {"sliding_window": 16}),
-    "mimo, multi-token": ("mimo", HEADS | {"num_nextn_predict_layers": 1}),
-    "mamba": ("mamba", {"state_size": 16, "expand": 2, "conv_kernel": 4, "time_step_rank": 4}),
-    "mamba2": ("mamba2", {"state_size": 16, "expand": 2, "num_heads": 4, "head_dim": 32, "n_groups": 1}),
+    "glm4_moe, multi-token": ("glm4_moe", ROUTED | HEADS | {"num_nextn_predict_layers": 1}),
     "falcon_h1, hybrid": (
         "falcon_h1",
         {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1} | HEADS,
@@ -104,18 +91,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
             "linear_num_value_heads": 2,
             "linear_num_key_heads": 1,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    "qwen2_vl, vision": ("qwen2_vl", {"text_config": TEXT, "vision_config": VISION}),
-    "qwen2_5_vl, vision": ("qwen2_5_vl", {"text_config": TEXT, "vision_config": VISION}),
-    "qwen3_vl, vision": ("qwen3_vl", {"text_config": TEXT, "vision_config": VISION | {"patch_size": 16}}),
 }
 
-# A CPU's kernels for them know no other.
-DTYPES = {"gpt_oss, sinks": "bfloat16", "qwen3_next, hybrid": "bfloat16"}
+# A CPU's kernels for sinks and for states know no other.
+DTYPES = dict.fromkeys(["gpt_oss, sinks", "falcon_h1, hybrid", "qwen3_next, hybrid"], "bfloat16")
 
 
 def save(name: str, version: int, folder: Path) -> None:
@@ -123,11 +107,15 @@ def save(name: str, version: int, folder: Path) -> None:
     kind, more = ARCHITECTURES[name]
     config = AutoConfig.for_model(kind, **SIZES | more)
     torch.manual_seed(version)
-    auto = AutoModelForImageTextToText if "vision_config" in more else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             # Norms, biases and the like begin as constants.
             if tensor.is_floating_point() and tensor.dim() < 2:
                 tensor.add_(torch.randn(tensor.shape), alpha=0.3)
     model.save_pretrained(folder)
+    if "num_nextn_predict_layers" in more:
+        # Transformers has no such layer, but a checkpoint and what a trainer sends may.
+        size, layer = SIZES["hidden_size"], f"model.layers.{SIZES['num_hidden_layers']}"
+        parts = {f"{layer}.enorm.weight": torch.randn(size), f"{layer}.eh_proj.weight": torch.randn(size, 2 * size)}
+        save_file(load_file(folder / WEIGHTS) | parts, folder / WEIGHTS, {"format": "pt"})

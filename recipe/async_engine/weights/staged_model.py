@@ -56,11 +56,12 @@ class StagedModel(StagedWeights):
         self._derived: list[torch.Tensor] = []
         # What loaders write to; the engine may put what it derives in the place of it.
         found = [pair for pair in pairs(spare, live) if isinstance(pair.mine, torch.Tensor) and not pair.is_shared]
-        self._loadable = [(pair, pair.mine.data) for pair in found]
+        self._loadable = [(pair, pair.mine.data, pair.mine.untyped_storage().nbytes()) for pair in found]
 
     def _begin(self) -> None:
         self._loaded, self._copies, self._hands = set(), [], []
-        for pair, data in self._loadable:
+        for pair, data, nbytes in self._loadable:
+            data.untyped_storage().resize_(nbytes)
             pair.mine.data = data
             if pair.put_mine is not None:
                 pair.put_mine(pair.mine)
@@ -104,25 +105,32 @@ class StagedModel(StagedWeights):
         known -= {id(tensor) for tensor in self._derived}
         self._copies, self._hands, self._derived = [], [], []
         places: set[tuple[Any, ...]] = set()
+        held = set()
         for pair in pairs(self._spare, self._live):
             is_new = id(pair.mine) not in known
             if pair.is_shared:
                 continue
             if isinstance(pair.mine, torch.Tensor):
+                held.add(_storage(pair.mine))
                 if is_new:
                     self._derived.append(pair.mine)
                 if (is_new or _storage(pair.mine) in weights) and _fits(pair) not in places:
                     places.add(_fits(pair))
                     self._copies.append((pair.theirs, pair.mine))
-            elif isinstance(pair.mine, _PLAIN):
+            elif isinstance(pair.mine, float):
                 if at.get(pair.path, ABSENT) is not pair.mine and pair.mine != pair.theirs:
                     self._hands.append(_replaceable(pair))
-            elif is_new and not (pair.has_parts and pair.are_alike):
+            elif is_new and not isinstance(pair.mine, _NO_WEIGHT) and not (pair.has_parts and pair.are_alike):
                 self._hands.append(_replaceable(pair))
         reached = {_storage(live) for live, _ in self._copies} | {_storage(shared) for shared in _slots(self._spare)}
         for name, parameter in self._live.named_parameters():
             if parameter.numel() and _storage(parameter) not in reached:
                 raise StagingRefused(f"the engine's {name} is in one instance of its model only; {_ADVICE}")
+
+        # What another layout has taken the place of needs no memory until the next stream.
+        for _, data, _ in self._loadable:
+            if _storage(data) not in held:
+                data.untyped_storage().resize_(0)
 
     def _swap(self) -> None:
         # What the engine has made in inference mode can be written to nowhere else.
@@ -135,7 +143,8 @@ class StagedModel(StagedWeights):
             self._finish(self._live)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# What a running engine counts and keeps for later is not to be set back.
+_NO_WEIGHT = (int, str, type(None))
 
 
 def _slots(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -157,7 +166,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 
 def _replaceable(pair: Pair) -> Callable[[], None]:
     """Hands a part to the live model that nobody can look into."""
-    if pair.put_theirs is None or pair.has_parts:
+    if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
         raise StagingRefused(f"the engine's {pair.path} cannot be handed to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)
 
