@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the start of a main to its first step: this package with and without forked workers, and stock verl.
 
-    python benchmarks/startup.py [--repeats 3]
+    python benchmarks/startup.py [--repeats 3] [--only forked,rehearsed]
 
-All three run the built-in task with one trainer rank and one replica, one after the other, in turns. Also printed: when
-each process of the run appeared and the CPU time that it had used when the first step was done.
+`rehearsed` is `forked` with a rehearsal, whose own seconds are printed as well. All run the built-in task with one
+trainer rank and one replica, one after the other, in turns. Also printed: when each process of the run appeared and the
+CPU time that it had used when the first step was done.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class Processes:
         ]
 
 
-def ours(task: TaskPaths, out: Path, ray_dir: Path, forked: bool) -> tuple[str, list[str], Path]:
+def ours(task: TaskPaths, out: Path, ray_dir: Path, forked: bool, rehearsed: bool) -> tuple[str, list[str], Path]:
     overrides = [
         "preset=tiny_cpu",
         *short_run(task, out, ray_dir),
         f"async_training.prefork_workers={forked}",
+        f"async_training.rehearsal={rehearsed}",
         "trainer.total_training_steps=1",
     ]
     return "recipe.fully_async.main", overrides, out / "metrics.jsonl"
@@ -75,20 +77,30 @@ def theirs(task: TaskPaths, out: Path, ray_dir: Path) -> tuple[str, list[str], P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    seconds: dict[str, list[float]] = {"forked": [], "not forked": [], "stock one-step-off": []}
+    variants = ("forked", "rehearsed", "not forked", "stock one-step-off")
+    parser.add_argument("--only", default=",".join(variants), help="variants, separated by commas")
+    options = parser.parse_args()
+    repeats = options.repeats
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants if variant in options.only.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         task = ensure_task(Path(folder) / "task", TaskSettings())
         for repeat in range(repeats):
             for variant, times in seconds.items():
                 with ray_folder() as ray_dir, tempfile.TemporaryDirectory() as out:
-                    build = theirs if variant.startswith("stock") else lambda *a, v=variant: ours(*a, v == "forked")
-                    name, overrides, metrics = build(task, Path(out), ray_dir)
+                    where = task, Path(out), ray_dir
+                    name, overrides, metrics = (
+                        theirs(*where)
+                        if variant.startswith("stock")
+                        else ours(*where, forked=variant != "not forked", rehearsed=variant == "rehearsed")
+                    )
                     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
                     processes = Processes()
                     result = run(name, overrides, metrics, Path(out), environment)
                     times.append(result.steps[0][0])
                     row = {"variant": variant, "first_step_s": round(times[-1], 1)}
+                    if variant == "rehearsed":
+                        rehearsal = json.loads((Path(out) / "summary.json").read_text())["rehearsal"]
+                        row["rehearsal_s"] = round(rehearsal["seconds"], 2)
                     seen = processes.until(times[-1])
                     print(json.dumps(row | ({"processes": seen} if repeat == 0 else {})), flush=True)
     medians = {variant: round(statistics.median(times), 1) for variant, times in seconds.items()}

@@ -75,8 +75,8 @@ CONCLUSION = f"""\
 | `actor_rollout_ref.rollout.calculate_log_probs` | `true` |
 | `actor_rollout_ref.rollout.scheduling_policy` | default `priority`: a full engine takes the answers of the oldest groups first, also those that a weight sync has interrupted, which otherwise wait behind all younger ones; `fcfs`, as stock has it: first come, first served. An agent loop that gives a `priority` of its own other than 0 keeps it |
 | `actor_rollout_ref.rollout.full_determinism` | `true` is refused: verl would give all answers to a prompt the same seed |
-| `actor_rollout_ref.rollout.checkpoint_engine.backend` | default `nccl`; `recipe_gloo` on a CPU, with `custom_backend_module: recipe.async_engine.weights.gloo_engine`; `naive` is refused |
-| `actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module` | default `recipe.async_engine.weights.nccl_engine`, which puts deadlines around verl's `nccl` and lets its members change ([reliability.md](reliability.md#a-weight-sync)); `null` leaves verl's as it is |
+| `actor_rollout_ref.rollout.checkpoint_engine.backend` | default `nccl`, without relays (`engine_kwargs.nccl.multi_sender`) where weights are published beside training; `recipe_gloo` on a CPU, with `custom_backend_module: recipe.async_engine.weights.gloo_engine`; `naive` is refused |
+| `actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module` | default `recipe.async_engine.weights.nccl_engine`, which puts deadlines around verl's `nccl` and lets its members change, within `timeouts.weight_sync` unless `engine_kwargs.<backend>.timeout_s` is set ([reliability.md](reliability.md#a-weight-sync)); `null` leaves verl's as it is |
 | `actor_rollout_ref.actor.strategy` | on a CPU `fsdp2`; `fsdp` is refused there |
 | `actor_rollout_ref.model.lora_rank` | with FSDP; `lora.rank` with Megatron. `lora.merge=true`: the rollout gets merged weights. `false`, with FSDP: it gets the adapters alone, and reads the base from the model's files (`actor_rollout_ref.rollout.load_format=auto`) |
 | `actor_rollout_ref.rollout.max_num_batched_tokens` | on a CPU at least `max_num_seqs * max_model_len` |

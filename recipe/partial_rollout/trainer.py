@@ -18,6 +18,7 @@ from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.startup import RolloutSide, side_by_side, start_agents
 from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
+from recipe.partial_rollout.rehearsal import TurnRehearsal
 
 
 class PartialRolloutTrainer(AsyncPPOTrainer):
@@ -28,6 +29,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     in_turns = True
     publisher_class = TurnPublisher
     publisher: TurnPublisher
+    rehearsal_class = TurnRehearsal
 
     def init_workers(self) -> None:
         """Start every process of the run; engines follow the models, whose memory they share."""

@@ -96,6 +96,8 @@ def what_happened(run: Run) -> str:
     first = f"The run {how} after {steps(run)} steps and {run.until:.1f} s"
     if run.later_error is not None:
         first += f" (a later start had no record: {run.later_error})"
+    if fallbacks := (run.summary.get("rehearsal") or {}).get("fallbacks"):
+        first += f", with {', '.join(fallbacks)} since its rehearsal"
     by_side = sides(run.account)
     shares = ", ".join(f"{side} {100 * useful_share(seconds):.0f}%" for side, seconds in by_side.items())
     lost = {what: seconds for what, seconds in run.account.total.items() if _is_loss(what)}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that are swapped again and again under requests whose tokens say by which version they were sampled.
 
-``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS``, started by test_swaps.py: two real rollout replicas,
-the real publisher and client, and a sender in place of a trainer. With the weights of version v the next token is
+``python -m swap_scenario MODEL RAY_FOLDER FORKS RESULT SECONDS CORES``, started by test_swaps.py: two real rollout
+replicas, or one whose engine has two data-parallel cores, the real publisher and client, and a sender in place of a
+trainer. With the weights of version v the next token is
 `token_of` (v) for certain, whatever comes before. The result, as JSON: what each request was answered, and how its
 tokens are labelled, by what becomes of running answers at a swap.
 """
@@ -147,9 +148,10 @@ def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaMa
     return manager, publisher
 
 
-def play(path: str, seconds: float) -> dict[str, Any]:
+def play(path: str, seconds: float, cores: int) -> dict[str, Any]:
     extension = "engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension"
-    manager, publisher = start(path, [f"actor_rollout_ref.rollout.{extension}"], replicas=2)
+    overrides = [f"actor_rollout_ref.rollout.{each}" for each in (extension, f"data_parallel_size={cores}")]
+    manager, publisher = start(path, overrides, replicas=2)
     versions = itertools.count()
     publisher.publish(next(versions))
     seen: dict[str, Any] = {}
@@ -164,14 +166,14 @@ def play(path: str, seconds: float) -> dict[str, Any]:
     return seen
 
 
-def main(path: str, folder: str, forks: str, result: str, seconds: str) -> None:
+def main(path: str, folder: str, forks: str, result: str, seconds: str, cores: str) -> None:
     os.environ.update(CPU_ENVIRONMENT)
     runtime = {"py_executable": forks, "env_vars": dict(CPU_ENVIRONMENT)}
     ray.init(
         num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
     )
     try:
-        Path(result).write_text(json.dumps(play(path, float(seconds))))
+        Path(result).write_text(json.dumps(play(path, float(seconds), int(cores))))
     finally:
         ray.shutdown()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With bound 0 the asynchronous engine is verl's synchronous trainer, bit for bit.
+"""With bound 0 the asynchronous engine is verl's synchronous trainer, bit for bit, also after a rehearsal.
 
 Setting: fp32, one request at a time, a seed for each request from an agent loop that both sides use, batches of two
 mini-batches, shuffled data whose size is no multiple of the batch, two epochs.
@@ -103,11 +103,17 @@ def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_di
 def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
     run = run_main(
         main,
-        ["preset=tiny_cpu", *setting(task, folder, ray_dir), "async_training.staleness_threshold=0"],
+        [
+            "preset=tiny_cpu",
+            *setting(task, folder, ray_dir),
+            "async_training.staleness_threshold=0",
+            "async_training.rehearsal=true",
+        ],
         folder,
     )
     assert run.returncode == 0, run.output[-8000:]
     assert run.summary["staleness"] == {"bound": 0, "max": 0, "mean": 0.0}
+    assert {check["outcome"] for check in run.summary["rehearsal"]["checks"]} <= {"passed", "left out"}
     return read(folder, run.metrics)
 
 

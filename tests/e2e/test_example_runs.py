@@ -55,6 +55,7 @@ SCALED_DOWN = [
     "trainer.save_freq=-1",
     # The large scripts join a cluster; here the main starts its own.
     "++ray_kwargs.ray_init.address=null",
+    "async_training.rehearsal=true",
     f"trainer.total_training_steps={STEPS}",
 ]
 
@@ -83,6 +84,9 @@ def run_example(name: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pa
     run = FinishedRun(finished.returncode, finished.stdout, folder)
     assert (run.summary["steps"], run.summary["error"]) == (STEPS, None)
     assert run.summary["ledger"]["trained"] == STEPS * GROUPS
+    rehearsal = run.summary["rehearsal"]
+    assert rehearsal["fallbacks"] == []
+    assert {check["outcome"] for check in rehearsal["checks"]} <= {"passed", "left out"}
     return run
 
 

@@ -86,6 +86,22 @@ def test_the_published_dapo_script_filters_groups_by_a_flag(
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_flag_with_rehearse_only_rehearses_and_ends(mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    arguments = [*GRPO_GSM8K, f"+recipe={mode}", *SCALED_DOWN, *short_run(task, tmp_path, ray_dir)]
+    environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}
+    # The table is written by the run's own process, as what else a flag shows.
+    arguments += ["ray_kwargs.ray_init.log_to_driver=true", "rehearse_only=true"]
+    finished = stock.forked_main("verl.trainer.main_ppo", arguments, tmp_path, environment)
+    assert finished.returncode == 0, finished.stdout[-8000:]
+    assert "log-probs agree" in finished.stdout
+    summary = json.loads((tmp_path / "rehearsal" / "summary.json").read_text())
+    assert {check["outcome"] for check in summary["rehearsal"]["checks"]} <= {"passed", "left out"}
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused_by_its_setting(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
     overrides = [*GRPO_GSM8K, "+recipe=fully_async", *SCALED_DOWN, ENDS, *short_run(task, tmp_path, ray_dir)]
     environment = stock.stock_environment(CHECKOUT) | {VARIABLE: "1"}

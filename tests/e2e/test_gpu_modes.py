@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from short_modes import run_apart, run_in_turns_killed_and_resumed
+from short_modes import rehearse, run_apart, run_in_turns_killed_and_resumed
 
 from recipe.async_engine.task import TaskPaths
 
@@ -25,3 +25,10 @@ def test_turns_killed_and_resumed(
 ) -> None:
     figures = run_in_turns_killed_and_resumed("cpu", task, tmp_path, ray_dir, monkeypatch)
     assert figures["seconds_a_step"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off", "partial_rollout"])
+def test_rehearsal(mode: str, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    assert rehearse("cpu", mode, task, tmp_path, ray_dir)["difference_of_log_probs"] < 1e-5

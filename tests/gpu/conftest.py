@@ -48,6 +48,13 @@ def two_accelerators(accelerators: int) -> int:
     return accelerators
 
 
+@pytest.fixture
+def three_accelerators(accelerators: int) -> int:
+    if accelerators < 3:
+        pytest.skip("two trainer ranks and a replica apart need three accelerators")
+    return accelerators
+
+
 @pytest.fixture(scope="session")
 def figures(accelerators: int) -> Iterator[dict[str, Any]]:
     """Of the whole session, written when it ends, whatever failed; beside them what they were measured with."""

@@ -153,7 +153,7 @@ def play(device: str, backend: str, folder: str) -> dict[str, Any]:
     new = make_model(device, 1).state_dict()
     asyncio.run(adapter.update_weights(((name, tensor.to(device)) for name, tensor in new.items()), global_steps=1))
     seen["staged"] = differences(adapter, device, seed=0)
-    adapter.promote()
+    adapter.swap(1)
     seen["promoted"] = differences(adapter, device, seed=1)
     return seen | tokens_per_second(adapter, device)
 

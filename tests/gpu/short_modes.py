@@ -83,6 +83,19 @@ def run_apart(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pa
     return check(run, device, late=mode == "one_step_off")
 
 
+def rehearse(device: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Path) -> dict[str, Any]:
+    """The rehearsal of any mode, whose every check has to pass; the seconds of each."""
+    arguments = [*overrides(device, mode, task, folder, ray_dir), "rehearse_only=true"]
+    run = run_on(device, f"recipe.{mode}.main", arguments, folder)
+    assert run.returncode == 0, run.output[-8000:]
+    rehearsal = FinishedRun(run.returncode, run.output, folder / "rehearsal").summary["rehearsal"]
+    assert rehearsal["fallbacks"] == []
+    # In one_step_off a swap waits for requests, so none is cut.
+    assert {check["outcome"] for check in rehearsal["checks"]} <= {"passed", "left out"}
+    seconds = {check["name"]: check["seconds"] for check in rehearsal["checks"]}
+    return {"difference_of_log_probs": rehearsal["difference"], "passes": rehearsal["passes"], "seconds": seconds}
+
+
 def run_in_turns_killed_and_resumed(
     device: str, task: TaskPaths, folder: Path, ray_dir: Path, environment: Any
 ) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to an engine on accelerators: by NCCL between them, by CUDA IPC within one."""
+"""Weights on their way to an engine on accelerators: by NCCL between them, beside training too, by CUDA IPC in one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import ray
 from broadcast import broadcast, engine_for
 from handover import hand_over
+from training_ranks import send_beside_training
 
 BULK = 1024
 BUCKET = {"bucket_size": 256 << 20}
@@ -35,3 +36,13 @@ def test_versions_reach_a_replica_bit_for_bit(accelerators: int, cluster: None, 
     broadcast(engine, versions=3)
     bulky = replace(engine, bulk_mebibytes=BULK, settings=engine.settings | BUCKET)
     note(**broadcast(bulky, versions=3))
+
+
+def test_two_ranks_train_while_five_gigabytes_are_sent(
+    three_accelerators: int, cluster: None, ray_dir: Path, note: Any
+) -> None:
+    """Two of them train, one receives. Relays would wait for the training's collectives, and these for them."""
+    engine = engine_for("cuda", three_accelerators)
+    settings = engine.settings | BUCKET | {"multi_sender": False}
+    bulky = replace(engine, bulk_mebibytes=4 * BULK, settings=settings)
+    note(**send_beside_training(bulky, str(ray_dir / "meeting"), width=4096, layers=16, versions=3))

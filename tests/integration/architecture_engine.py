@@ -16,24 +16,26 @@ from typing import Any
 
 import tiny_architectures
 from safetensors.torch import load_file
-from staged_engine import CPU_EXTENSION, begin, swap
+from staged_engine import CPU_EXTENSION, EXTENSION, begin, swap
 
 PROMPTS = [[1 + (7 * place + 3 * row) % 60 for place in range(40)] for row in range(3)]
 
 
-def engine_of(folder: Path) -> Any:
+def engine_of(folder: Path, device: str, dtype: str, graphs: str) -> Any:
     from vllm import LLM
 
+    more: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": 0.15}
     return LLM(
         str(folder),
         skip_tokenizer_init=True,
-        dtype=tiny_architectures.DTYPES.get(folder.parent.name, "float32"),
+        dtype=tiny_architectures.DTYPES.get(folder.parent.name, dtype),
         max_model_len=128,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        worker_extension_cls=CPU_EXTENSION,
+        enforce_eager=not graphs,
+        worker_extension_cls=CPU_EXTENSION if device == "cpu" else EXTENSION,
         limit_mm_per_prompt={"image": 0, "video": 0},
+        **more,
     )
 
 
@@ -68,13 +70,13 @@ def difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def seen_of(name: str, place: Path, how: str) -> dict[str, Any]:
+def seen_of(name: str, place: Path, how: str, *engine_is: str) -> dict[str, Any]:
     """Log-probs of an engine that starts with one version, takes another one, and then the first one again."""
     folders = [place / name / str(version) for version in range(2)]
     for version, folder in enumerate(folders):
         tiny_architectures.save(name, version, folder)
-    fresh = [log_probs(engine_of(folder)) for folder in folders[1:]]
-    engine = engine_of(folders[0])
+    fresh = [log_probs(engine_of(folder, *engine_is)) for folder in folders[1:]]
+    engine = engine_of(folders[0], *engine_is)
     fresh.insert(0, log_probs(engine))
     engine.collective_rpc(begin, args=(how,))
     seen: dict[str, Any] = {"versions": difference(*fresh), "swapped": [], "untouched": []}
@@ -89,15 +91,22 @@ def seen_of(name: str, place: Path, how: str) -> dict[str, Any]:
     return seen
 
 
-def main(device: str, names: str, place: str, how: str = "device") -> dict[str, Any]:
-    """``names``: separated by semicolons. ``how``: the second set is on the device, or is to come "from the host"."""
-    del device
-    # The CPU build has no kernels for latent attention; keys and values are expanded then.
-    os.environ["VLLM_MLA_DISABLE"] = "1"
+def main(
+    device: str, names: str, place: str, how: str = "device", dtype: str = "float32", graphs: str = ""
+) -> dict[str, Any]:
+    """See `seen_of`, for each of ``names``, which semicolons separate.
+
+    Args:
+        how: the second set is on the device, or is to come "from the host".
+        graphs: not empty to have them captured, on an accelerator.
+    """
+    if device == "cpu":
+        # Its build has no kernels for latent attention; keys and values are expanded then.
+        os.environ["VLLM_MLA_DISABLE"] = "1"
     found: dict[str, Any] = {}
     for name in names.split(";"):
         try:
-            found[name] = seen_of(name, Path(place), how)
+            found[name] = seen_of(name, Path(place), how, device, dtype, graphs)
         except Exception as error:  # the others are looked at too
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}

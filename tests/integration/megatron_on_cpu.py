@@ -7,8 +7,10 @@ and sharding run as on an accelerator. What they compute is the same mathematics
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 CPU = torch.device("cpu")
 FACTORIES = ("zeros", "ones", "empty", "tensor", "full")
@@ -68,6 +73,20 @@ class NormAndLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **settings)
 
 
+class GroupedLinear(torch.nn.Module):
+    """A weight for each expert, under the parameter names of Transformer Engine's; not tensor parallel."""
+
+    def __init__(self, experts: int, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        for expert in range(experts):
+            weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
+            self.register_parameter(f"weight{expert}", torch.nn.Parameter(weight))
+
+    def forward(self, inputs: torch.Tensor, tokens_of_experts: list[int]) -> tuple[torch.Tensor, None]:
+        parts = inputs.split(tokens_of_experts)
+        return torch.cat([part @ weight.T for part, weight in zip(parts, self.parameters(), strict=True)]), None
+
+
 class Norm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -89,6 +108,9 @@ class Provider(LocalSpecProvider):
     def core_attention(self) -> type:
         return Attention
 
+    def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+
 
 class OnCPU:
     """``torch`` whose factories make tensors on the CPU where an accelerator is asked for."""
@@ -106,13 +128,24 @@ class OnCPU:
         return make
 
 
+def as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As after a copy from an accelerator, which is left out for tensors of the CPU with all that comes after it."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def install() -> None:
     """Patch this process for good."""
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda *_: None
+    # What the dispatcher of tokens to experts does on a stream of its own is done when it is called.
+    torch.cuda.Stream = torch.cuda.current_stream = mock.MagicMock
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, device=None: self
     parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     schedules.torch = OnCPU()
     gpt_layer_specs.TESpecProvider = Provider
     gpt_layer_specs.TENorm = Norm
+    # Asked for without having been defined where Transformer Engine is not there.
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = as_on_host

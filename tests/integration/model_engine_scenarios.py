@@ -25,13 +25,9 @@ import megatron_on_cpu
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from verl.workers.config import (
-    FSDPEngineConfig,
-    HFModelConfig,
-    McoreEngineConfig,
-    RolloutConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.workers.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.model_engine.sequences import from_batch, to_batch
@@ -54,48 +50,68 @@ class Scenario:
     pipeline: int = 1
     packed: bool = True
     bf16: bool = False
+    expert: int = 1
 
     @property
     def name(self) -> str:
         tied = "tied" if self.tied else "untied"
         layout = f"dp{self.data}-tp{self.tensor}-pp{self.pipeline}"
-        precision = "-bf16" if self.bf16 else ""
-        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}{precision}"
+        suffix = "-bf16" if self.bf16 else f"-ep{self.expert}" if self.expert > 1 else ""
+        return f"{self.backend}-{self.family}-{tied}-{layout}-{'packed' if self.packed else 'padded'}{suffix}"
 
     @property
     def ranks(self) -> int:
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def a_part(self) -> str:
+        """The name of one of its tensors."""
+        expert = "" if self.family in ("qwen2", "qwen3") else "experts.2."
+        return f"model.layers.1.mlp.{expert}up_proj.weight"
 
 
 SCENARIOS = (
     Scenario("fsdp2", "qwen3", tied=False, packed=False),
     Scenario("fsdp2", "qwen2", tied=True, data=2, packed=False),
     Scenario("fsdp2", "qwen3", tied=False, packed=False, bf16=True),
+    Scenario("fsdp2", "qwen3_moe", tied=False, packed=False),
+    Scenario("fsdp2", "qwen2_moe", tied=False, data=2, packed=False),
     Scenario("megatron", "qwen3", tied=False),
     Scenario("megatron", "qwen2", tied=True, packed=False),
     Scenario("megatron", "qwen3", tied=True, tensor=2),
     Scenario("megatron", "qwen2", tied=False, tensor=2),
     Scenario("megatron", "qwen2", tied=True, pipeline=2),
     Scenario("megatron", "qwen3", tied=False, pipeline=2),
+    Scenario("megatron", "qwen3_moe", tied=False, pipeline=2),
+    Scenario("megatron", "qwen3_moe", tied=False, data=2, expert=2),
 )
+
+
+# By expert parallelism two each.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, **EXPERTS},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16, **EXPERTS},
+}
 
 
 def make_model(scenario: Scenario, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": scenario.tied,
-        "initializer_range": 0.2,
-    }
-    if scenario.family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=16, **shape)).float().eval()
-    return Qwen2ForCausalLM(Qwen2Config(**shape)).float().eval()
+    config = AutoConfig.for_model(
+        scenario.family,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=scenario.tied,
+        initializer_range=0.2,
+        **SIZES.get(scenario.family, {}),
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
@@ -124,6 +140,8 @@ def make_adapter(scenario: Scenario, path: str) -> ModelEngineServerAdapter:
     config = McoreEngineConfig(
         tensor_model_parallel_size=scenario.tensor,
         pipeline_model_parallel_size=scenario.pipeline,
+        expert_model_parallel_size=scenario.expert,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel,
         vanilla_mbridge=True,
         forward_only=True,
@@ -199,12 +217,13 @@ def refusal(adapter: ModelEngineServerAdapter, *arguments: Any) -> str | None:
 
 def play(scenario: Scenario, path: str) -> dict[str, Any]:
     adapter = make_adapter(scenario, path)
-    new = dict(make_model(scenario, seed=1).state_dict())
-    name = "model.layers.1.mlp.up_proj.weight"
+    # As verl's engine of such a model sends them, expert by expert.
+    new = dict(unfuse_moe_params(make_model(scenario, seed=1).state_dict().items(), scenario.family))
+    name = scenario.a_part
     seen: dict[str, Any] = {"at_first": largest_difference(adapter, scenario, seed=0)}
     seen["missing"] = refusal(adapter, {key: tensor for key, tensor in new.items() if key != name})
     seen["wrong_shape"] = refusal(adapter, new | {name: new[name][:-1]})
-    seen["unknown"] = refusal(adapter, new | {"model.layers.2.mlp.up_proj.weight": new[name]})
+    seen["unknown"] = refusal(adapter, new | {name.replace("layers.1", "layers.2"): new[name]})
     # On one rank only: the others have everything, and take it no more than this one.
     seen["cut_off"] = refusal(adapter, new, 5 if dist.get_rank() == scenario.ranks - 1 else None)
     load(adapter, new)
@@ -214,7 +233,10 @@ def play(scenario: Scenario, path: str) -> dict[str, Any]:
     if scenario.bf16:
         return seen | {"rounding": rounding_of_bf16(scenario, seed=0)}
     exported = {key: tensor.clone() for key, tensor in adapter.worker.engine.get_per_tensor_param()[0]}
-    seen["exported"] = all(torch.equal(exported[key].float(), new[key]) for key in exported)
+    same = {key for key in exported if torch.equal(exported[key].float(), new[key])}
+    seen["exported"] = exported.keys() == same and (scenario.tied or same == new.keys())
+    # What the engine sends, another one takes.
+    load(adapter, exported)
     return seen
 
 

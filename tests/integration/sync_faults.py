@@ -393,8 +393,7 @@ class FaultyEngine:
     def __init__(self, worker: EngineWorker) -> None:
         self.worker = worker
         self.output_processor = SimpleNamespace(request_states={})
-        self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
-        self.engine_core = self
+        self.engine_core, self.core_engines = self, (self,)
 
     async def generate(self, *, request_id: str, **_: Any) -> AsyncIterator[Any]:
         completion = SimpleNamespace(token_ids=[self.worker.token()], logprobs=None, finish_reason="stop")
@@ -402,20 +401,26 @@ class FaultyEngine:
             outputs=[completion], num_cached_tokens=0, prompt_logprobs=None, prompt_token_ids=[1, 2], finished=True
         )
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), **_: Any) -> list[Any]:
+    async def _call_utility_async(self, method: str, *args: Any, engine: FaultyEngine) -> Any:
+        return await getattr(engine, method)(*args)
+
+    async def collective_rpc(self, method: str, timeout: None = None, args: tuple[Any, ...] = (), *_: Any) -> list[Any]:
         if method == "begin_staging":
             HERE.begin()
             HERE.at(method)
             args = (HERE.told(method, args[0]), *args[1:])
         return [getattr(self.worker, method)(*args)]
 
-    async def pause_scheduler_async(self, **_: Any) -> None:
+    async def pause_scheduler(self, *_: Any) -> None:
         HERE.at("pause")
 
     async def resume_generation(self) -> None:
         HERE.at("resume")
 
-    async def reset_prefix_cache(self, **_: Any) -> None: ...
+    async def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    async def reset_encoder_cache(self) -> None: ...
 
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 

@@ -15,13 +15,19 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.core.events import EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.replicas.load_balancer import SAY_ENDED_S
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
 from recipe.async_engine.rollout import client as client_module
-from recipe.async_engine.rollout.client import LoadBalancerLost, NoRolloutServer, ResumingClient, VersionMismatch
+from recipe.async_engine.rollout.client import (
+    MOST_FAILURES,
+    LoadBalancerLost,
+    NoRolloutServer,
+    ResumingClient,
+    VersionMismatch,
+)
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
@@ -176,6 +182,38 @@ async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_fro
     assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11]
     assert other.calls[0]["sampling_params"]["max_tokens"] == 4
     assert balancer.get_all_servers() == ["other"]
+
+
+FAILED = RequestFailed("the engine ended a request with the finish reason 'error'")
+
+
+async def test_failed_request_is_asked_of_another_server_with_the_tokens_of_the_parts_before() -> None:
+    failing, other = ScriptedServer(part([10, 11], 0, "aborted"), FAILED), ScriptedServer(part([12, 13], 1))
+    balancer = balancer_of(failing, other)
+    # The other one has more to do.
+    for taken in range(3):
+        balancer._request_id_to_server[f"{taken}"] = "server-1"
+        balancer.acquire_server(f"{taken}")
+    answer = await ask(make_client(balancer), max_tokens=6)
+    assert (answer.token_ids, answer.stop_reason) == ([10, 11, 12, 13], "completed")
+    assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11] == failing.calls[1]["prompt_ids"]
+    assert other.calls[0]["sampling_params"]["max_tokens"] == 4
+    assert sorted(balancer.get_all_servers()) == ["server-0", "server-1"]
+    # The conversation stays where it was answered.
+    assert balancer.acquire_server("request")[0] == "server-1"
+
+
+async def test_request_that_its_only_server_failed_is_asked_there_again() -> None:
+    server = ScriptedServer(FAILED, FAILED, part([10], 0, "aborted"), FAILED, FAILED, part([11], 0))
+    answer = await ask(client_of(server), max_tokens=6)
+    assert (answer.token_ids, len(server.calls)) == ([10, 11], 6)
+
+
+async def test_request_that_fails_again_and_again_is_an_error_with_its_reason_long_before_its_deadline() -> None:
+    server = ScriptedServer(*[FAILED] * 4)
+    with pytest.raises(RequestFailed, match="finish reason 'error'"):
+        await ask(client_of(server), max_tokens=6)
+    assert len(server.calls) == MOST_FAILURES
 
 
 class SamplingServer:

@@ -22,6 +22,7 @@ from recipe.async_engine.settings.fields import read_section
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.sections import AsyncTraining, BuiltinTask, RolloutResources
 from recipe.async_engine.settings.validation import validate
+from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FSDP = "fully_async_ppo_trainer"
@@ -202,6 +203,34 @@ def test_two_ranks_and_two_replicas_need_only_their_numbers() -> None:
     assert (derive(config).trainer_ranks, derive(config).rollout_replicas) == (2, 2)
 
 
+ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+VERLS_OWN = f"{ENGINE}.custom_backend_module=null"
+NCCL, GLOO = f"{ENGINE}.engine_kwargs.nccl", ["preset=tiny_cpu"]
+INLINE, SLOW = "async_training.weights.publish=inline", "async_training.timeouts.weight_sync=1200"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "made_with"),
+    [
+        ([], {"nccl": {"multi_sender": False, "timeout_s": 600.0}}),
+        ([SLOW], {"nccl": {"multi_sender": False, "timeout_s": 1200}}),
+        ([INLINE], {"nccl": {"timeout_s": 600.0}}),
+        ([INLINE, f"+{NCCL}.multi_sender=true"], {"nccl": {"timeout_s": 600.0, "multi_sender": True}}),
+        ([SLOW, f"+{NCCL}.timeout_s=60"], {"nccl": {"multi_sender": False, "timeout_s": 60}}),
+        ([VERLS_OWN], {"nccl": {"multi_sender": False}}),
+        ([VERLS_OWN, INLINE], {}),
+        ([*GLOO, SLOW], {"recipe_gloo": {"timeout_s": 1200}}),
+    ],
+)
+def test_every_member_of_a_sync_is_made_for_the_way_and_the_time_that_the_run_has(
+    overrides: list[str], made_with: dict[str, object]
+) -> None:
+    """Beside training nobody passes weights on; the deadline of a sync is one setting."""
+    config = composed(FSDP, overrides if overrides[:1] == GLOO else STOCK_FSDP + overrides)
+    derive_verl_settings(config, derive(plain(config), dataset_rows=512))
+    assert OmegaConf.to_container(config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs) == made_with
+
+
 def test_verl_accepts_the_preset_in_its_own_config_types() -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -209,7 +238,6 @@ def test_verl_accepts_the_preset_in_its_own_config_types() -> None:
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert (rollout.enable_sleep_mode, rollout.max_num_batched_tokens) == (False, 8192)
     assert rollout.checkpoint_engine.backend == "recipe_gloo"
-    assert rollout.checkpoint_engine.engine_kwargs["recipe_gloo"]["timeout_s"] == 30
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert (actor.strategy, actor.engine.strategy, actor.engine.dtype) == ("fsdp2", "fsdp2", "float32")
 

@@ -29,17 +29,20 @@ SCENARIOS = (
     "fsdp2-qwen3-untied-dp1-tp1-pp1-padded",
     "fsdp2-qwen2-tied-dp2-tp1-pp1-padded",
     BF16,
+    "fsdp2-qwen3_moe-untied-dp1-tp1-pp1-padded",
+    "fsdp2-qwen2_moe-untied-dp2-tp1-pp1-padded",
     "megatron-qwen3-untied-dp1-tp1-pp1-packed",
     "megatron-qwen2-tied-dp1-tp1-pp1-padded",
     "megatron-qwen3-tied-dp1-tp2-pp1-packed",
     "megatron-qwen2-untied-dp1-tp2-pp1-packed",
     "megatron-qwen2-tied-dp1-tp1-pp2-packed",
     "megatron-qwen3-untied-dp1-tp1-pp2-packed",
+    "megatron-qwen3_moe-untied-dp1-tp1-pp2-packed",
+    "megatron-qwen3_moe-untied-dp2-tp1-pp1-packed-ep2",
 )
 PROGRAM_S = 600
 # From Hugging Face's log-probs and entropies, fp32.
 TOLERANCE = 1e-5
-NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +106,11 @@ def test_what_the_model_cannot_take_is_refused_by_name_on_all_ranks(
     scenario: str, seen: dict[str, list[dict[str, Any]]]
 ) -> None:
     ranks = seen[scenario]
+    part = "experts.2.up_proj.weight" if "_moe" in scenario else "up_proj.weight"
     for refused, words in (
-        ("missing", f"never came, among them {NAME}"),
-        ("wrong_shape", NAME),
-        ("unknown", "no tensor model.layers.2.mlp.up_proj.weight"),
+        ("missing", f"never came, among them model.layers.1.mlp.{part}"),
+        ("wrong_shape", f"model.layers.1.mlp.{part}"),
+        ("unknown", f"no tensor model.layers.2.mlp.{part}"),
         ("cut_off", f"rank {len(ranks) - 1}: ConnectionError: the trainer is gone"),
     ):
         messages = {rank[refused] for rank in ranks}

@@ -178,6 +178,12 @@ def test_run_that_goes_on_one_that_was_killed_and_one_that_failed_are_told_apart
         assert page(folder)
 
 
+def test_way_that_a_rehearsal_fell_back_to_is_said(tmp_path: Path) -> None:
+    setting = "async_training.weights.publish=inline"
+    run_of(tmp_path, summary={"error": None, "rehearsal": {"fallbacks": [setting]}}).close()
+    assert f"s, with {setting} since its rehearsal. Useful" in what_happened(load(tmp_path))
+
+
 def test_newest_start_of_a_run_is_reported(tmp_path: Path) -> None:
     run_of(tmp_path).close()
     file = EventFile(tmp_path, {"accelerators": {"trainer": 1}, "shared": False, "began": time.time()})

@@ -13,7 +13,7 @@ import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
-from recipe.async_engine.core.errors import EngineDied
+from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, UnsupportedRunner
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.replicas.server import GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
@@ -41,9 +41,8 @@ class Engine:
         self.error: Exception | None = None
         self.held = False
         self.swap_error: Exception | None = None
-        self.caches_cleared = 0
-        self.engine_core = self
-        self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
+        self.cleared: list[str] = []
+        self.engine_core, self.core_engines = self, (self,)
 
     async def generate(self, *, request_id: str, **request: Any) -> AsyncIterator[Any]:
         if self.error is not None:
@@ -71,19 +70,23 @@ class Engine:
             finished=reason is not None,
         )
 
-    def finish_all(self, reason: str = "stop") -> None:
+    def finish_all(self, reason: str | None = "stop") -> None:
         for ended in self.output_processor.request_states.values():
             ended.set_result(reason)
         self.submitted.clear()
 
-    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        self.caches_cleared += clear_cache
+    async def _call_utility_async(self, method: str, *args: Any, engine: Engine) -> Any:
+        return await getattr(engine, method)(*args)
+
+    async def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        # It would clear the cores' inputs of requests that are on their way.
+        assert not clear_cache
         if mode == "keep":
             self.held = True
         else:
             self.finish_all("abort")
 
-    async def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+    async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """A swap: each request but one that prefills has one token."""
         assert method == "swap_staged" and self.held
         if self.swap_error is not None:
@@ -94,7 +97,12 @@ class Engine:
 
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
-    async def reset_prefix_cache(self, **settings: Any) -> None: ...
+    async def reset_prefix_cache(self, *settings: Any, **by_name: Any) -> bool:
+        self.cleared.append("keys and values")
+        return True
+
+    async def reset_encoder_cache(self) -> None:
+        self.cleared.append("encoders' outputs")
 
 
 @pytest.fixture
@@ -230,6 +238,23 @@ async def test_server_that_loads_a_real_checkpoint_answers_at_once(make_server: 
     assert (await asyncio.wait_for(answering, SOON)).stop_reason == "completed"
 
 
+KNOWN_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+
+
+@pytest.mark.parametrize("reason", [*KNOWN_REASONS, "error", "repetition", "of a later vLLM", None])
+async def test_answer_is_given_only_with_a_finish_reason_that_is_known(make_server: Any, reason: str | None) -> None:
+    server = make_server(load_format="auto")
+    answering = request(server)
+    await submitted(server)
+    server.engine.finish_all(reason)
+    if reason in KNOWN_REASONS:
+        assert (await answering).stop_reason == KNOWN_REASONS[reason]
+    else:
+        with pytest.raises(RequestFailed, match=f"replica 0 .*finish reason {reason!r} after 2 tokens"):
+            await answering
+    assert not server._tasks and server._admitting == 0
+
+
 async def test_server_on_its_own_has_real_weights_and_no_gate_and_is_refused_dummy_ones(make_server: Any) -> None:
     server = make_server("auto", has_trainer=False)
     answering = request(server)
@@ -339,9 +364,12 @@ async def test_an_interruption_waits_for_no_first_token_and_stops_what_was_admit
     ending = asyncio.create_task(server.abort_all_requests(reject_request=rejects))
     assert (await asyncio.wait_for(first, SOON)).stop_reason == "aborted"
     assert not ending.done()
+    await settle()
+    # What comes to the engine after the caches were cleared could fill them again.
+    assert server.engine.cleared == []
     server._admitting -= 1
     assert (await asyncio.wait_for(ending, SOON))["request_ids"] == ["first"]
-    assert server.engine.caches_cleared
+    assert server.engine.cleared == ["keys and values", "encoders' outputs"]
     late = request(server, "late")
     await settle()
     assert late.done() == rejects
@@ -489,6 +517,7 @@ async def test_held_request_goes_on_with_its_tokens_labelled_on_both_sides_of_th
     await submitted(server)
     await settle()
     await server.hold_requests(keep_cache)
+    assert server.engine.cleared == ([] if keep_cache else ["keys and values", "encoders' outputs"])
     late = request(server, "late")
     await server.swap(4, "checksum")
     assert await server.sampled_since({"held": 0}) == {"held": Sampled([7], [(3, 1)], None)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_program import BOUNDS, seen_by
-from staged_engine_checks import check_seen
+from staged_engine_checks import EXPERTS, check_architectures, check_seen
 
 CLOSE, FAR = BOUNDS["float32"]
 
@@ -66,3 +66,10 @@ def test_what_is_measured_on_accelerators_holds_in_bf16_here(tmp_path: Path) -> 
     """As tests/gpu does; a CPU's sleep is none."""
     figures = check_seen(seen_by("staged_engine.py", "cpu", "qwen3", str(tmp_path), "bfloat16"), *BOUNDS["bfloat16"])
     assert figures["largest_difference"] > BOUNDS["float32"][0]
+
+
+@pytest.mark.slow
+def test_experts_that_are_measured_on_accelerators_hold_in_bf16_here(tmp_path: Path) -> None:
+    """As tests/gpu does, where graphs are captured too."""
+    found = seen_by("architecture_engine.py", "cpu", EXPERTS, str(tmp_path), "device", "bfloat16")
+    check_architectures(found, *BOUNDS["bfloat16"])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipe.async_engine.model_engine.fsdp2_shards import FSDP2Shards
 from recipe.async_engine.model_engine.staged_shards import StagedShards
@@ -30,14 +30,14 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "head_dim": 8,
 }
 
 
-def make_model(family: str, tied: bool, seed: int) -> torch.nn.Module:
+def make_model(family: str, tied: bool, seed: int, **sizes: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, tie_word_embeddings=tied, **SHAPE))
-    return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=tied, **SHAPE))
+    config = AutoConfig.for_model(family, tie_word_embeddings=tied, **SHAPE | sizes)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def stream(family: str, tied: bool, seed: int) -> dict[str, torch.Tensor]:
@@ -51,8 +51,8 @@ def stream(family: str, tied: bool, seed: int) -> dict[str, torch.Tensor]:
 class Rank:
     """A rank's sharded model with its staging."""
 
-    def __init__(self, family: str, tied: bool, host: bool) -> None:
-        self.module = make_model(family, tied, seed=0).eval()
+    def __init__(self, family: str, tied: bool, host: bool, **sizes: int) -> None:
+        self.module = make_model(family, tied, seed=0, **sizes).eval()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in self.module.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -13,7 +13,7 @@ import pytest
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
-from recipe.async_engine.settings.plan import derive
+from recipe.async_engine.settings.plan import derive, rehearses
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.rules.batches import tight_bound
 from recipe.async_engine.settings.sections import SECTIONS, AsyncTraining, read_settings
@@ -81,7 +81,7 @@ WEIGHTS = "async_training.weights"
 CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
 NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
-DELTA = {f"{WEIGHTS}.encoding": "delta", NCCL_RELAYS: False}
+DELTA = {f"{WEIGHTS}.encoding": "delta"}
 IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
 GAE = {
     "algorithm.adv_estimator": "gae",
@@ -122,6 +122,8 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     for prompts in (1, 64):
         assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
     assert validate(configured({"rollout.total_rollout_steps": 32})) == []
+    assert validate(configured(DELTA)) == []
+    assert validate(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"})) == []
     assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
     assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
 
@@ -193,6 +195,31 @@ def test_log_prob_servers_are_told_their_settings() -> None:
     settings, _ = read_settings(configured({"model_engine_server": given}))
     assert settings.servers.scoring == ScoringSettings(Anchor.LATEST, 7, 0.5, 3.0, answer_stale=True)
     assert read_settings(configured({}))[0].servers.scoring.answer_stale is False
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "expected"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"rehearsal": "auto"}, "npu", True),
+        ({"rehearsal": True}, "cpu", True),
+        ({"rehearsal": "true"}, "cpu", True),
+        ({"rehearsal": False}, "cuda", False),
+    ],
+)
+def test_run_rehearses_on_accelerators_and_where_it_is_told_to(
+    given: dict[str, Any], device: str, expected: bool
+) -> None:
+    training, problems = read_section(AsyncTraining, given, "async_training")
+    assert problems == []
+    assert rehearses({"trainer": {"device": device}}, training) is expected
+
+
+@pytest.mark.parametrize("value", ["maybe", "True", 1, None])
+def test_what_a_rehearsal_cannot_be_is_refused_with_what_it_can(value: Any) -> None:
+    _, (problem,) = read_section(AsyncTraining, {"rehearsal": value}, "async_training")
+    assert "auto or true or false" in str(problem)
 
 
 def test_whole_batches_are_those_of_synchronous_training() -> None:
@@ -375,7 +402,8 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{WEIGHTS}.encoding": "zip"}, f"{WEIGHTS}.encoding", "full or delta"),
         (DELTA | IN_TURNS, f"{WEIGHTS}.encoding", "full with placement=shared"),
         (DELTA | {f"{WEIGHTS}.publish": "inline"}, f"{WEIGHTS}.encoding", "full with publish=inline"),
-        ({f"{WEIGHTS}.encoding": "delta"}, NCCL_RELAYS, "false with async_training.weights.encoding=delta"),
+        ({NCCL_RELAYS: True}, NCCL_RELAYS, "false where weights are published beside training"),
+        ({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "beside"}, NCCL_RELAYS, "set async_training.weights.publish=inline"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
         ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),

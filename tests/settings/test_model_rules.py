@@ -302,3 +302,20 @@ def test_only_what_is_certain_to_be_too_much_is_refused_without_allowing_for_an_
     setting = f"{ACTOR}.ppo_max_token_len_per_gpu"
     for device, allowed in ((certain, "what fits within 15% into"), (certain - 1, "what fits into")):
         assert judged("Qwen/Qwen2.5-3B", changes, device)[0][setting].allowed.startswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "is_refused"),
+    [
+        ("mixtral", "fsdp2", True),
+        ("minimax_m2", "fsdp", True),
+        ("mixtral", "megatron", False),
+        ("qwen3_moe", "fsdp2", False),
+    ],
+)
+def test_experts_that_the_engine_knows_by_other_names_are_refused(family: str, strategy: str, is_refused: bool) -> None:
+    model = FileFact(f"{MODEL}.path", "8x7B", "model", model_config={"model_type": family})
+    changes = MEGATRON if strategy == "megatron" else {f"{ACTOR}.strategy": strategy}
+    problems, _ = judge(configured(changes | {f"{MODEL}.path": "8x7B"}), Resources(None, 80 * GIB), [model], 5000)
+    found = [problem for problem in problems if problem.setting == f"{MODEL}.path"]
+    assert [problem.value for problem in found] == (["8x7B"] if is_refused else [])

@@ -202,7 +202,7 @@ def test_sizes_that_an_engine_takes_or_that_nobody_has_are_not_refused(changes: 
     assert named(changes, policy=name) == {}
 
 
-FSDP = "fsdp_config.fsdp_size"
+FSDP, PIPELINE = "fsdp_config.fsdp_size", "pipeline_model_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,9 @@ FSDP = "fsdp_config.fsdp_size"
         (SERVERS | {f"{ENGINE}.fsdp_size": 3}, f"{ENGINE}.fsdp_size"),
         (SERVERS | {f"{ENGINE}.ulysses_sequence_parallel_size": 3}, f"{ENGINE}.ulysses_sequence_parallel_size"),
         ({f"{ENGINE}.fsdp_size": 3}, None),
+        ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.{PIPELINE}": 2}, f"{ROLLOUT}.{PIPELINE}"),
+        ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.{TENSOR}": 2}, None),
+        ({f"{ROLLOUT}.{PIPELINE}": 2}, None),
     ],
 )
 def test_ranks_of_an_engine_are_divided_by_its_sizes(changes: dict[str, Any], setting: str | None) -> None:

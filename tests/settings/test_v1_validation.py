@@ -60,6 +60,11 @@ def test_what_log_prob_servers_need_is_refused_by_name() -> None:
     assert set(refused({SERVERS: {"backend": "fsdp"}})) == {f"{SERVERS}.backend"}
 
 
+def test_rehearsal_without_a_run_is_refused_where_the_trainer_is_verls() -> None:
+    found = refused({**config(), "rehearse_only": True})
+    assert "+recipe=fully_async" in found["rehearse_only"]
+
+
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "recipe_gloo"), ("cuda", "nccl")])
 def test_backend_that_does_not_reach_the_servers_is_refused_with_one_that_does(device: str, backend: str) -> None:
     problems = refused(config(device=device, checkpoint_engine={"backend": "naive"}))

@@ -49,6 +49,10 @@ class GenerationError(RecipeError):
     """A request could not be answered."""
 
 
+class RequestFailed(GenerationError):
+    """An engine ended a request with a finish reason that is not known to be that of an answer."""
+
+
 class EngineDied(GenerationError):
     """The engine of a rollout server died; the server itself may still be there and answer every request with this."""
 

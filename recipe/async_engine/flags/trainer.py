@@ -25,6 +25,7 @@ from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import TaskRunner
 from recipe.async_engine.shadowing import check_not_shadowed
 
@@ -48,6 +49,7 @@ class FlaggedTrainer(PPOTrainer):
         self.config = config
         check_not_shadowed()
         take_arguments(config, self.mode)
+        only_rehearse(config)
         # verl's main has started Ray, or joined a cluster.
         there = cluster_resources() if ray.is_initialized() else None
         self._plan = check(config, available=there)

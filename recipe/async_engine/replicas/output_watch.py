@@ -17,6 +17,8 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.events import EngineActivity
 from recipe.async_engine.core.versions import RequestVersions, joined, last_runs
 
+COMPLETED = "completed"
+"""Stop reason of a complete answer: in verl's server that of vLLM's finish reasons `stop` and `length`."""
 ABORTED = ("aborted", "abort")
 """Stop reasons of an answer that is not complete."""
 
@@ -99,10 +101,12 @@ class OutputWatch:
 class Flight:
     """One request under way at a server, and what is known of its answer.
 
-    asked: the tokens that it sends. told: whether the server said of late that the answer is not complete yet.
+    asked: the tokens that it sends. avoided: the server that failed it before. told: whether the server said of late
+    that the answer is not complete yet.
     """
 
     asked: list[int]
+    avoided: str | None = None
     told: bool = False
     server_id: str | None = None
     server: Any = None

@@ -9,6 +9,8 @@ Contract:
   are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
   weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
   Abort, resume and wake-up calls open nothing.
+* An answer is given only if its finish reason is known to be that of one: stop, length, or abort. Stock verl passes any
+  other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained as complete.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
   stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
 
@@ -22,7 +24,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from verl.plugin.platform import get_platform
@@ -30,15 +32,23 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 
-from recipe.async_engine.core.errors import EngineDied, RecipeError
+from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
+from recipe.async_engine.replicas.engine_calls import forget_computed, of_each_worker, pause
 from recipe.async_engine.replicas.engine_settings import choose_runner, peft_config
 from recipe.async_engine.replicas.http_gate import guard
-from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.replicas.output_watch import (
+    ABORTED,
+    COMPLETED,
+    RECOMPUTED,
+    VERSION_RUNS,
+    OutputWatch,
+    Sampled,
+)
 from recipe.async_engine.replicas.weights_gate import WeightsGate
 from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import part_id
@@ -119,6 +129,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
             SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
+            RequestFailed: the engine ended the request with another finish reason than those of an answer.
         """
         if self._unwanted.take(request_id):
             return TokenOutput(token_ids=[], stop_reason="aborted")
@@ -132,6 +143,11 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
+            if output.stop_reason not in (COMPLETED, *ABORTED):
+                raise RequestFailed(
+                    f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
+                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length or abort"
+                )
             submitted = self._versions.submitted(request_id)
             output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
             if self._versions.swapped_under(request_id):
@@ -252,8 +268,10 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         deadline = time.monotonic() + self._pause_timeout_s
         while True:
             aborted |= self.engine.output_processor.request_states.keys()
-            await self._pause_engine("abort", reset_prefix_cache)
+            await pause(self.engine, "abort")
             if not self._admitting:
+                if reset_prefix_cache:
+                    await forget_computed(self.engine)
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
                 raise SubmissionTimeout(
@@ -269,18 +287,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             number = 1 if self._coming is None else self._coming.number + 1
             self._coming = AdapterName(number, version)
             adapter = (number, peft_config(self.model_config))
-        await self.engine.collective_rpc(
-            "begin_staging", args=(version, use_shm, timeout_s, self._stages_in_host, adapter)
-        )
+        await of_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
 
     async def wide_parameters(self) -> list[str]:
         """Names of the parameters that the engine holds in a wider dtype than the model's."""
-        of_workers: list[list[str]] = await self.engine.collective_rpc("wide_parameters")
+        of_workers: list[list[str]] = await of_each_worker(self.engine, "wide_parameters")
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
         """Of each of the engine's workers; see `recipe.async_engine.weights.engine_extension`."""
-        return await self.engine.collective_rpc("staging_outcome")
+        return await of_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
         """Make the staged weights, of this checksum, the live ones; the engine must be paused, its caches empty.
@@ -291,7 +307,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
         if self.node_rank == 0:
             try:
-                counts = await self.engine.collective_rpc("swap_staged", args=(version,))
+                counts = await of_each_worker(self.engine, "swap_staged", version)
             except Exception:
                 for name in list(self._tasks):
                     await self.drop_request(name)
@@ -314,14 +330,9 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
         self._resume_event.clear()
         self._keeps_cache = keep_cache
-        await self._pause_engine("keep", not keep_cache)
-
-    async def _pause_engine(self, mode: Literal["abort", "keep"], clear_cache: bool) -> None:
-        # As `AsyncLLM.pause_generation`, which then sleeps for 20 ms so that most answers are out when it returns
-        # (async_llm.py:833): whoever needs them here waits for them.
-        if clear_cache:
-            await self.engine.renderer.clear_mm_cache_async()
-        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        await pause(self.engine, "keep")
+        if not keep_cache:
+            await forget_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
         """Tokens by the server's names of requests; the engine adds something of its own to each name."""

@@ -17,6 +17,8 @@ Contract:
 * Every request's version is the one at its submission; an answer that claims another one is an error.
 * A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
   those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
+* A request that its engine failed is asked again, of another server if there is one, with the tokens of the parts
+  before; those that the failed request had are not believed. Failures in a row are an error.
 * Servers have ``async_training.timeouts.generation`` to give the next token of an answer back, however many of them
   are asked; one that gives nothing back is asked again at growing intervals. What nobody waits for any more, because
   its trajectory was given up or its time is over, is dropped at its server.
@@ -43,12 +45,13 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.core.errors import EngineDied, GenerationError
+from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.core.events import Work
 from recipe.async_engine.replicas.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.replicas.output_watch import (
     ABORTED,
     CHECKPOINT,
+    COMPLETED,
     GOES_ON,
     RECOMPUTED,
     SERVER_DIED,
@@ -64,6 +67,8 @@ MODALITIES = ("image_data", "video_data", "audio_data")
 FETCH_S = 10.0
 ASK_AGAIN_S = 0.02
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+MOST_FAILURES = 3
+"""As often in a row an engine may fail a request; what it fails each time is not asked for until the deadline."""
 # The load balancer does nothing but count.
 ROUTING_S = 60.0
 
@@ -88,11 +93,14 @@ class LoadBalancerLost(GenerationError):
 class Patience:
     """How long servers may still take for one request, since they last gave a token of it.
 
-    refusals: how often they gave none back since then.
+    refusals: how often they gave none back since then. failures: how often because the request failed, the last time
+    at ``failed_at``.
     """
 
     left_s: float
     refusals: int = 0
+    failures: int = 0
+    failed_at: str | None = None
 
     @contextmanager
     def spent(self) -> Iterator[None]:
@@ -133,15 +141,16 @@ class ResumingClient(LLMServerClient):
         self._fetching: asyncio.Task[None] | None = None
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+        flight = _flight.get()
+        avoided = None if flight is None else flight.avoided
         try:
             server_id, server = await self._routed(
-                super()._acquire_server(request_id, **extra, ended=self._take_ended())
+                super()._acquire_server(request_id, **extra, ended=self._take_ended(), avoided=avoided)
             )
         except Exception as error:
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
             raise
-        flight = _flight.get()
         if flight is not None:
             flight.server_id, flight.server = server_id, server
         return server_id, server
@@ -232,10 +241,8 @@ class ResumingClient(LLMServerClient):
             versions += self._record(recorder, prompt_ids + merged.token_ids, part)
             self._check_one_version(request_id, versions)
             self._merge(merged, part)
-            if part.stop_reason not in ABORTED:
-                merged.stop_reason = part.stop_reason or "completed"
-            elif len(merged.token_ids) >= budget:
-                merged.stop_reason = "completed"
+            if part.stop_reason not in ABORTED or len(merged.token_ids) >= budget:
+                merged.stop_reason = COMPLETED
             else:
                 self._note_cut(request_id, recorder, part.extra_fields.get(GOES_ON), len(prompt_ids), merged)
         recorder.tools.is_answered()
@@ -307,8 +314,8 @@ class ResumingClient(LLMServerClient):
     async def _ask_server(
         self, request_id: str, recorder: TrajectoryRecorder, patience: Patience, **kwargs: Any
     ) -> TokenOutput | None:
-        """One request to one server; None if there is no token of that server, because it died or left routing."""
-        with self._under_way(recorder, kwargs["prompt_ids"]) as flight, patience.spent():
+        """One request to one server; None if it gave no token, because it died, left routing or failed the request."""
+        with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
             try:
                 part = await asyncio.wait_for(super().generate(request_id, **kwargs), patience.left_s)
             except TimeoutError:
@@ -321,6 +328,12 @@ class ResumingClient(LLMServerClient):
                 ) from None
             except (RayActorError, EngineDied) as error:
                 return await self._after_death(flight, recorder, error)
+            except RequestFailed as error:
+                patience.failures, patience.failed_at = patience.failures + 1, flight.server_id
+                if patience.failures == MOST_FAILURES:
+                    raise
+                logger.warning("a request is asked again: %s", error)
+                return None
         if part.stop_reason not in ABORTED:
             return part
         if recorder.ticket is not None:
@@ -342,9 +355,9 @@ class ResumingClient(LLMServerClient):
         return part
 
     @contextmanager
-    def _under_way(self, recorder: TrajectoryRecorder, asked: list[int]) -> Iterator[Flight]:
+    def _under_way(self, recorder: TrajectoryRecorder, asked: list[int], avoided: str | None) -> Iterator[Flight]:
         """What is known of the request under way; its tokens are fetched meanwhile."""
-        flight = Flight(asked)
+        flight = Flight(asked, avoided=avoided)
         _flight.set(flight)
         self._flights.add(flight)
         recorder.answers.flights.append(flight)

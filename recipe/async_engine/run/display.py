@@ -25,6 +25,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from recipe.async_engine.core.figures import STEP, sides
+from recipe.async_engine.core.rehearsed import table
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,8 @@ class Display:
             f"{summary['unchanged_versions']}",
             "groups " + ", ".join(f"{name} {count}" for name, count in ledger.items()),
         ]
+        if summary["rehearsal"] is not None:
+            lines += table(summary["rehearsal"])
         with self._while_it_can_be_written():
             self._stream.write("\n".join(lines) + "\n")
             self._stream.flush()

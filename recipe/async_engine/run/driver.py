@@ -42,6 +42,7 @@ from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.run.shutdown import (
     EndAtOnce,
@@ -124,6 +125,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
         if choice.is_cpu:
             config.trainer.device = "cpu"
     _fill_builtin_task(config)
+    only_rehearse(config)
     plan = check(config)
     record = RunRecord(config.trainer.default_local_dir, mode, began)
     ray_of_its_own = cluster is None and not ray.is_initialized()

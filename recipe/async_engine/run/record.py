@@ -62,6 +62,7 @@ class RunRecord:
             "weight_sync_seconds": 0.0,
             "first_step_seconds": None,
             "metrics_lost": 0,
+            "rehearsal": None,
             "account": None,
             "error": None,
         }

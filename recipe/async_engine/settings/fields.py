@@ -86,7 +86,7 @@ def _in_range(value: Any, limits: Mapping[str, Any]) -> bool:
     if value is None:
         return True
     if limits["choices"]:
-        return value in limits["choices"]
+        return render(value) in limits["choices"]
     if not isinstance(value, int | float):
         return True
     least, above = limits["minimum"], limits["above"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.async_engine.settings.fields import is_count
+from recipe.async_engine.settings.fields import is_count, render
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import SHARED, AsyncTraining, Settings, lookup, read_settings
@@ -139,6 +139,12 @@ def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> in
     """How many of a replica's trajectories its engine generates at once."""
     slots = slots_per_replica(config, training)
     return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", slots)))
+
+
+def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
+    """Whether the run begins with a rehearsal."""
+    asked = render(training.rehearsal)
+    return asked == "true" or (asked == "auto" and lookup(config, "trainer.device") != "cpu")
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:

@@ -50,6 +50,11 @@ class Timeouts:
     )
     drain: float = seconds(1800.0, "How long a weight sync waits for running answers where it drains them.")
     validation: float = seconds(3600.0, "One validation pass over all prompts.")
+    rehearsal: float = seconds(
+        120.0,
+        "The transfer of the weights in the rehearsal (`rehearsal`), and each of its other steps. A sync has its own,"
+        " longer deadline, so a transfer that is slow here falls back and can still be right there.",
+    )
     checkpoint: float = seconds(1800.0, "Writing or reading one checkpoint.")
     stall: float = seconds(
         5400.0,
@@ -248,6 +253,13 @@ class AsyncTraining:
         " machine's driver says, or Ray by the accelerators' type; where neither does, nothing is refused for it.",
         unit="GiB",
         above=0,
+    )
+    rehearsal: str | bool = field(
+        "auto",
+        "Whether a run begins with a rehearsal: its processes send the weights once more, with every trainer rank at"
+        " work, interrupt and resume requests, put engines to sleep and wake them where they share accelerators, and"
+        " compare log-probs ([first-run.md](first-run.md)). `auto`: on accelerators.",
+        choices=("auto", "true", "false"),
     )
     events: bool = field(
         True,

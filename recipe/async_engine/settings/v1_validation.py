@@ -62,6 +62,9 @@ def as_placed(context: RuleContext, trainer: str) -> RuleContext:
 
 def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
     servers = context.settings.servers
+    if context.get("rehearse_only"):
+        advice = "It is this package's own trainers that rehearse; take +recipe=fully_async or +recipe=partial_rollout."
+        yield context.problem("rehearse_only", "false with a trainer of verl's", advice)
     if context.get(f"{ROLLOUT}.name") != "vllm":
         yield context.problem(f"{ROLLOUT}.name", "vllm", "The first-weights gate is there for vLLM's servers only.")
     if trainer == SEPARATE:

@@ -41,6 +41,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     parallel.parallel_sizes,
     parallel.ranks,
     engines.lora,
+    engines.experts,
     engines.weights,
     engines.rollout,
     engines.cpu,

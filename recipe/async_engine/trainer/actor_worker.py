@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.plugin.platform import get_platform
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_vendor
+from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
@@ -118,6 +121,23 @@ class ActorWorker(DetachActorWorker):
             how = {"full": full} if isinstance(self.checkpoint_engine, EncodedSender) else {}
             return await self.checkpoint_engine.send_weights(weights, global_steps=version, **how) or {}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def pass_without_update(self, data: TensorDict) -> None:
+        """Do one forward and backward pass over ``data``, as an update does; weights and optimizer stay as they are.
+
+        ``data``: what verl's `left_right_2_no_padding` makes of a batch, the same on every rank.
+        """
+        model, engine = self.actor.model_config, self.actor.engine
+        maybe_fix_3d_position_ids(data)
+        tu.assign_non_tensor(
+            data,
+            use_remove_padding=model.get("use_remove_padding", False),
+            use_fused_kernels=self.actor.engine_config.use_fused_kernels,
+        )
+        # It drops the gradients when it ends.
+        with engine.train_mode():
+            engine.forward_backward_batch(data, negative_likelihood)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
         """Keep a copy of this rank's shard of the weights under the name ``n``."""
@@ -177,6 +197,11 @@ class ActorWorker(DetachActorWorker):
 
     def _local_shards(self) -> list[torch.Tensor]:
         return [getattr(parameter, "_local_tensor", parameter) for parameter in self.actor.engine.module.parameters()]
+
+
+def negative_likelihood(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, Any]:
+    """A loss as verl's engines take one: the mean over the tokens, of whatever they are."""
+    return -model_output["log_probs"].values().mean(), {}
 
 
 def _tensors(copy: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
-from recipe.async_engine.settings.plan import derive, epoch_prompts
+from recipe.async_engine.settings.plan import derive, epoch_prompts, rehearses
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
@@ -51,8 +51,10 @@ from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStag
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
+from recipe.async_engine.trainer.probe import Probe, ordinary_tokens
 from recipe.async_engine.trainer.publish_stage import PublishStage
 from recipe.async_engine.trainer.record_stage import RecordStage
+from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.trainer.save_stage import SaveStage
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.trackers import Trackers
@@ -65,6 +67,8 @@ class AsyncPPOTrainer(Startup):
     """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
 
     actor_worker: type[ActorWorker] = ActorWorker
+    rehearsal_class: type[Rehearsal] = Rehearsal
+    rehearsal: Rehearsal | None = None
     in_turns = False
     """Whether generation happens in turns, each of which ends with its batch; otherwise it is a stream."""
 
@@ -174,10 +178,15 @@ class AsyncPPOTrainer(Startup):
             self.fail,
         )
         self._publish_again()
+        rehearsed = self._rehearse()
+        if self.config.get("rehearse_only"):
+            yield rehearsed
+            return
         self.timeline.restart()
         self.scheduler.start()
         # Generation of the first batch goes on during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
+        first |= rehearsed
         self.logger.log(data=first, step=self.global_steps)
         yield first
         if self.config.trainer.get("val_only", False):
@@ -349,6 +358,27 @@ class AsyncPPOTrainer(Startup):
         """Publish the ledger's version as a run begins."""
         self.publishing.again(self.is_within_version)
 
+    def _rehearse(self) -> dict[str, float]:
+        """Have the run's processes show that the way of the weights works, if they are to; returns metrics."""
+        if not rehearses(self.config, self.plan.settings.async_training):
+            return {}
+        rollout = self.config.actor_rollout_ref.rollout
+        self.rehearsal = self.rehearsal_class(
+            self.fleet,
+            self.actor_rollout_wg,
+            self.plan.trainer_ranks,
+            self.ledger.version,
+            Probe(rollout, ordinary_tokens(self.tokenizer), self.timeouts.rehearsal),
+            rollout,
+            self._compute_old_log_prob,
+            self.published.in_use if self.is_within_version else nullcontext,
+            self.timeouts.rehearsal,
+            # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
+            position_rows=4 if hasattr(self.processor, "get_rope_index") else 1,
+        )
+        self.rehearsal.run()
+        return self.rehearsal.result.metrics()
+
     # Checkpoints
 
     def save_if_due(self) -> None:
@@ -441,6 +471,7 @@ class AsyncPPOTrainer(Startup):
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
+            "rehearsal": None if self.rehearsal is None else self.rehearsal.result.summary(),
             "account": self.record.summary(),
         }
 

@@ -94,7 +94,7 @@ class PublishStage:
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
-            if self._plan.settings.weights.publish == "inline":
+            if self._fleet.publisher.weights.publish == "inline":
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:

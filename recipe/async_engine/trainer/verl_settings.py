@@ -10,6 +10,9 @@ from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
 
+BOUNDED_ENGINES = tuple(f"recipe.async_engine.weights.{name}_engine" for name in ("gloo", "nccl"))
+"""Modules of the checkpoint engines that have ``timeout_s``."""
+
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
     """Write the values that verl reads from elsewhere in its configuration."""
@@ -48,6 +51,24 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
         "places": places,
     }
     rollout.custom = custom
+    _tell_checkpoint_engine(rollout.checkpoint_engine, timeouts, weights)
+
+
+def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -> None:
+    """Write what every member of a sync is made with, unless it is set: trainer ranks, replicas, log-prob servers.
+
+    verl's nccl engine has the ranks on the sender's node pass weights on, by broadcasts in their stream of training.
+    Beside training these and its collectives would wait for each other, so that rank 0 sends alone there.
+    """
+    derived: dict[str, Any] = {}
+    if engine.backend == "nccl" and weights.publish == "beside":
+        derived["multi_sender"] = False
+    if engine.get("custom_backend_module") in BOUNDED_ENGINES:
+        derived["timeout_s"] = timeouts.weight_sync
+    if derived:
+        # A struct's keys are the ones it has: what is derived is new.
+        engine.engine_kwargs = {**(engine.get("engine_kwargs") or {})}
+        engine.engine_kwargs[engine.backend] = derived | dict(engine.engine_kwargs.get(engine.backend) or {})
 
 
 def _log_probs(config: Any, source: Proximal) -> None:

@@ -104,6 +104,8 @@ class WeightPublisher(CheckpointEngineManager):
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
+        self.attempts = ATTEMPTS
+        """Of a transfer."""
 
     @property
     def _beside(self) -> bool:
@@ -248,7 +250,7 @@ class WeightPublisher(CheckpointEngineManager):
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, self.attempts + 1):
             candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break

@@ -16,6 +16,9 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
 NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
+# Whose experts have other names in a checkpoint, which vLLM goes by, than in Transformers' model, which verl's FSDP
+# engines send them by.
+OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -98,18 +101,21 @@ def weights(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(connector, "null with async_training.weights.at_swap=keep", advice)
     if chosen.staging != "none":
         yield from _stageable(context)
-    if chosen.encoding == "delta":
-        yield from _encodable(context)
-
-
-def _encodable(context: RuleContext) -> Iterator[Problem]:
-    if context.settings.weights.publish != "beside":
+    if context.settings.weights.publish == "beside":
+        yield from _relays(context)
+    elif chosen.encoding == "delta":
         advice = "What changed is found in the copies that are made for publication beside training."
         yield context.problem("async_training.weights.encoding", "full with publish=inline", advice)
-    relays = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
-    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(relays, True):
-        advice = "Ranks that pass on what rank 0 sends go by the sizes of the whole weights; add +...=false."
-        yield context.problem(relays, "false with async_training.weights.encoding=delta", advice)
+
+
+def _relays(context: RuleContext) -> Iterator[Problem]:
+    setting = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.nccl.multi_sender"
+    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "nccl" and context.get(setting):
+        advice = (
+            "Trainer ranks that pass weights on would compute behind them, while rank 0 waits for these ranks in the"
+            " collectives of training. Remove it, or set async_training.weights.publish=inline."
+        )
+        yield context.problem(setting, "false where weights are published beside training", advice)
 
 
 def _stageable(context: RuleContext) -> Iterator[Problem]:
@@ -177,6 +183,16 @@ def lora(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(f"{MODEL}.target_parameters", "null", advice)
     if not context.get(f"{MODEL}.lora.merge"):
         yield from _adapters_alone(context, megatron)
+
+
+def experts(context: RuleContext) -> Iterator[Problem]:
+    family, strategy = context.policy.get("model_type"), context.get(f"{ACTOR}.strategy")
+    if family in OTHER_EXPERTS and strategy != "megatron":
+        advice = "verl's FSDP engines send experts by names that vLLM does not know of this family; take another model"
+        advice += f", or {ACTOR}.strategy=megatron." if family == "mixtral" else "."
+        yield context.problem(
+            f"{MODEL}.path", f"no model of the family {family} with {ACTOR}.strategy={strategy}", advice
+        )
 
 
 def _adapters_alone(context: RuleContext, megatron: bool) -> Iterator[Problem]:

@@ -34,6 +34,9 @@ def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
 
 def ranks(context: RuleContext) -> Iterator[Problem]:
     """Sizes by which an engine lays its ranks out; the actor's own parallel sizes are `micro_batches.division`'s."""
+    for section in context.engines:
+        if (context.count(f"{section}.data_parallel_size") or 1) > 1:
+            yield from _one_stage(context, f"{section}.pipeline_{PARALLEL}")
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -47,6 +50,13 @@ def ranks(context: RuleContext) -> Iterator[Problem]:
         servers = f"{SERVERS}.engine"
         yield from _copies(context, servers, servers, context.settings.servers.ranks)
         yield from _parallel(context, servers, context.settings.servers.ranks)
+
+
+def _one_stage(context: RuleContext, setting: str) -> Iterator[Problem]:
+    """verl leaves pipeline stages out where it counts a node's engine cores (vllm_async_server.py:388)."""
+    if (context.count(setting) or 1) > 1:
+        advice = "verl would start a core of the engine for each stage: set it, or data_parallel_size, to 1."
+        yield context.problem(setting, "1 with data_parallel_size above 1", advice)
 
 
 def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iterator[Problem]:

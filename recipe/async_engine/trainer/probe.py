@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks rollout replicas for a few answers that nothing is trained on.
+
+Contract: each request has a seed of its own, so an engine's other random numbers stay as they are, and goes to the
+replica's server itself, past the load balancer. One that a weight sync cuts is asked for again from the tokens that it
+has. Everything ends within the deadline, or with `ProbeFailed`. Shown by tests/integration/test_rehearsal.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.replicas.output_watch import ABORTED
+from recipe.async_engine.trainer.beside import Beside
+from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
+
+PROMPT_TOKENS, ANSWER_TOKENS, LONG_ANSWER_TOKENS = 16, 16, 1024
+ANSWERS_PER_REPLICA = 4
+LOOK_S = 0.01
+
+
+class ProbeFailed(RecipeError):
+    """A replica did not answer as it has to."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a replica sampled after a prompt, by so many requests; one log-prob for each token, in nats."""
+
+    replica: str
+    prompt: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    requests: int = 0
+
+
+class Probe:
+    """See the module's contract.
+
+    Args:
+        rollout: verl's rollout section: temperature and lengths.
+        vocabulary: token ids that prompts may consist of.
+        timeout_s: for each answer.
+    """
+
+    def __init__(self, rollout: Any, vocabulary: Sequence[int], timeout_s: float) -> None:
+        self._rollout, self._vocabulary, self._timeout_s = rollout, list(vocabulary), timeout_s
+        self.prompt_tokens = min(PROMPT_TOKENS, int(rollout.prompt_length))
+        self.answer_tokens = min(ANSWER_TOKENS, int(rollout.response_length))
+        room = int(rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length)
+        # Longer than any answer of training may be, so that it is under way when it is to be cut.
+        self._long = max(1, min(LONG_ANSWER_TOKENS, room - self.prompt_tokens))
+
+    def tokens(self, seed: int, count: int) -> list[int]:
+        """Random tokens, the same ones for the same seed."""
+        return random.Random(seed).choices(self._vocabulary, k=count)
+
+    def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
+        """A few answers of each replica: the same at every call, as long as its weights are the same."""
+
+        async def ask() -> list[Answer]:
+            numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
+            asked = [(record, number, self.answer_tokens, self._timeout_s) for record, number in numbers]
+            calls = [self._answer(*each) for each in asked]
+            return await asyncio.gather(*calls)
+
+        return asyncio.run(ask())
+
+    def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
+        """Do ``change`` while each replica has a long answer under way; returns these, which come back whole.
+
+        ``timeout_s``: for them, the change included.
+        """
+        names = [f"rehearsal-{uuid.uuid4().hex}" for _ in records]
+
+        async def ask() -> list[Answer]:
+            asked = zip(records, names, strict=True)
+            return await asyncio.gather(*[self._answer(each, 0, self._long, timeout_s, name) for each, name in asked])
+
+        def late(number: int) -> ProbeFailed:
+            return ProbeFailed(f"requests that were interrupted did not come back within {timeout_s:g} s")
+
+        answers: Beside[list[Answer]] = Beside("rehearsed-requests", timeout_s, late)
+        answers.begin(0, lambda: asyncio.run(ask()))
+        asyncio.run(self._begun(records, names, lambda: answers.is_over))
+        change()
+        return answers.wait() or []
+
+    async def _begun(self, records: Sequence[ReplicaRecord], names: list[str], is_over: Callable[[], bool]) -> None:
+        """Return when each of the requests has a token, or all are over."""
+        deadline = time.monotonic() + self._timeout_s
+        while not is_over() and time.monotonic() < deadline:
+            asked = zip(records, names, strict=True)
+            news = await asyncio.gather(
+                *[record.replica.server_handle.sampled_since.remote({name: 0}) for record, name in asked]
+            )
+            if all(found and next(iter(found.values())).token_ids for found in news):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _answer(
+        self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str | None = None
+    ) -> Answer:
+        """``count`` tokens of a replica after a prompt of this number; ``name``: of the first request."""
+        answer = Answer(record.name, self.tokens(number, self.prompt_tokens), [], [])
+        deadline = time.monotonic() + timeout_s
+        while len(answer.tokens) < count:
+            missing = count - len(answer.tokens)
+            sampling = {
+                "temperature": self._rollout.temperature,
+                "logprobs": True,
+                "ignore_eos": True,
+                "seed": number,
+                "max_tokens": missing,
+            }
+            call = record.replica.server_handle.generate.remote(
+                prompt_ids=answer.prompt + answer.tokens, sampling_params=sampling, request_id=name or uuid.uuid4().hex
+            )
+            name = None
+            try:
+                part = await asyncio.wait_for(call, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                which = f"{len(answer.tokens)} of {count} tokens within {timeout_s:g} s"
+                raise ProbeFailed(f"{record.name} gave {which} (async_training.timeouts.rehearsal)") from None
+            except Exception as error:
+                raise ProbeFailed(f"{record.name} did not answer: {plain_cause(error)}") from error
+            if len(part.token_ids) < missing and part.stop_reason not in ABORTED:
+                raise ProbeFailed(f"{record.name} ended an answer early, with {part.stop_reason!r}")
+            answer = replace(
+                answer,
+                tokens=[*answer.tokens, *part.token_ids],
+                log_probs=[*answer.log_probs, *(part.log_probs or ())],
+                requests=answer.requests + 1,
+            )
+            if not part.token_ids:
+                await asyncio.sleep(LOOK_S)
+        return answer
+
+
+def ordinary_tokens(tokenizer: Any) -> list[int]:
+    """Ids of the tokens that are words, not marks of a template or of images."""
+    marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return sorted(set(tokenizer.get_vocab().values()) - marks)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rehearsal of a run: before the first step its own processes show that the way of the weights works.
+
+Contract: `Rehearsal.run` comes after the first publication, before anything is generated for training. It samples from
+every replica, sends the same version once more in the configured way while every trainer rank is at work, with a
+request at each replica that the swap interrupts, samples again, and compares log-probs. Nothing that training reads is
+other than before: no weight, no optimizer state, no random state, no group. Every wait has a deadline
+(``async_training.timeouts.rehearsal``).
+
+- A transfer that does not arrive falls back to ``publish=inline``, then to ``staging=none``; the other way round where
+  an engine refused the weights itself. The run goes on in the way that worked.
+- Anything else that fails ends the run with `RehearsalFailed`, which says what failed, and where, with which setting.
+
+Shown by tests/integration/test_rehearsal.py and, in runs, tests/e2e/test_rehearsal.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from verl import DataProto
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.rehearsed import (
+    FAILED,
+    FELL_BACK,
+    LEFT_OUT,
+    PASSED,
+    Check,
+    Rehearsed,
+    agreement,
+    common_prefix,
+)
+from recipe.async_engine.trainer.beside import Beside
+from recipe.async_engine.trainer.fleet import Fleet
+from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion
+from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
+from recipe.async_engine.weights.worker import WeightLoadError
+
+logger = logging.getLogger(__name__)
+
+TOKENS_AT_ONCE = 1024
+"""Of a micro-batch: few, since nothing is known of the room for logits."""
+
+Pairs = dict[str, list[tuple[float, float]]]
+
+
+class RehearsalFailed(RecipeError):
+    """The run would not work as it is configured; ``is_noted`` once a check has it."""
+
+    is_noted = False
+
+
+@dataclasses.dataclass
+class Note:
+    """What becomes of a check under way."""
+
+    outcome: str = PASSED
+    said: str = ""
+
+
+class Rehearsal:
+    """See the module's contract. The trainer's thread calls it, once.
+
+    Args:
+        fleet: what gets the weights, after its first publication.
+        workers: verl's group of the trainer's `ActorWorker` s, ``ranks`` of them.
+        version: the one that was published.
+        probe: asks the replicas.
+        log_probs: verl's forward pass for old log-probs, by the trainer's present weights.
+        published: a context in which the trainer's weights are those that were published.
+        timeout_s: deadline of each step.
+        position_rows: rows of position ids; more than 1 for models with positions in images.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        workers: Any,
+        ranks: int,
+        version: int,
+        probe: Probe,
+        rollout: Any,
+        log_probs: Callable[[DataProto], Any],
+        published: Callable[[], AbstractContextManager[None]],
+        timeout_s: float,
+        position_rows: int = 1,
+    ) -> None:
+        self.fleet, self.probe, self.version, self.timeout_s = fleet, probe, version, timeout_s
+        self.published = published
+        self._workers, self._ranks, self._rollout = workers, ranks, rollout
+        self._log_probs, self._position_rows = log_probs, position_rows
+        self.result = Rehearsed()
+
+    def run(self) -> None:
+        """Rehearse; ``result`` says what was found, also if it raises RehearsalFailed."""
+        began = time.monotonic()
+        try:
+            self.rehearse()
+        finally:
+            self.result.seconds = time.monotonic() - began
+
+    def rehearse(self) -> None:
+        """All checks, in order."""
+        present = self.generating()
+        with self.checking("engines answer"):
+            before = self.probe.sampled(present)
+        self.send_again(before)
+        with self.checking("engines answer as before") as check:
+            if lost := [record.name for record in present if record.dead]:
+                raise RehearsalFailed(f"lost on the way: {', '.join(lost)} ({self.fleet.publisher.known.errors})")
+            after = self.probe.sampled(present)
+            check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
+
+    def generating(self) -> list[ReplicaRecord]:
+        """The rollout replicas."""
+        return [record for record in self.fleet.publisher.known.present if record.generates]
+
+    # The way of the weights; `recipe.partial_rollout.rehearsal` has another one.
+
+    def send_again(self, before: list[Answer]) -> None:
+        """Send the version once more as the run would, or in another way if that fails; compare log-probs."""
+        while True:
+            weights = self.fleet.publisher.weights
+            name = f"weights arrive (publish={weights.publish}, staging={weights.staging})"
+            began = time.monotonic()
+            try:
+                said = self._send()
+            except (NoReplicaLeft, PublishFailed) as error:
+                cause = str(error).partition("\n")[0]
+                setting = self._fall_back()
+                outcome = FAILED if setting is None else FELL_BACK
+                self.result.checks.append(Check(name, outcome, cause, time.monotonic() - began))
+                if setting is None:
+                    raise RehearsalFailed(f"{name}: {cause}") from error
+                self.result.fallbacks.append(setting)
+                logger.warning("rehearsal: %s: %s. The run goes on with %s", name, cause, setting)
+            else:
+                self.result.checks.append(Check(name, PASSED, said, time.monotonic() - began))
+                break
+        self.compare(before)
+
+    def _send(self) -> str:
+        """One transfer: the first in the rehearsal's deadline, once; after a fallback as any other."""
+        passes = 0
+        with nullcontext() if self.result.fallbacks else self.in_haste():
+            if self.fleet.publisher.weights.publish == "beside":
+                with self.published():
+                    self.fleet.snapshot(self.version)
+                late = PublishFailed(f"it was not over within {self._longest_s:g} s")
+                sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
+                sync.begin(self.version, self._bring)
+                passes = self.work(until=lambda: sync.is_over)
+                sync.wait()
+            else:
+                self.work()
+                with self.published():
+                    self._bring()
+        self.result.passes += passes
+        return f"beside {passes} passes of every trainer rank" if passes else ""
+
+    def _bring(self) -> None:
+        """Have the replicas stage the version and swap it in."""
+        staged = self.fleet.stage(self.version)
+        if self.fleet.publisher.weights.staging != "none":
+            self._see_all_have(staged)
+
+        def swap() -> None:
+            self.fleet.swap(staged)
+            self._see_all_have(staged)
+            self._note_servers(staged)
+            self.fleet.resume(staged)
+
+        name = "requests go on after a swap"
+        if self.fleet.publisher.weights.at_swap == "drain":
+            self.result.checks.append(Check(name, LEFT_OUT, "a swap waits for them (at_swap=drain)"))
+            swap()
+            return
+        with self.checking(name) as check:
+            self.under_requests(swap, check)
+
+    def under_requests(self, change: Callable[[], None], check: Note) -> None:
+        """Do ``change`` with a request under way at each replica, and note how they fared."""
+        answers = self.probe.under(self.generating(), change, self._longest_s)
+        cut = sum(answer.requests > 1 for answer in answers)
+        check.said = f"{len(answers)} came back whole, {cut} of them in parts"
+        if not cut and self.fleet.publisher.weights.at_swap == "interrupt":
+            check.outcome, check.said = LEFT_OUT, "they were over before they could be cut"
+
+    def _see_all_have(self, staged: StagedVersion) -> None:
+        lacking = [record.name for record in self.generating() if record not in staged.holders]
+        if lacking:
+            raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.fleet.publisher.known.errors}")
+
+    def _note_servers(self, staged: StagedVersion) -> None:
+        """Log-prob servers without the version cost no run anything but the trainer's time, and are said."""
+        servers = [record for record in self.fleet.publisher.known.records if not record.generates]
+        if not servers:
+            return
+        lacking = [f"{record.name}: {record.error}" for record in servers if record not in staged.holders]
+        outcome, said = (FELL_BACK, "; ".join(lacking)) if lacking else (PASSED, "")
+        self.result.checks.append(Check("log-prob servers have the weights", outcome, said))
+        if lacking:
+            self.result.fallbacks.append("async_training.proximal_log_probs=recompute")
+            logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
+
+    def _fall_back(self) -> str | None:
+        """Choose another way for all weights of the run; returns its setting, None where there is no other."""
+        publisher = self.fleet.publisher
+        weights = publisher.weights
+        inline = weights.publish == "beside" and weights.encoding == "full"
+        in_place = weights.staging != "none" and weights.at_swap != "keep"
+        errors = [record.error for record in publisher.known.records if record.error is not None]
+        refused = any(isinstance(plain_cause(error), WeightLoadError) for error in errors)
+        if inline and not (refused and in_place):
+            publisher.weights = dataclasses.replace(weights, publish="inline")
+            return "async_training.weights.publish=inline"
+        if in_place:
+            publisher.weights = dataclasses.replace(weights, staging="none")
+            return "async_training.weights.staging=none"
+        return None
+
+    @contextmanager
+    def in_haste(self) -> Iterator[None]:
+        """Within it a transfer has one attempt, and the rehearsal's deadline."""
+        publisher = self.fleet.publisher
+        usual = publisher.known.timeout_s, publisher.attempts
+        publisher.known.timeout_s, publisher.attempts = min(usual[0], self.timeout_s), 1
+        try:
+            yield
+        finally:
+            publisher.known.timeout_s, publisher.attempts = usual
+
+    @property
+    def _longest_s(self) -> float:
+        # A transfer asks who is there, connects in two steps and sends, each in the deadline and a moment.
+        return 5 * self.fleet.publisher.known.timeout_s + 60
+
+    # Work of the trainer's ranks.
+
+    def work(self, until: Callable[[], bool] = lambda: True) -> int:
+        """Forward and backward passes on every trainer rank, at least one; returns how many."""
+        numbers = range(ANSWERS_PER_REPLICA)
+        prompts = [self.probe.tokens(number, self.probe.prompt_tokens) for number in numbers]
+        answers = [self.probe.tokens(-number - 1, self.probe.answer_tokens) for number in numbers]
+        data = left_right_2_no_padding(self._batch(prompts, answers).to_tensordict())
+        passes = 0
+        while passes == 0 or not until():
+            try:
+                # A transfer that stands in its way is broken off at a deadline of its own, before this one.
+                ray.get(self._workers.pass_without_update(data), timeout=self._longest_s)
+            except GetTimeoutError:
+                raise RehearsalFailed(
+                    f"a forward and backward pass was not over within {self._longest_s:g} s beside a weight sync "
+                    "(async_training.timeouts.rehearsal); try async_training.weights.publish=inline"
+                ) from None
+            passes += 1
+        return passes
+
+    def _batch(self, prompts: list[list[int]], answers: list[list[int]]) -> DataProto:
+        """Rows of one length, laid out as verl's agent loops do: int64 [rows, prompt + answer]."""
+        whole = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+        rows, length = whole.shape
+        responses = whole[:, len(prompts[0]) :]
+        positions = torch.arange(length).repeat(rows, 1)
+        if self._position_rows > 1:
+            positions = positions[:, None].repeat(1, self._position_rows, 1)
+        tensors = {
+            "prompts": whole[:, : len(prompts[0])],
+            "responses": responses,
+            "response_mask": torch.ones_like(responses),
+            "input_ids": whole,
+            "attention_mask": torch.ones_like(whole),
+            "position_ids": positions,
+        }
+        meta = {
+            "temperature": self._rollout.temperature,
+            "global_token_num": [length] * rows,
+            # By tokens, so that any number of rows divides.
+            "use_dynamic_bsz": True,
+            "max_token_len_per_gpu": TOKENS_AT_ONCE,
+        }
+        return DataProto.from_dict(tensors, meta_info=meta)
+
+    # Log-probs.
+
+    def compare(self, answers: list[Answer]) -> None:
+        """See that the engines' log-probs are the trainer's."""
+        name = "log-probs agree"
+        if self._rollout.get("enable_rollout_routing_replay", False):
+            self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
+            return
+        with self.checking(name) as check:
+            # As many rows for one rank as for another.
+            rows = answers + answers[:1] * (-len(answers) % self._ranks)
+            batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
+            with self.published():
+                computed, _ = self._log_probs(batch)
+            pairs: Pairs = {}
+            for answer, row in zip(answers, computed.batch["old_log_probs"].tolist(), strict=False):
+                pairs.setdefault(answer.replica, []).extend(zip(answer.log_probs, row, strict=True))
+            check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
+
+    def _judge(self, fault: str, pairs: Pairs) -> str:
+        """What the largest difference is, in words; RehearsalFailed with the fault of those that do not agree."""
+        found = {name: agreement(both, str(self._rollout.dtype)) for name, both in pairs.items()}
+        wrong = [name for name, each in found.items() if not each.holds]
+        if wrong:
+            raise RehearsalFailed(f"{fault.format(', '.join(wrong))}; they differ {found[wrong[0]]}")
+        worst = max(found.values(), key=lambda each: each.difference)
+        self.result.difference = max(self.result.difference, worst.difference)
+        return f"they differ {worst}"
+
+    @contextmanager
+    def checking(self, name: str) -> Iterator[Note]:
+        """A check that has passed if nothing is raised within it, and its note says nothing else."""
+        began = time.monotonic()
+        note = Note()
+        try:
+            yield note
+        except (NoReplicaLeft, PublishFailed):
+            raise
+        except Exception as error:  # whatever it is, the run would meet it later
+            if isinstance(error, RehearsalFailed) and error.is_noted:
+                raise
+            self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
+            failed = RehearsalFailed(f"{name}: {error}")
+            failed.is_noted = True
+            raise failed from error
+        self.result.checks.append(Check(name, note.outcome, note.said, time.monotonic() - began))
+
+
+def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
+    """Log-probs of the tokens that were sampled both times, by replica."""
+    pairs: Pairs = {}
+    for one, other in zip(before, after, strict=True):
+        shared = common_prefix(one.tokens, other.tokens)
+        both = zip(one.log_probs[:shared], other.log_probs[:shared], strict=True)
+        pairs.setdefault(one.replica, []).extend(both)
+    return pairs

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose way of the weights is broken, each in one place: their rehearsal has to find it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.single_controller.base.decorator import Dispatch, register
+
+from recipe.async_engine.trainer.actor_worker import ActorWorker
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
+from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.cpu_engine_extension import CPUStagingExtension
+from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+
+SLOW_S = 20.0
+
+
+class CircularWorker(ActorWorker):
+    """Its sender waits for the pass that is under way, and a pass for the weights that are: a circle."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sending, self._passing, self._left = threading.Event(), threading.Event(), threading.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
+        self._sending.set()
+        while self._passing.is_set() and not self._left.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            if self._left.is_set():
+                raise WeightStreamError("the group was left")
+            return await super().send_snapshot(version, full)
+        finally:
+            self._sending.clear()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def pass_without_update(self, data: Any) -> None:
+        self._passing.set()
+        time.sleep(0.2)
+        while self._sending.is_set() and not self._left.is_set():
+            time.sleep(0.01)
+        super().pass_without_update(data)
+        self._passing.clear()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "reset":
+            self._left.set()
+        return super().execute_checkpoint_engine(method, *args, **kwargs)
+
+
+class Circular(AsyncPPOTrainer):
+    actor_worker = CircularWorker
+
+
+class OtherWeights(CPUStagingExtension):
+    """Norms of one engine change as they are swapped in."""
+
+    def swap_staged(self, version: int) -> dict[str, int]:
+        counts = super().swap_staged(version)
+        if is_the_first(os.environ["OTHER_WEIGHTS"]):
+            with torch.no_grad():
+                for name, parameter in self.model_runner.get_model().named_parameters():
+                    # Of linear layers a CPU's engine reads packed copies.
+                    if "layernorm" in name:
+                        parameter.mul_(1.5)
+        return counts
+
+
+class NeverWakes(CPUStagingExtension):
+    """An engine that takes no weights after it has slept."""
+
+    loads = 0
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        NeverWakes.loads += 1
+        if NeverWakes.loads > 1:
+            time.sleep(3600)
+        super().update_weights_from_ipc(*args, **kwargs)
+
+
+def is_the_first(mark: str) -> bool:
+    """Whether this process is the one that has the mark, or nobody had it."""
+    try:
+        Path(mark).touch(exist_ok=False)
+        Path(mark).write_text(str(os.getpid()))
+    except FileExistsError:
+        return Path(mark).read_text() == str(os.getpid())
+    return True
+
+
+@CheckpointEngineRegistry.register("slow_gloo")
+class SlowEngine(GlooCheckpointEngine):
+    """Its receivers take their time before the second tensor of the first version."""
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        count = 0
+        async for item in super().receive_weights(global_steps):
+            count += 1
+            if count == 2 and global_steps == 0:
+                await asyncio.sleep(SLOW_S)
+            yield item

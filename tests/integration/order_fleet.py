@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer ranks that train, receivers that generate, and the weight publisher over them, in the model of order.
+
+Every member is a process of device_modules.py. Real are the publisher, the transfer group, the checkpoint engine with
+Ray's group below it, the snapshot, and the staging in the receivers; so is all of a log-prob server's staging. Below
+stand a model of a few tensors, and a training of collectives and kernels that writes to the weights as it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from cuda_order import NON_BLOCKING, Device, Event, Gone, Stream, World
+from device_tensors import CUDA, Torch, current, raw
+from nccl_order import Communicator, UniqueId
+from ray.exceptions import ActorDiedError
+from torch import nn
+
+from recipe.async_engine.weights.checksum import SummedSender
+from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
+from recipe.async_engine.weights.staged import Intake
+from recipe.async_engine.weights.staged_model import StagedModel
+from recipe.async_engine.weights.worker import WeightLoadError
+
+BUCKET_BYTES = 2048
+LAYERS = 3
+ON_DEVICE = Torch()
+TRAIN = "train"
+
+
+@cache
+def make_weights(version: int) -> dict[str, torch.Tensor]:
+    """A tensor larger than a bucket, and several buckets in all."""
+    numbers = torch.Generator().manual_seed(version)
+    return {
+        "embed": torch.randn(60, 16, generator=numbers),
+        "norm": torch.randn(16, generator=numbers).bfloat16(),
+        **{f"layer_{number}": torch.randn(20, 16, generator=numbers) for number in range(LAYERS)},
+        "counter": torch.tensor([version, 1 << 40]),
+        "lm_head": torch.randn(30, 24, generator=numbers).bfloat16(),
+    }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind`` happens in a member at the ``number``-th time that it comes to ``place`` (from 0), once."""
+
+    kind: str
+    place: str
+    number: int = 0
+
+
+DIE, FREEZE, STOP_DEVICE, LATE = "die", "freeze", "stop device", "late"
+LATE_S = 0.05
+
+
+class Process:
+    """A process with one accelerator: each of its calls runs on a thread of its own."""
+
+    def __init__(self, world: World, name: str, node: str) -> None:
+        self.world = world
+        self.device = Device(world, name, node)
+        self.fault: Fault | None = None
+        self.passed: dict[str, int] = {}
+        self._open: set[Future[Any]] = set()
+
+    @property
+    def lives(self) -> bool:
+        return not (self.device.gone or self.device.frozen or self.device.stopped)
+
+    def at(self, place: str) -> None:
+        """Come to a place, where a fault may be due."""
+        number = self.passed.get(place, 0)
+        self.passed[place] = number + 1
+        fault = self.fault
+        if fault is None or (fault.place, fault.number) != (place, number):
+            return
+        self.fault = None
+        if fault.kind == LATE:
+            time.sleep(LATE_S)
+        elif fault.kind == DIE:
+            self.die()
+            raise Gone
+        else:
+            self.device.set(**{"frozen" if fault.kind == FREEZE else "stopped": True})
+            self.stand()
+
+    def stand(self) -> None:
+        """Who stands still does not come past this."""
+        with self.world.changed:
+            self.world.stand(self.device)
+
+    def call(self, name: str, work: Callable[[], Any]) -> Future[Any]:
+        """Have ``work`` done, which may be a coroutine's start."""
+        outcome: Future[Any] = Future()
+        if self.device.gone:
+            outcome.set_exception(ActorDiedError())
+            return outcome
+        self._open.add(outcome)
+
+        def run() -> None:
+            with suppress(Gone, InvalidStateError), self.world.call(self.device, name):
+                try:
+                    self.stand()
+                    result = work()
+                    result = asyncio.run(result) if asyncio.iscoroutine(result) else result
+                    self.stand()
+                    outcome.set_result(result)
+                except Exception as error:
+                    outcome.set_exception(error)
+                finally:
+                    self._open.discard(outcome)
+
+        threading.Thread(target=run, name=f"{self.device.name}: {name}", daemon=True).start()
+        return outcome
+
+    def die(self) -> None:
+        self.device.set(gone=True)
+        for outcome in list(self._open):
+            with suppress(InvalidStateError):
+                outcome.set_exception(ActorDiedError())
+
+
+class Actor:
+    """Ray's handle on an object in a process."""
+
+    def __init__(self, process: Process, target: Any) -> None:
+        self.process, self.target = process, target
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__ray_call__":
+            return Method(self.process, "ping", lambda work: None)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Method(self.process, name, getattr(self.target, name))
+
+
+class Method:
+    def __init__(self, process: Process, name: str, work: Callable[..., Any]) -> None:
+        self._process, self._name, self._work = process, name, work
+
+    def remote(self, *arguments: Any, **named: Any) -> asyncio.Future[Any]:
+        name = named.get("method", self._name) if not arguments else arguments[0]
+        name = name if self._name == "execute_checkpoint_engine" else self._name
+        return asyncio.wrap_future(self._process.call(name, partial(self._work, *arguments, **named)))
+
+
+class Member:
+    """What verl's workers do with their engine."""
+
+    def __init__(self, process: Process, **settings: Any) -> None:
+        from recipe.async_engine.weights.nccl_engine import BoundedNCCLCheckpointEngine
+
+        self.process = process
+        self.engine: Any = BoundedNCCLCheckpointEngine(BUCKET_BYTES, **settings)
+
+    def execute_checkpoint_engine(self, method: str, *arguments: Any, **named: Any) -> Any:
+        self.process.at(method)
+        return getattr(self.engine, method)(*arguments, **named)
+
+
+class TrainerRank(Member):
+    """One rank; the weights are whole on each, as after a gathering."""
+
+    def __init__(self, process: Process, rank: int, **settings: Any) -> None:
+        super().__init__(process, is_master=rank == 0, **settings)
+        if rank == 0:
+            self.engine = SummedSender(self.engine)
+        self.rank = rank
+        self.snapshot = WeightSnapshot(rank == 0, CUDA)
+        self.group: Communicator | None = None
+        self.gathers = Stream(process.device, NON_BLOCKING)
+        zeros = {name: ON_DEVICE.empty_like(tensor, device=CUDA) for name, tensor in make_weights(0).items()}
+        self.weights: dict[str, torch.Tensor] = zeros
+
+    async def update_weights(self, global_steps: int, mode: str) -> Any:
+        return await self.engine.send_weights(self._gathered(), global_steps=global_steps) or {}
+
+    def snapshot_weights(self, version: int, wire: Wire) -> None:
+        self.snapshot.take(self._gathered(), version, wire)
+
+    async def send_snapshot(self, version: int, full: bool) -> Any:
+        with self.snapshot.stream(version) as weights:
+            return await self.engine.send_weights(self._passing(weights), global_steps=version) or {}
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As verl's engines give their weights: the ranks gather each as it is asked for."""
+        for name, tensor in self.weights.items():
+            self.process.at("tensor")
+            self.all_gather()
+            yield name, tensor
+
+    def _passing(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights:
+            self.process.at("tensor")
+            yield named
+
+    # Training
+
+    def all_gather(self) -> None:
+        """As torch's ProcessGroupNCCL: on a stream of its own, with events before and after."""
+        compute = current("torch")
+        if self.group is None:
+            return
+        before, after = Event(self.process.device), Event(self.process.device)
+        before.record(compute)
+        self.gathers.wait_event(before)
+        self.group.launch(self.gathers, ("all-gather",))
+        after.record(self.gathers)
+        compute.wait_event(after)
+
+    def become(self, version: int) -> None:
+        """The last update of a version."""
+        for name, tensor in make_weights(version).items():
+            into = raw(self.weights[name])
+            self.process.device.default.work("update", partial(into.copy_, tensor))
+
+    def step(self, number: int, seed: int) -> None:
+        """Queue a step, without waiting for the one before; the ranks' layers are as many, their pace is their own."""
+        self.process.at("step")
+        alike, own = random.Random(f"{seed} {number}"), random.Random(f"{seed} {number} {self.rank}")
+        for _ in range(alike.randint(1, LAYERS)):
+            self.all_gather()
+            name = own.choice(list(self.weights))
+            into = raw(self.weights[name])
+            self.process.device.default.work("compute", partial(into.fill_, own.randint(0, 99)))
+            if own.random() < 0.2:
+                time.sleep(own.random() * 0.002)
+        if number % 3 == 2 or own.random() < 0.3:
+            self.process.device.synchronize()
+
+
+class Training:
+    """The ranks' loop, which all of them halt and leave at the same step."""
+
+    def __init__(self, ranks: list[TrainerRank], seed: int) -> None:
+        self._ranks, self._seed = ranks, seed
+        self._changed = threading.Condition()
+        self._begun, self._queued = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self._until: int | None = 0
+        self._ended = False
+        for rank in ranks:
+            rank.process.call(TRAIN, partial(self._run, rank))
+
+    def _run(self, rank: TrainerRank) -> None:
+        while True:
+            with self._changed:
+                self._queued[rank] = number = self._begun[rank]
+                self._changed.notify_all()
+                while self._until is not None and number >= self._until and not self._ended:
+                    self._changed.wait()
+                if self._ended:
+                    return
+                self._begun[rank] += 1
+            rank.step(number, self._seed)
+
+    def go_on(self, steps: int | None = None) -> None:
+        """Train so many steps and halt, or without an end."""
+        with self._changed:
+            self._until = None if steps is None else max(self._begun.values()) + steps
+            self._changed.notify_all()
+
+    def halt(self, timeout_s: float) -> bool:
+        """Stop between two steps, whose work may still be queued; False if some rank does not come to it."""
+        with self._changed:
+            if self._until is None:
+                self._until = max(self._begun.values())
+                self._changed.notify_all()
+            living = [rank for rank in self._ranks if not rank.process.device.gone]
+            return self._changed.wait_for(lambda: all(self._queued[rank] >= self._until for rank in living), timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        """It stops where it is; a rank that waits for one that is lost stops waiting, as when a run ends."""
+        lost = any(not rank.process.lives for rank in self._ranks) or not self.halt(timeout_s)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        if lost:
+            for rank in self._ranks:
+                if rank.group is not None:
+                    rank.group.abort()
+
+    @property
+    def steps(self) -> int:
+        return sum(self._queued.values())
+
+
+class Model(nn.Module):
+    """The tensors of `make_weights`, on the device of the process that makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in make_weights(0).items():
+            empty = ON_DEVICE.zeros_like(tensor, device=CUDA)
+            if tensor.is_floating_point():
+                self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            else:
+                self.register_buffer(name, empty)
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            getattr(self, name).copy_(tensor)
+        return {name for name, _ in weights}
+
+
+class RolloutRank(Member):
+    """A rank of a rollout replica: what comes is staged beside the weights that it generates with."""
+
+    def __init__(self, process: Process, copies: bool, **settings: Any) -> None:
+        super().__init__(process, **settings)
+        self.live = Model()
+        self.staged = StagedModel(self.live, Model(), lambda model: None, copies=copies)
+
+    async def stage_weights(self, global_steps: int) -> str:
+        intake = Intake(self.staged, global_steps)
+        intake.begin()
+        async for named in self._arriving(global_steps):
+            intake.take([named])
+        intake.end()
+        if intake.problem is not None:
+            raise WeightLoadError(intake.problem)
+        return intake.checksum
+
+    async def _arriving(self, version: int) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        self.process.at("stage")
+        async for named in self.engine.receive_weights(global_steps=version):
+            self.process.at("tensor")
+            yield named
+
+    def swap(self, version: int) -> None:
+        self.process.at("swap")
+        self.staged.swap(version)
+        self.process.device.synchronize()
+
+    def answer(self) -> int | None:
+        """The version of the weights that compute now; None if it is none, or a mix."""
+        found: list[int | None] = []
+
+        def generate() -> None:
+            live = {name: raw(tensor) for name, tensor in self.live.state_dict(keep_vars=True).items()}
+            version = int(live["counter"][0])
+            whole = all(torch.equal(live[name], tensor) for name, tensor in make_weights(version).items())
+            found.append(version if whole else None)
+
+        self.process.device.default.work("generate", generate)
+        self.process.device.default.synchronize()
+        return found[0]
+
+
+def communicators(processes: list[Process], name: str) -> list[Communicator]:
+    """One of all these processes."""
+    unique = UniqueId(name)
+    made = [
+        process.call("join", partial(Communicator, process.device, unique, len(processes), rank))
+        for rank, process in enumerate(processes)
+    ]
+    return [each.result() for each in made]
