@@ -101,7 +101,7 @@ def main(
         graphs: not empty to have them captured, on an accelerator.
     """
     if device == "cpu":
-        # The CPU build has no kernels for latent attention; keys and values are expanded then.
+        # Its build has no kernels for latent attention; keys and values are expanded then.
         os.environ["VLLM_MLA_DISABLE"] = "1"
     found: dict[str, Any] = {}
     for name in names.split(";"):

@@ -171,7 +171,9 @@ def test_weights_that_are_nan_are_refused() -> None:
 def test_tensors_keep_their_addresses_which_captured_graphs_hold() -> None:
     live, model = staged()
     before = [live.embed.data_ptr(), live.layer.weight.data_ptr(), live.layer.packed.data_ptr()]
+    staged_at = model._spare.embed.data_ptr()
     stage(model, 1)
+    assert model._spare.embed.data_ptr() == staged_at, "it may be pinned"
     model.swap(1)
     assert [live.embed.data_ptr(), live.layer.weight.data_ptr(), live.layer.packed.data_ptr()] == before
 

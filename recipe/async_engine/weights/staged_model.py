@@ -61,7 +61,8 @@ class StagedModel(StagedWeights):
     def _begin(self) -> None:
         self._loaded, self._copies, self._hands = set(), [], []
         for pair, data, nbytes in self._loadable:
-            data.untyped_storage().resize_(nbytes)
+            if data.untyped_storage().nbytes() != nbytes:
+                data.untyped_storage().resize_(nbytes)
             pair.mine.data = data
             if pair.put_mine is not None:
                 pair.put_mine(pair.mine)
