@@ -37,7 +37,6 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +46,7 @@ import cupy as cp
 import torch
 import zmq
 from ray.util import collective
-from verl.checkpoint_engine.base import CheckpointEngineRegistry, TensorMeta, split_weight_chunks
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, split_weight_chunks
 from verl.checkpoint_engine.nccl_checkpoint_engine import (
     BroadcastOperation,
     MasterMetadata,
@@ -58,13 +57,10 @@ from verl.checkpoint_engine.nccl_checkpoint_engine import (
 from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum
 from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
+from recipe.async_engine.weights.nccl_parts import AtOnce, Bucket, within
 
 LOOK_MS = 100
 """How long a receiver waits for a bucket's description before it looks whether its group has been left."""
-
-
-ALIGNMENT = 16
-"""Of tensors in a bucket, in bytes: verl's own lie one behind the other, and are views of another type there."""
 
 
 @dataclass
@@ -138,52 +134,6 @@ class BucketDescriptions:
     def recv_pyobj(self) -> Any:
         # The second part of a message, which comes with the first.
         return self._socket.recv_pyobj()
-
-
-class Bucket:
-    """One of the two that a sender fills in turn."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-        self._bytes = torch.as_tensor(memory)
-        self.holds: dict[str, TensorMeta] = {}
-        self.length = 0
-        self.left: Any = None
-        """The event with which what it held has been sent."""
-
-    def place(self, size: int) -> int | None:
-        """Where so many bytes would begin; None if they have no room."""
-        begin = self.length + -self.length % ALIGNMENT
-        return begin if begin + size <= len(self._bytes) else None
-
-    def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to ``meta.offset``, on the current stream; returns where it lies."""
-        assert meta.name not in self.holds, f"{meta.name} comes twice"
-        self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
-        room = self._bytes[meta.offset : self.length]
-        return room.copy_(chunk, non_blocking=True)
-
-    def empty(self) -> None:
-        """Have it empty, as soon as what it held has been sent. An abort of the communicator ends the wait."""
-        if self.left is not None:
-            self.left.synchronize()
-        self.holds, self.length, self.left = {}, 0, None
-
-    @property
-    def filled(self) -> Any:
-        return self._memory[: self.length]
-
-
-class AtOnce(ThreadPoolExecutor):
-    """An event loop's executor that does what it is given before it returns."""
-
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        outcome: Future[Any] = Future()
-        try:
-            outcome.set_result(call(*arguments, **named))
-        except Exception as error:  # whoever waits for it gets it
-            outcome.set_exception(error)
-        return outcome
 
 
 @CheckpointEngineRegistry.register("nccl")
@@ -286,7 +236,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self.group_name = self.topic = group
         try:
             join = partial(super().init_process_group, rank, world_size, master_metadata, num_senders)
-            _within(self._connect_timeout_s, on_this_device(partial(self._join, joined, master_metadata, join)))
+            within(self._connect_timeout_s, on_this_device(partial(self._join, joined, master_metadata, join)))
             if rank == 0:
                 joined.end_rendezvous()
         except Exception as error:
@@ -448,18 +398,3 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         finally:
             late.cancel()
         group.check(what)
-
-
-def _within(timeout_s: float, call: Callable[[], Any]) -> None:
-    """Do ``call`` on a thread that is left behind if it is late, with TimeoutError."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            outcome.set_result(None)
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="join-nccl-group", daemon=True).start()
-    outcome.result(timeout_s)
