@@ -71,6 +71,8 @@ class Process:
         self.world = world
         self.device = Device(world, name, node)
         self.fault: Fault | None = None
+        self.lost = False
+        """It has died, or stood still."""
         self.passed: dict[str, int] = {}
         self._open: set[Future[Any]] = set()
 
@@ -92,6 +94,7 @@ class Process:
             self.die()
             raise Gone
         else:
+            self.lost = True
             self.device.set(**{"frozen" if fault.kind == FREEZE else "stopped": True})
             self.stand()
 
@@ -103,10 +106,10 @@ class Process:
     def call(self, name: str, work: Callable[[], Any]) -> Future[Any]:
         """Have ``work`` done, which may be a coroutine's start."""
         outcome: Future[Any] = Future()
-        if self.device.gone:
-            outcome.set_exception(ActorDiedError())
-            return outcome
         self._open.add(outcome)
+        if self.device.gone:
+            self.die()
+            return outcome
 
         def run() -> None:
             with suppress(Gone, InvalidStateError), self.world.call(self.device, name):
@@ -125,6 +128,7 @@ class Process:
         return outcome
 
     def die(self) -> None:
+        self.lost = True
         self.device.set(gone=True)
         for outcome in list(self._open):
             with suppress(InvalidStateError):

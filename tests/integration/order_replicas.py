@@ -199,6 +199,11 @@ class OrderFleet:
         return {replica.replica_rank: replica.ask() for replica in self.replicas if replica.lives and replica._open}
 
     @property
+    def was_lost(self) -> bool:
+        """Whether somebody died or stood still."""
+        return any(process.lost for process in self.all_processes)
+
+    @property
     def all_processes(self) -> list[Process]:
         return self.processes + [process for replica in self.replicas for process in replica.processes]
 
