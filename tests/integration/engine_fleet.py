@@ -143,7 +143,7 @@ class TrainerRank(Member):
         return await self.engine.send_weights(self._weights(global_steps), global_steps=global_steps) or {}
 
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        self.snapshot.take(self.weights(version).items(), version, wire)
+        self.snapshot.take(self.weights(version).items, version, wire)
 
     async def send_snapshot(self, version: int, full: bool) -> Any:
         how = {"full": full} if isinstance(self.engine, EncodedSender) else {}

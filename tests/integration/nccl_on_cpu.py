@@ -146,9 +146,9 @@ class Array(np.ndarray):
 
 
 class Nothing:
-    """A stream, an event, or the choice of a device."""
+    """A stream, or the choice of one or of a device."""
 
-    ptr = 0
+    ptr = cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -156,15 +156,37 @@ class Nothing:
 
     def __exit__(self, *_: Any) -> None: ...
 
-    def record(self, stream: Any) -> None: ...
-
     def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        DEVICE.synchronize()
+
+
+class Event:
+    """Done with all that was asked of the device before it was recorded."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def record(self, stream: Any) -> None:
+        DEVICE.ask(self._done.set)
+
+    def synchronize(self) -> None:
+        self._done.wait()
 
 
 class OnCPU:
     """``torch`` as verl's engine has it: its buffers are in host memory."""
 
-    cuda = SimpleNamespace(synchronize=DEVICE.synchronize, empty_cache=lambda: None)
+    cuda = SimpleNamespace(
+        synchronize=DEVICE.synchronize,
+        empty_cache=lambda: None,
+        current_device=lambda: 0,
+        current_stream=Nothing,
+        Stream=Nothing,
+        stream=Nothing,
+        Event=Event,
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -181,7 +203,8 @@ def cupy() -> dict[str, ModuleType]:
     nccl.NcclCommunicator, nccl.get_unique_id = Communicator, unique_id
     nccl.get_build_version = nccl.get_version = lambda: 22800
     nccl.groupStart = nccl.groupEnd = lambda: None
-    cuda.nccl, cuda.Device, cuda.Stream, cuda.Event = nccl, Nothing, Nothing, Nothing
+    cuda.nccl, cuda.Device, cuda.Event = nccl, Nothing, Event
+    cuda.Stream = cuda.ExternalStream = Nothing
     cuda.get_current_stream, cuda.runtime = Nothing, SimpleNamespace(getDeviceCount=lambda: 1)
     top.cuda, top.ndarray, top.uint8 = cuda, Array, np.uint8
     top.array = top.asarray = lambda values: np.asarray(values).view(Array)
@@ -212,8 +235,10 @@ def install(ours: bool) -> None:
         _use_host_memory()
     from verl.checkpoint_engine.nccl_checkpoint_engine import NCCLCheckpointEngine
 
+    from recipe.async_engine.weights import nccl_engine
     from recipe.async_engine.weights.nccl_engine import BoundedNCCLCheckpointEngine
 
+    nccl_engine.torch = OnCPU()
     CheckpointEngineRegistry.register("nccl")(BoundedNCCLCheckpointEngine if ours else NCCLCheckpointEngine)
 
 

@@ -25,7 +25,8 @@ from recipe.async_engine.weights import publisher
 from recipe.async_engine.weights.publisher import PublishFailed
 
 DEADLINES = {"timeout_s": 30.0, "connect_timeout_s": 15.0}
-OURS = Engine("nccl", "recipe.async_engine.weights.nccl_engine", DEADLINES, is_nccl=True)
+RELAYS = Engine("nccl", "recipe.async_engine.weights.nccl_engine", DEADLINES, is_nccl=True)
+OURS = replace(RELAYS, settings={**DEADLINES, "multi_sender": False})
 GLOO = Engine("recipe_gloo", "recipe.async_engine.weights.gloo_engine", DEADLINES)
 VERLS = Engine("nccl", None, is_nccl=True)
 ENGINES = pytest.mark.parametrize("engine", [OURS, GLOO], ids=["nccl", "recipe_gloo"])
@@ -92,7 +93,7 @@ def see_nothing_left_of_rendezvous() -> None:
         time.sleep(0.05)
 
 
-@ENGINES
+@pytest.mark.parametrize("engine", [OURS, RELAYS, GLOO], ids=["nccl", "relays", "recipe_gloo"])
 def test_weights_arrive_bit_for_bit_in_one_sync_after_another(fleet_of: FleetOf, engine: Engine) -> None:
     fleet = fleet_of(engine)
     groups = set()
@@ -170,7 +171,7 @@ def test_trainer_that_fails_once_sends_again_and_the_replicas_know_why(
 
 
 def test_replica_that_dies_before_it_joins_costs_the_others_the_deadline_of_joining(fleet_of: FleetOf) -> None:
-    fleet = fleet_of(replace(OURS, settings=DEADLINES | {"connect_timeout_s": 6.0}))
+    fleet = fleet_of(replace(OURS, settings=OURS.settings | {"connect_timeout_s": 6.0}))
     first, second = fleet.replicas
     second.ask("meet", "die before joining")
     publish(fleet, 1, to=[first], transfers=2)

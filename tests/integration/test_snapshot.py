@@ -41,7 +41,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_what_is_sent_is_the_version_that_was_copied_whatever_training_does_meanwhile() -> None:
     live, snapshot = model(), WeightSnapshot(is_sender=True)
     before = {name: tensor.clone() for name, tensor in live.items()}
-    snapshot.take(live.items(), 1, Wire())
+    snapshot.take(live.items, 1, Wire())
     with snapshot.stream(1) as weights:
         for name, tensor in weights:
             for parameter in live.values():
@@ -52,7 +52,7 @@ def test_what_is_sent_is_the_version_that_was_copied_whatever_training_does_mean
 
 def test_masters_travel_in_the_dtype_of_the_rollout_and_what_engines_hold_wider_as_it_is() -> None:
     snapshot = WeightSnapshot(is_sender=True)
-    snapshot.take(model().items(), 1, BF16)
+    snapshot.take(model().items, 1, BF16)
     found = sent(snapshot, 1)
     for name, tensor in model().items():
         narrows = tensor.dtype == torch.float32 and last_parts(name) != "gate.weight"
@@ -65,24 +65,55 @@ def test_narrowing_gives_the_bits_that_an_engine_would_have_stored(patterns: lis
     masters = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
     loaded = torch.empty(len(patterns), dtype=torch.bfloat16).copy_(masters)
     snapshot = WeightSnapshot(is_sender=True)
-    snapshot.take([("weight", masters)], 1, BF16)
+    snapshot.take(lambda: [("weight", masters)], 1, BF16)
     assert same_bits(sent(snapshot, 1)["weight"], loaded)
 
 
 def test_memory_is_used_again_for_the_next_version_where_the_tensors_are_alike() -> None:
     live, snapshot = model(), WeightSnapshot(is_sender=True)
-    snapshot.take(live.items(), 1, BF16)
+    snapshot.take(live.items, 1, BF16)
     first = {name: tensor.data_ptr() for name, tensor in sent(snapshot, 1).items()}
-    live["lm_head.weight"] = torch.zeros(9, 5)
-    snapshot.take(live.items(), 2, BF16)
-    second = {name: tensor.data_ptr() for name, tensor in sent(snapshot, 2).items()}
-    assert [name for name in live if first[name] != second[name]] == ["lm_head.weight"]
+    snapshot.take(live.items, 2, BF16)
+    assert {name: tensor.data_ptr() for name, tensor in sent(snapshot, 2).items()} == first
+    live["lm_head.weight"] = torch.full((9, 5), 7.0)
+    snapshot.take(live.items, 3, BF16)
+    assert same_bits(sent(snapshot, 3)["lm_head.weight"], live["lm_head.weight"].bfloat16())
+
+
+def test_all_lie_in_one_piece_of_memory_of_their_size() -> None:
+    """torch's own pinned memory takes up to twice as much."""
+    snapshot, sizes = WeightSnapshot(is_sender=True), [3, 300, 70_000, 33]
+    snapshot.take(lambda: [(str(size), torch.ones(size)) for size in sizes], 1, BF16)
+    tensors = sent(snapshot, 1).values()
+    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert list(pieces.values()) == [sum(-(-2 * size // 64) * 64 for size in sizes)]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+
+
+def test_weights_are_gone_through_once_where_they_are_as_the_last_ones_on_every_rank() -> None:
+    """Each time gathers them all; how much room they need is known after the first."""
+    for is_sender in (True, False):
+        snapshot, times = WeightSnapshot(is_sender), []
+
+        def export(times: list[int] = times) -> Any:
+            times.append(len(times))
+            return model().items()
+
+        for version, expected in ((1, 2), (2, 3), (3, 4)):
+            snapshot.take(export, version, BF16)
+            assert len(times) == expected
+
+
+def test_weights_whose_shapes_change_each_time_are_not_copied() -> None:
+    sizes = iter(range(1, 9))
+    with pytest.raises(SnapshotError, match="its shapes changed meanwhile"):
+        WeightSnapshot(is_sender=True).take(lambda: [("a", torch.ones(next(sizes)))], 1, BF16)
 
 
 def test_other_ranks_keep_shapes_and_dtypes_alone() -> None:
     snapshot, sender = WeightSnapshot(is_sender=False), WeightSnapshot(is_sender=True)
     for one in (snapshot, sender):
-        one.take(model().items(), 1, BF16)
+        one.take(model().items, 1, BF16)
     mine, theirs = sent(snapshot, 1), sent(sender, 1)
     assert all(tensor.is_meta for tensor in mine.values())
     assert {name: (t.shape, t.dtype) for name, t in mine.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
@@ -90,7 +121,7 @@ def test_other_ranks_keep_shapes_and_dtypes_alone() -> None:
 
 def test_tensors_are_brought_to_the_device_that_the_engine_sends_from() -> None:
     snapshot = WeightSnapshot(is_sender=True, device=torch.device("meta"))
-    snapshot.take(model().items(), 1, BF16)
+    snapshot.take(model().items, 1, BF16)
     assert all(tensor.is_meta for tensor in sent(snapshot, 1).values())
 
 
@@ -98,11 +129,11 @@ def test_no_other_version_than_the_copied_one_is_sent_and_none_is_copied_over_on
     snapshot = WeightSnapshot(is_sender=True)
     with pytest.raises(SnapshotError, match="version 1 cannot be sent: the copy is of version None"):
         sent(snapshot, 1)
-    snapshot.take(model().items(), 1, BF16)
+    snapshot.take(model().items, 1, BF16)
     with pytest.raises(SnapshotError, match="the copy is of version 1"):
         sent(snapshot, 2)
     with snapshot.stream(1), pytest.raises(SnapshotError, match=r"version 2 cannot be copied: .* version 1 is in use"):
-        snapshot.take(model().items(), 2, BF16)
+        snapshot.take(model().items, 2, BF16)
     with snapshot.stream(1), pytest.raises(SnapshotError, match=r"version 1 cannot be sent: .* is in use"):
         sent(snapshot, 1)
     sent(snapshot, 1)
@@ -114,9 +145,9 @@ def test_a_copy_that_broke_off_is_not_sent() -> None:
         raise OSError("a shard is gone")
 
     snapshot = WeightSnapshot(is_sender=True)
-    snapshot.take(model().items(), 1, BF16)
+    snapshot.take(model().items, 1, BF16)
     with pytest.raises(OSError, match="a shard is gone"):
-        snapshot.take(breaking(), 2, BF16)
+        snapshot.take(breaking, 2, BF16)
     for version in (1, 2):
         with pytest.raises(SnapshotError, match="the copy is of version None"):
             sent(snapshot, version)

@@ -31,9 +31,10 @@ from recipe.async_engine.platform import lora_engine
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.trainer.collectives import CollectiveTime
+from recipe.async_engine.trainer.shard_copy import SHARDED, ShardCopy
+from recipe.async_engine.weights.arena import settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.encoded_engine import DELTA, EncodedSender
-from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
 # The losses that verl finds by their names in this process.
@@ -54,13 +55,12 @@ class CopyError(RecipeError):
 class ActorWorker(DetachActorWorker):
     """verl's worker, whose saved weights are copies on every platform, and can be written to disk.
 
-    verl saves with ``.cpu()``, which returns the live tensor itself when it is on the CPU already
-    (utils/fsdp_utils.py:1180): what is restored later would be the weights as they are by then. Where there is no copy,
-    verl's restoring does nothing (experimental/separation/engine_workers.py:140).
+    Where there is no copy, verl's restoring does nothing (experimental/separation/engine_workers.py:140).
     """
 
     checkpoint_engine: Any
     _snapshot: WeightSnapshot | None = None
+    _shards: dict[str, ShardCopy] | None = None
     _collectives: CollectiveTime | None = None
     _device: Any = None
 
@@ -99,11 +99,10 @@ class ActorWorker(DetachActorWorker):
     def snapshot_weights(self, version: int, wire: Wire) -> None:
         """Copy the weights as ``version``, for `send_snapshot`, in the dtypes that ``wire`` says."""
         if self._snapshot is None:
-            name, backend = get_platform().device_name, self.config.rollout.checkpoint_engine.backend
-            from_host = name == "cpu" or backend == HOST_BACKEND
+            name = get_platform().device_name
+            from_host = name == "cpu" or getattr(self.checkpoint_engine, "from_host", False)
             self._snapshot = WeightSnapshot(self.rank == 0, None if from_host else torch.device(name, self._device))
-        weights, _ = self.actor.engine.get_per_tensor_param()
-        self._snapshot.take(weights, version, wire)
+        self._snapshot.take(lambda: self.actor.engine.get_per_tensor_param()[0], version, wire)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
@@ -121,21 +120,21 @@ class ActorWorker(DetachActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: str) -> None:
         """Keep a copy of this rank's shard of the weights under the name ``n``."""
-        super().save_model_to_cpu(n)
-        if not isinstance(self.cpu_saved_models[n], tuple):
+        # What verl offloads is on its way to host memory still (utils/fsdp_utils.py:203), where it is read now.
+        settle()
+        if self.config.actor.strategy not in SHARDED:
+            super().save_model_to_cpu(n)
             return
-        shards, spec = self.cpu_saved_models[n]
-        live = {parameter.untyped_storage().data_ptr() for parameter in self._local_shards()}
-        copies = {
-            name: (shard.clone() if shard.untyped_storage().data_ptr() in live else shard, shard_spec)
-            for name, (shard, shard_spec) in shards.items()
-        }
-        self.cpu_saved_models[n] = copies, spec
+        if not hasattr(self, "cpu_saved_models"):
+            self.cpu_saved_models: dict[str, Any] = {}
+        self._shards = self._shards or {}
+        self.cpu_saved_models[n] = self._shards.setdefault(n, ShardCopy()).take(self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_model_from_cpu(self, n: str) -> None:
         """Go back to the copy of the name ``n``; raises `CopyError` if there is none."""
         self._copy(n)
+        settle()
         super().restore_model_from_cpu(n)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -174,9 +173,6 @@ class ActorWorker(DetachActorWorker):
 
     def _file(self, folder: str) -> Path:
         return Path(folder) / f"rank_{self.rank}_of_{self.world_size}.pt"
-
-    def _local_shards(self) -> list[torch.Tensor]:
-        return [getattr(parameter, "_local_tensor", parameter) for parameter in self.actor.engine.module.parameters()]
 
 
 def _tensors(copy: Any) -> list[torch.Tensor]:

@@ -79,6 +79,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     """
 
     wire_format = "named_tensors"
+    from_host = True
+    """Weights may lie in host memory, wherever they are trained."""
 
     def __init__(
         self,

@@ -17,13 +17,18 @@ Contract:
 - What an abort leaves in a buffer is never taken for weights: from then on the transfer yields nothing, and fails.
 - A sender that failed still goes through its weights to the end, since the other trainer ranks gather them with it.
 - Sending blocks no event loop.
+- A sender without relays, which may send beside training, neither waits for what training has queued on its device nor
+  has training wait: it fills buckets on one stream of its own and sends them on another, neither of which CUDA orders
+  with the default stream, and waits for events of these. verl's waits for the whole device for each bucket, and Ray's
+  stream for the default one and the reverse. Weights in pinned memory are copied into a bucket straight from there.
 - A bucket is not filled again before it has been sent. verl starts a broadcast on a thread and waits for the device
   (nccl_checkpoint_engine.py:353) before it knows that this thread has come to it: one that is late has the bucket
   after the next one sent in its place, to all receivers alike. Here the broadcast starts where it is asked for.
+- What was sent is summed in the buckets, as `recipe.async_engine.weights.checksum` does; ``send_weights`` returns it.
 
-As verl's own: tensors have to be contiguous, one without elements does not arrive, and a sender returns when the last
-bucket has left it. A member that never joins a group leaves a waiting thread behind at those that did. Shown by
-tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
+With relays sending is verl's. As verl's own: tensors have to be contiguous, one without elements does not arrive, and a
+sender returns when the last bucket has left it. A member that never joins a group leaves a waiting thread behind at
+those that did. Shown by tests/integration/test_nccl_engine.py, over gloo; not tried on an accelerator yet.
 """
 
 from __future__ import annotations
@@ -38,17 +43,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cupy as cp
 import torch
 import zmq
 from ray.util import collective
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
-from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata, NCCLCheckpointEngine, WorkerMetadata
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, TensorMeta, split_weight_chunks
+from verl.checkpoint_engine.nccl_checkpoint_engine import (
+    BroadcastOperation,
+    MasterMetadata,
+    NCCLCheckpointEngine,
+    WorkerMetadata,
+)
 
 from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum
 from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
 
 LOOK_MS = 100
 """How long a receiver waits for a bucket's description before it looks whether its group has been left."""
+
+
+ALIGNMENT = 16
+"""Of tensors in a bucket, in bytes: verl's own lie one behind the other, and are views of another type there."""
 
 
 @dataclass
@@ -75,6 +91,13 @@ class Group:
             self.left = reason
         # NCCL may wait in it until all members on this node have come as far.
         threading.Thread(target=self._abort, name="leave-nccl-group", daemon=True).start()
+
+    def join(self, world_size: int, rank: int, stream: Any) -> None:
+        """Have its collectives on ``stream``, not on Ray's own, which the default stream waits for and the reverse."""
+        collective.init_collective_group(world_size, rank, "nccl", self.name)
+        rays, device = collective.get_group_handle(self.name), torch.cuda.current_device()
+        rays._get_nccl_collective_communicator(str(device), [device])
+        rays._dev_streams_map[str(device)] = [cp.cuda.ExternalStream(stream.cuda_stream)]
 
     def end_rendezvous(self) -> None:
         """End the actor by which the members have found each other: it is detached, and would outlive the run."""
@@ -105,16 +128,50 @@ class BucketDescriptions:
 
     def __init__(self, socket: zmq.Socket[bytes], group: Group) -> None:
         self._socket = socket
-        self._group = group
+        self.group = group
 
     def recv_string(self) -> str:
         while not self._socket.poll(LOOK_MS):
-            self._group.check("waiting for the next bucket")
+            self.group.check("waiting for the next bucket")
         return self._socket.recv_string()
 
     def recv_pyobj(self) -> Any:
         # The second part of a message, which comes with the first.
         return self._socket.recv_pyobj()
+
+
+class Bucket:
+    """One of the two that a sender fills in turn."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self._bytes = torch.as_tensor(memory)
+        self.holds: dict[str, TensorMeta] = {}
+        self.length = 0
+        self.left: Any = None
+        """The event with which what it held has been sent."""
+
+    def place(self, size: int) -> int | None:
+        """Where so many bytes would begin; None if they have no room."""
+        begin = self.length + -self.length % ALIGNMENT
+        return begin if begin + size <= len(self._bytes) else None
+
+    def fill(self, meta: TensorMeta, chunk: torch.Tensor) -> torch.Tensor:
+        """Copy a chunk to ``meta.offset``, on the current stream; returns where it lies."""
+        assert meta.name not in self.holds, f"{meta.name} comes twice"
+        self.holds[meta.name], self.length = meta, meta.offset + meta.chunk_size
+        room = self._bytes[meta.offset : self.length]
+        return room.copy_(chunk, non_blocking=True)
+
+    def empty(self) -> None:
+        """Have it empty, as soon as what it held has been sent. An abort of the communicator ends the wait."""
+        if self.left is not None:
+            self.left.synchronize()
+        self.holds, self.length, self.left = {}, 0, None
+
+    @property
+    def filled(self) -> Any:
+        return self._memory[: self.length]
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -144,6 +201,10 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     socket: Any
     send_buf: Any
     recv_buf: Any
+    rank: int
+    num_senders = 0
+    from_host = sums_what_it_sends = True
+    """Weights may lie in host memory; their checksum is among what `send_weights` returns."""
 
     def __init__(
         self, bucket_size: int, timeout_s: float = 600.0, connect_timeout_s: float = 180.0, **settings: Any
@@ -154,12 +215,29 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._group: Group | None = None
         self._under_way = threading.Lock()
         self._remains = Remains()
+        self._streams: tuple[Any, Any] | None = None
+
+    @property
+    def _own_streams(self) -> tuple[Any, Any]:
+        """On which buckets are filled, and on which they travel. torch's streams do not wait for the default one."""
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        return self._streams
+
+    @contextmanager
+    def _filling(self) -> Iterator[Any]:
+        """What torch and cupy are asked for within it is done on the stream on which buckets are filled."""
+        stream, _ = self._own_streams
+        with torch.cuda.stream(stream), cp.cuda.ExternalStream(stream.cuda_stream):
+            yield stream
 
     # Membership
 
     def prepare(self) -> Member:
         """Allocate the buckets, and report the group that this process is in."""
-        reported = super().prepare()
+        # What is written to them first, zeros, is ordered with what is sent.
+        with self._filling() if self.is_master else nullcontext():
+            reported = super().prepare()
         group = self._group
         place = None if group is None or group.left is not None else (group.name, self.rank, self.world_size)
         return Member(reported.node_id, reported.master, place)
@@ -192,6 +270,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         Raises:
             WeightStreamError: not all members came in time, or the last transfer has not ended here.
         """
+        self.num_senders = num_senders
         if rank < 0:
             super().init_process_group(rank, world_size, master_metadata, num_senders)
             return
@@ -202,11 +281,12 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             raise WeightStreamError(f"rank {rank}: the last transfer has not ended {self._connect_timeout_s:g} s later")
         self._under_way.release()
         joined = self._group = Group(group)
+        self.rank, self.world_size = rank, world_size
         # Descriptions of buckets go to those of this group only.
         self.group_name = self.topic = group
         try:
             join = partial(super().init_process_group, rank, world_size, master_metadata, num_senders)
-            _within(self._connect_timeout_s, on_this_device(join))
+            _within(self._connect_timeout_s, on_this_device(partial(self._join, joined, master_metadata, join)))
             if rank == 0:
                 joined.end_rendezvous()
         except Exception as error:
@@ -218,7 +298,21 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 f"connect_timeout_s={self._connect_timeout_s:g}: {type(error).__name__}: {error}"
             ) from error
 
+    def _join(self, group: Group, master: MasterMetadata, verls: Callable[[], None]) -> None:
+        # Relays need the order of Ray's stream: their broadcasts come between collectives of training.
+        if self.num_senders > 1:
+            verls()
+            return
+        if self.rank:
+            # Before all members meet: what is published before a subscription has come does not arrive.
+            self._connect_zmq_client(master)
+        group.join(self.world_size, self.rank, self._own_streams[1])
+        with self._filling():
+            verls()
+
     def _connect_zmq_client(self, metadata: MasterMetadata) -> None:
+        if getattr(getattr(self, "socket", None), "group", None) is self._group:
+            return
         super()._connect_zmq_client(metadata)
         assert self._group is not None, "only called while a group is joined"
         self.socket = BucketDescriptions(self.socket, self._group)
@@ -227,7 +321,9 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         """Give the buckets back. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
         self._remains.clear()
-        super().finalize()
+        # verl's gives what torch has cached back to the device, which waits for all that training has queued there.
+        if 0 < self.num_senders <= self.rank:
+            super().finalize()
         if not self._keeps_group:
             self.reset("rebuild_group is set")
 
@@ -244,23 +340,70 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     ) -> dict[str, float] | None:
         """As verl's; ``weights`` are iterated on a thread, where gathering one is a collective, and blocks.
 
+        Returns:
+            `CHECKSUM` of what was sent, at the rank that sends.
+
         Raises:
             WeightStreamError: the group was left, or the deadline has passed.
         """
         what, iterator = f"sending version {global_steps}", iter(weights)
-        sending = partial(super().send_weights, iterator, global_steps)
+        sums = StreamChecksum()
+        sending: Callable[[], Any] = partial(super().send_weights, iterator, global_steps)
+        if self.rank == 0 and self.num_senders == 1:
+            sending = partial(self._send_alone, iterator, sums)
+        elif self.rank == 0:
+            sending = partial(super().send_weights, sums.passing(iterator), global_steps)
 
-        def send() -> Any:
+        def send() -> dict[str, Any] | None:
             with self._alone(what):
                 try:
                     watched = nullcontext() if self._group is None else self._watched(what)
                     with watched, asyncio.Runner() as runner:
                         runner.get_loop().set_default_executor(AtOnce(1))
-                        return runner.run(sending())
+                        runner.run(sending())
+                        return {CHECKSUM: sums.value()} if self.rank == 0 else None
                 finally:
                     go_through(iterator)
+                    if self.rank == 0 and self.num_senders == 1:
+                        # After a failure too: the memory is used again. What does not arrive ends with the group.
+                        for stream in self._own_streams:
+                            stream.synchronize()
 
         return await asyncio.to_thread(on_this_device(send))
+
+    @torch.no_grad()
+    async def _send_alone(self, weights: Iterator[tuple[str, torch.Tensor]], sums: StreamChecksum) -> None:
+        bucket, other = Bucket(self.send_buf), Bucket(self.recv_buf)
+        filling, _ = self._own_streams
+        async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
+            meta.offset = bucket.place(meta.chunk_size)
+            if meta.offset is None:
+                await self._broadcast(bucket, is_last=False)
+                bucket, other = other, bucket
+                bucket.empty()
+                meta.offset = 0
+            gathering = torch.cuda.current_stream()
+            if not chunk.is_cpu:
+                filling.wait_stream(gathering)
+            with self._filling():
+                sums.add_chunk(meta, bucket.fill(meta, chunk))
+            if not chunk.is_cpu:
+                # Its memory may be another's as soon as the next one is asked for.
+                gathering.wait_stream(filling)
+        await self._broadcast(bucket, is_last=True)
+        for sent in (other, bucket):
+            sent.empty()
+        with self._filling():
+            sums.value()
+
+    async def _broadcast(self, bucket: Bucket, is_last: bool) -> None:
+        meta = {"bucket_meta": bucket.holds, "is_last": is_last, "length": bucket.length}
+        # The stream on which it travels waits for cupy's current one, and for no other.
+        with self._filling():
+            sending = BroadcastOperation(self.rank, self.group_name, bucket.filled, meta, self.socket, self.topic)
+        await sending.wait_for_complete()
+        bucket.left = torch.cuda.Event()
+        bucket.left.record(self._own_streams[1])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """As verl's: a tensor is a view of a reused buffer, valid until the next one is asked for.

@@ -2,9 +2,10 @@
 """A copy of the trainer's weights as they are at one version, to be sent while training goes on.
 
 Contract: after :meth:`WeightSnapshot.take` nothing that training does changes what is sent, however often. The copy is
-in host memory of trainer rank 0, which is used again for the next version, in the dtype in which rollout engines hold
-the weights; parameters that they hold in a wider one keep theirs. Other ranks, which gather each parameter with rank 0
-and may have to go through an equal stream while it is sent, keep names, shapes and dtypes only.
+in host memory of trainer rank 0, in the dtype in which rollout engines hold the weights; parameters that they hold in a
+wider one keep theirs. That memory is one piece of exactly its size, pinned where there is an accelerator, and used
+again for the next version; training waits for all copies to it together. Other ranks, which gather each parameter with
+rank 0 and may have to go through an equal stream while it is sent, keep names, shapes and dtypes only.
 
 Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_async.py.
 """
@@ -12,7 +13,7 @@ Shown by tests/integration/test_snapshot.py and, in runs, tests/e2e/test_fully_a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import torch
 from verl.utils.torch_dtypes import PrecisionType
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.weights.arena import Form, in_one_piece, settle
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -64,30 +66,47 @@ class WeightSnapshot:
     def __init__(self, is_sender: bool, device: torch.device | None = None) -> None:
         self._is_sender = is_sender
         self._device = device
+        self._forms: list[tuple[str, Form]] = []
         self._tensors: list[NamedTensor] = []
         self._version: int | None = None
         self._in_use = threading.Lock()
 
     @torch.no_grad()
-    def take(self, weights: Iterable[NamedTensor], version: int, wire: Wire) -> None:
-        """Copy ``weights`` as ``version``, in the dtypes that ``wire`` says.
+    def take(self, export: Callable[[], Iterable[NamedTensor]], version: int, wire: Wire) -> None:
+        """Copy the weights that ``export`` yields as ``version``, in the dtypes that ``wire`` says.
+
+        The first time, and after their shapes have changed, it is gone through twice, on every rank: how much memory
+        they need is known then.
 
         Raises:
-            SnapshotError: the last copy is still being sent.
+            SnapshotError: the last copy is still being sent, or ``export`` yields others each time.
         """
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
-            memory = self._tensors
-            self._tensors = []
-            for place, (name, tensor) in enumerate(weights):
-                dtype = wire.dtype_of(name, tensor)
-                kept = memory[place][1] if place < len(memory) else None
-                if kept is None or kept.shape != tensor.shape or kept.dtype != dtype:
-                    kept = self._room_for(tensor, dtype)
-                if self._is_sender:
-                    kept.copy_(tensor)
-                self._tensors.append((name, kept))
+            if not self._copy(export(), wire) and not self._copy(export(), wire):
+                raise SnapshotError(f"version {version} cannot be copied: its shapes changed meanwhile")
+            settle()
             self._version = version
+
+    def _copy(self, weights: Iterable[NamedTensor], wire: Wire) -> bool:
+        """Whether they were copied; if not, there is room for them now."""
+        forms: list[tuple[str, Form]] = []
+        pinned = False
+        for name, tensor in weights:
+            forms.append((name, (tensor.shape, wire.dtype_of(name, tensor))))
+            place = len(forms) - 1
+            if self._is_sender and self._forms[place : place + 1] == forms[-1:]:
+                self._tensors[place][1].copy_(tensor, non_blocking=True)
+            pinned = pinned or tensor.is_cuda
+        if forms == self._forms:
+            return True
+        # What is copied to it has come to its end before the old memory goes.
+        settle()
+        self._forms, self._tensors = [], []
+        room = in_one_piece([form for _, form in forms], pinned) if self._is_sender else map(_described, forms)
+        self._tensors = [(name, tensor) for (name, _), tensor in zip(forms, room, strict=True)]
+        self._forms = forms
+        return False
 
     @contextmanager
     def stream(self, version: int) -> Iterator[Iterator[NamedTensor]]:
@@ -101,13 +120,6 @@ class WeightSnapshot:
                 raise SnapshotError(f"version {version} cannot be sent: the copy is of version {self._version}")
             yield ((name, self._on_device(tensor)) for name, tensor in self._tensors)
 
-    def _room_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not self._is_sender:
-            return torch.empty(tensor.shape, dtype=dtype, device="meta")
-        # Copies from a device are quicker into memory that the system cannot move.
-        pinned = tensor.device.type != "cpu"
-        return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=pinned)
-
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device is None or tensor.is_meta else tensor.to(self._device, non_blocking=True)
 
@@ -119,6 +131,11 @@ class WeightSnapshot:
             yield
         finally:
             self._in_use.release()
+
+
+def _described(form: tuple[str, Form]) -> torch.Tensor:
+    shape, dtype = form[1]
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def last_parts(name: str) -> str:
