@@ -257,6 +257,8 @@ class Torch:
         is_available=lambda: True,
     )
 
+    accelerator = SimpleNamespace(is_available=lambda: True, current_stream=cuda.current_stream)
+
     def __getattr__(self, name: str) -> Any:
         if name == "as_tensor":
             return as_tensor

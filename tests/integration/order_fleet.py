@@ -214,7 +214,9 @@ class TrainerRank(Member):
         if rank == 0:
             self.engine = SummedSender(self.engine)
         self.rank = rank
-        self.snapshot = WeightSnapshot(rank == 0, CUDA)
+        self.waits_for_device = True
+        """Training waits for all that is queued on the device; reading a tensor waits for training's stream alone."""
+        self.snapshot = WeightSnapshot(rank == 0)
         self.group: Communicator | None = None
         zeros = {name: ON_DEVICE.empty_like(tensor, device=CUDA) for name, tensor in make_weights(0).items()}
         self.weights: dict[str, torch.Tensor] = zeros
@@ -223,7 +225,7 @@ class TrainerRank(Member):
         return await self.engine.send_weights(self._gathered(), global_steps=global_steps) or {}
 
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        self.snapshot.take(self._gathered(), version, wire)
+        self.snapshot.take(self._gathered, version, wire)
 
     async def send_snapshot(self, version: int, full: bool) -> Any:
         with self.snapshot.stream(version) as weights:
@@ -264,7 +266,8 @@ class TrainerRank(Member):
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.002)
         if number % 3 == 2 or own.random() < 0.3:
-            self.process.device.synchronize()
+            waits = self.process.device if self.waits_for_device else self.process.device.default
+            waits.synchronize()
 
 
 def gather(device: Device, group: Communicator | None) -> None:

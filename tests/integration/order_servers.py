@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError
 from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.model_engine import staged_shards
 from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
-from recipe.async_engine.model_engine.service import EngineLost, ScoringFailed, ScoringService, VersionUnavailable
+from recipe.async_engine.model_engine.service import EngineLost, ScoringService
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
 from recipe.async_engine.weights.staged import StagingRefused
 
@@ -179,18 +179,21 @@ class Server:
         async def serve() -> None:
             self._service.run()
             while not self._ended.is_set() and self.lost is None:
-                await asyncio.sleep(SCORE_EVERY_S)
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._ask()
-                except (VersionUnavailable, ScoringFailed, TimeoutError) as error:
-                    if not any(process.lost for process in self.processes):
-                        self.wrong.append(f"{self.server_address}: {error!r}")
+                asking = asyncio.create_task(self._ask())
+                while not asking.done() and not self._ended.is_set() and self.lost is None:
+                    await asyncio.wait([asking], timeout=SCORE_EVERY_S)
+                if not asking.cancel() and (error := asking.exception()) is not None and not self.was_hurt:
+                    self.wrong.append(f"{self.server_address}: {error!r}")
             self._service._loop.cancel()
 
         self._loop.run_until_complete(serve())
 
+    @property
+    def was_hurt(self) -> bool:
+        return any(process.lost for process in self.processes)
+
     async def _ask(self) -> None:
+        await asyncio.sleep(SCORE_EVERY_S)
         if self._service.live is None:
             return
         answer = await self._service.score(None, tokens=1, version=self._service.live, start=0)

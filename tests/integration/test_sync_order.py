@@ -19,7 +19,7 @@ import pytest
 from circle_watch import CircleOfWaits, Watch
 from cuda_order import AT_ONCE, LATE, MIXED
 from device_modules import installed
-from order_fleet import DIE, FREEZE, STOP_DEVICE, Fault, Process
+from order_fleet import DIE, FREEZE, STOP_DEVICE, TRAIN, Fault, Process
 from order_fleet import LATE as COMES_LATE
 from order_replicas import SOON_S, OrderFleet, Shape, TrainingStands
 from order_servers import on_host
@@ -98,14 +98,45 @@ def test_relays_beside_training_are_a_circle_that_is_named_within_a_second() -> 
         Shape(ranks=2, nodes=1, beside=True),
         Shape(ranks=2, nodes=1, beside=False, relays=True),
         Shape(ranks=2, nodes=2, beside=True, relays=True),
+        Shape(ranks=2, server=2),
+        Shape(ranks=2, server=2, beside=False, relays=True, in_turn=True),
     ],
-    ids=["without relays", "relays while training stands", "no rank on the sender's node"],
+    ids=["without relays", "relays while training stands", "no rank on the sender's node", "server", "server, in turn"],
 )
 def test_what_is_no_circle_passes(shape: Shape) -> None:
     with fleet_of(shape) as fleet:
         for _ in range(2):
             fleet.publish()
         assert fleet.wrong == [] and fleet.routed == fleet.replicas
+
+
+# Beside training
+
+OF_A_SYNC = ("prepare", "init_process_group", "send_snapshot", "reset")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sender_beside_training_waits_for_nothing_that_training_has_queued_nor_the_reverse(ranks: int) -> None:
+    with fleet_of(Shape(ranks=ranks)) as fleet:
+        for rank in fleet.trainers:
+            rank.waits_for_device = False
+        for _ in range(2):
+            fleet.publish()
+        assert fleet.training.steps > 4 * ranks, "nothing was trained beside"
+        sender = fleet.processes[0].device.name
+        behind = {
+            (call, other): count
+            for (member, call, other), count in fleet.world.stood_behind.items()
+            if member == sender and TRAIN in (call, other) and {call, other} & {*OF_A_SYNC}
+        }
+        assert behind == {}
+        trainers = [process.device.name for process in fleet.processes]
+        waits = {
+            (member, call, what): count
+            for (member, call, what), count in fleet.world.waits.items()
+            if member in trainers and call in (*OF_A_SYNC, "finalize") and what.startswith("device")
+        }
+        assert waits == {}
 
 
 # Scenarios
