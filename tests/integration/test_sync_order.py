@@ -110,6 +110,16 @@ def test_what_is_no_circle_passes(shape: Shape) -> None:
         assert fleet.wrong == [] and fleet.routed == fleet.replicas
 
 
+def test_ranks_of_a_log_prob_server_that_come_late_to_a_group_are_in_no_circle_with_their_batches() -> None:
+    with fleet_of(Shape(ranks=1, server=2, in_turn=True)) as fleet:
+        for _ in range(2):
+            fleet.servers[0].processes[1].fault = Fault(COMES_LATE, "init_process_group")
+            fleet.servers[0].processes[1].passed.clear()
+            fleet.publish()
+            fleet.trainers[0].engine.reset()  # so that a group is made for the next version too
+        assert fleet.servers[0].scored > 0 and fleet.servers[0].wrong == []
+
+
 # Beside training
 
 OF_A_SYNC = ("prepare", "init_process_group", "send_snapshot", "reset")
