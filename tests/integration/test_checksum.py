@@ -113,6 +113,34 @@ def test_no_tensor_is_waited_for_by_itself_or_copied() -> None:
     assert operations.waits == 0, "values are read one by one"
 
 
+class Launches(TorchDispatchMode):
+    """Counts what a device would be asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks_nothing = function.is_view or function._schema.name in (
+            "aten::empty",
+            "aten::detach",
+            "aten::empty.memory",
+        )
+        self.count += not asks_nothing
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [1, 512, BLOCK // 2, 24 * BLOCK // 2])
+def test_a_device_is_asked_once_a_tensor(size: int) -> None:
+    """Single experts of a mixture are many thousands."""
+    found, tensors = StreamChecksum(), [torch.randn(size).bfloat16() for _ in range(1000)]
+    with Launches() as launches:
+        for number, tensor in enumerate(tensors):
+            found.add(str(number), tensor)
+        found.value()
+    assert launches.count <= 1.1 * len(tensors)
+
+
 async def test_weights_pass_unchanged() -> None:
     weights = {"a": torch.randn(3), "b": torch.randn(2)}
     found = StreamChecksum()

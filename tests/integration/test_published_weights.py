@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
@@ -150,3 +151,35 @@ def test_memory_is_taken_only_where_the_trainer_may_compute_or_a_checkpoint_may_
     calls: list[str] = []
     published(SimpleNamespace(save_model_to_cpu=calls.append), **changes).keep()
     assert calls == ["published"] * kept
+
+
+def test_what_verl_offloads_has_arrived_before_it_is_read_or_written_and_copies_are_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`offload_fsdp2_model_to_cpu` leaves copies to host memory under way."""
+    asked: list[str] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.extend(["copy"] * (function is torch.ops.aten.copy_.default))
+            return function(*args, **(kwargs or {}))
+
+    stream = SimpleNamespace(synchronize=lambda: asked.append("wait"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._rank, worker.config = 0, SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+    shards = {name: SimpleNamespace(_local_tensor=torch.ones(5), _spec="spec") for name in "abc"}
+    module = SimpleNamespace(named_parameters=shards.items)
+    worker.actor = SimpleNamespace(engine=SimpleNamespace(module=module))
+    worker._strategy_handlers = (None, lambda *_: asked.append("load"))
+    with Copies():
+        worker.save_model_to_cpu("published")
+    assert asked == ["wait", "copy", "copy", "copy", "wait"]
+    first, _ = worker.cpu_saved_models["published"]
+    worker.save_model_to_cpu("published")
+    again, _ = worker.cpu_saved_models["published"]
+    assert all(again[name][0].data_ptr() == first[name][0].data_ptr() for name in shards), "its memory is used again"
+    asked.clear()
+    worker.restore_model_from_cpu("published")
+    assert asked == ["wait", "load"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.async_engine.weights import arena
 from recipe.async_engine.weights.snapshot import SnapshotError, WeightSnapshot, Wire, last_parts, widest
 
 BF16 = Wire(torch.bfloat16, frozenset({"gate.weight"}))
@@ -88,6 +90,20 @@ def test_all_lie_in_one_piece_of_memory_of_their_size() -> None:
     pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert list(pieces.values()) == [sum(-(-2 * size // 64) * 64 for size in sizes)]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+
+
+def test_memory_is_pinned_once_as_large_as_it_is_until_its_last_tensor_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+    monkeypatch.setattr(arena, "pin_memory", lambda place, size: pinned.append((place, size)))
+    monkeypatch.setattr(arena, "unpin_memory", lambda place: pinned.append((place, -1)))
+    tensors = arena.in_one_piece([(torch.Size([size]), torch.bfloat16) for size in (3, 300, 33)], pinned=True)
+    begin = tensors[0].data_ptr()
+    gc.collect()
+    del tensors[0]
+    assert pinned == [(begin, 64 + 640 + 128)]
+    del tensors
+    gc.collect()
+    assert pinned == [(begin, 64 + 640 + 128), (begin, -1)]
 
 
 def test_weights_are_gone_through_once_where_they_are_as_the_last_ones_on_every_rank() -> None:

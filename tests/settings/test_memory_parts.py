@@ -297,9 +297,9 @@ def test_reference_policy_computes_beside_the_actor_unless_the_actors_base_is_it
     assert set(training(MERGED)) == {"update", "log-probs"}
 
 
-@pytest.mark.parametrize("placed", [{}, IN_TURNS])
+@pytest.mark.parametrize("placed", [{"async_training.trigger_parameter_sync_step": 1}, IN_TURNS])
 def test_hosts_have_what_is_offloaded_of_each_model(placed: dict[str, Any]) -> None:
-    name = "accelerator in turns" if placed else "trainer rank"
+    name = "accelerator in turns" if placed is IN_TURNS else "trainer rank"
     kept = parts(placed | GAE | {KL: True}, critic=SHAPE)[name]
     assert amounts(kept.host) == {"weights of the reference policy": PARAMETERS // 4 * 4}
     offloads = {f"{FSDP}.param_offload": True, "critic.fsdp.optimizer_offload": True}
@@ -309,6 +309,14 @@ def test_hosts_have_what_is_offloaded_of_each_model(placed: dict[str, Any]) -> N
         "optimizer of the critic": 2 * 4 * (802_384 // 4),
         "weights of the reference policy": PARAMETERS // 4 * 4,
     }
+
+
+@pytest.mark.parametrize(("save_freq", "source", "copies"), [(-1, "bypass", 0), (5, "bypass", 1), (-1, "recompute", 2)])
+def test_weights_are_kept_where_a_version_has_several_batches(save_freq: int, source: str, copies: int) -> None:
+    for batches in (1, 4):
+        run = {"async_training.trigger_parameter_sync_step": batches, "trainer.save_freq": save_freq}
+        kept = parts(run | {"async_training.proximal_log_probs": source})["trainer rank"].host
+        assert [item.bytes for item in kept] == [PARAMETERS // 4 * 4] * (copies if batches > 1 else 0)
 
 
 def test_copies_of_the_weights_in_host_memory() -> None:

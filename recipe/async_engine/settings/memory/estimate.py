@@ -105,7 +105,8 @@ class _Run:
         buckets = listed(device_buckets(self.config, hands_over=False))
         moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
         devices, settings = trainer_ranks(self.config), self._less_training()
-        return Part("trainer rank", devices, moments, settings, self._on_host(), self._snapshot())
+        host = (*self._on_host(), *self._kept())
+        return Part("trainer rank", devices, moments, settings, host, self._snapshot())
 
     def _training(self) -> Iterator[Moment]:
         """What a rank does, beside what its other models keep on the device meanwhile."""
@@ -134,6 +135,17 @@ class _Run:
         """What the models of a training rank keep in host memory."""
         policy, *others = self._ranks().items()
         return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
+
+    def _kept(self) -> tuple[Item, ...]:
+        """Copies of a rank's weights, where the rollout goes on with those that were published."""
+        saves = (self.get("trainer.save_freq") or -1) > 0
+        if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or self._scores):
+            return ()
+        weights = self._ranks()[POLICY].weights
+        return listed(
+            Item("copy of the published weights", weights),
+            Item("copy of the trained weights, while log-probs are computed", weights) if self._scores else None,
+        )
 
     @property
     def _scores(self) -> bool:
