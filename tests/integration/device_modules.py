@@ -24,15 +24,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from cuda_order import BLOCKING, CALL, NON_BLOCKING, Device, Event, Stream
-from device_tensors import OnDevice, Torch, current, here, pointer, raw, stream_at, using
+from device_tensors import OnDevice, Pageable, Pinned, Torch, current, here, pointer, raw, stream_at, using
 from nccl_on_cpu import CONSTANTS, NEED_CUPY, for_a_while
 from nccl_order import Communicator, UniqueId
+
+from recipe.async_engine.weights import arena, snapshot
 
 WEIGHTS = "recipe.async_engine.weights"
 ON_A_DEVICE = (
     "verl.checkpoint_engine.base",
     "verl.checkpoint_engine.nccl_checkpoint_engine",
-    *(f"{WEIGHTS}.{name}" for name in ("nccl_engine", "snapshot", "checksum", "staged", "staged_model")),
+    *(f"{WEIGHTS}.{name}" for name in ("nccl_engine", "arena", "snapshot", "checksum", "staged", "staged_model")),
     "recipe.async_engine.model_engine.staged_shards",
 )
 """Modules whose ``torch`` is an accelerator's."""
@@ -245,6 +247,15 @@ class OfEachProcess:
         return getattr(self.here(), name)
 
 
+def pinned(make: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """An arena, which is known for what it is."""
+
+    def made(forms: Any, pinned: bool) -> list[torch.Tensor]:
+        return [tensor.as_subclass(Pinned if pinned else Pageable) for tensor in make(forms, pinned)]
+
+    return made
+
+
 def _start(self: threading.Thread, start: Callable[[threading.Thread], None] = threading.Thread.start) -> None:
     """Python 3.14 has it as a setting, ``thread_inherit_context``."""
     context, run = copy_context(), self.run
@@ -283,6 +294,9 @@ def installed() -> Iterator[None]:
             patch.object(collective, "_check_inside_actor", lambda: None),
             patch.object(collective, "_group_mgr", OfEachProcess(collective.GroupManager)),
             patch.object(verls, "ray", ray_of_verl),
+            patch.object(snapshot, "in_one_piece", pinned(arena.in_one_piece)),
+            patch.object(arena, "pin_memory", lambda address, size: None),
+            patch.object(arena, "unpin_memory", lambda address: None),
             patch.object(threading.Thread, "start", _start),
         ]
         for each in patches:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from cuda_order import CALL, NON_BLOCKING, Device, Event, Stream
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -74,21 +75,27 @@ class Placed(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        place = OnDevice if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((args, kwargs))) else Pinned
+        kinds = {type(leaf) for leaf in tree_leaves((args, kwargs))}
+        place = next(kind for kind in (OnDevice, Pinned, Pageable) if kind in kinds)
         if func.__name__ == "__get__" and name in PROPERTIES:
             return PROPERTIES[name](args[0])
         if name in METHODS:
             return METHODS[name](*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, raw, (args, kwargs))
-        if place is Pinned:
-            return _placed(func(*args, **kwargs), args, Pinned)
+        if place is not OnDevice:
+            return _placed(func(*args, **kwargs), args, place)
         if name in READS:
             current("torch").synchronize()
             return func(*args, **kwargs)
-        if name.endswith("_") and not name.endswith("__") and name not in AT_ONCE:
+        if "out" in kwargs or (name.endswith("_") and not name.endswith("__") and name not in AT_ONCE):
             _queue(name, lambda: func(*args, **kwargs))
-            return args[0].as_subclass(OnDevice)
-        result = func(*args, **kwargs)
+            return kwargs.get("out", args[0]).as_subclass(OnDevice)
+        if name == "__getitem__" and _tensors(args[1:]):
+            # Of its shape alone: where it reads is not known before its turn.
+            like = func(*tree_map_only(torch.Tensor, lambda found: found.to("meta"), args))
+            result = torch.empty_like(like, device="cpu")
+        else:
+            result = func(*args, **kwargs)
         inputs, outputs = {leaf.untyped_storage().data_ptr() for leaf in _tensors(args)}, _tensors(result)
         if not outputs:
             return result
@@ -104,6 +111,10 @@ class OnDevice(Placed):
 
 class Pinned(Placed):
     """In host memory that the system cannot move."""
+
+
+class Pageable(Placed):
+    """In other host memory."""
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -155,8 +166,8 @@ def _to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: 
     on_device = isinstance(tensor, OnDevice) if where is None else torch.device(where).type == "cuda"
     if on_device == isinstance(tensor, OnDevice) and dtype == tensor.dtype:
         return tensor
-    made = torch.empty(tensor.shape, dtype=dtype)
-    return _copy(made.as_subclass(OnDevice) if on_device else made, tensor, non_blocking)
+    made = torch.empty(tensor.shape, dtype=dtype).as_subclass(OnDevice if on_device else Pageable)
+    return _copy(made, tensor, non_blocking)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -223,6 +234,11 @@ class TorchEvent:
         return self.model.query()
 
 
+def as_tensor(memory: np.ndarray) -> torch.Tensor:
+    """An array of cupy's as a tensor of the same memory."""
+    return torch.from_numpy(memory.view(np.ndarray)).as_subclass(OnDevice)
+
+
 class Torch:
     """``torch`` of a module that uses an accelerator."""
 
@@ -241,7 +257,11 @@ class Torch:
         is_available=lambda: True,
     )
 
+    accelerator = SimpleNamespace(is_available=lambda: True, current_stream=cuda.current_stream)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "as_tensor":
+            return as_tensor
         found = getattr(torch, name)
         return self._factory(found) if name in FACTORIES else found
 
@@ -256,7 +276,7 @@ class Torch:
                 return make(*args, device=device, **kwargs)
             found = make(*args, **kwargs)
             if kind == "cpu":
-                return found.as_subclass(Pinned) if pin_memory else found
+                return found.as_subclass(Pinned if pin_memory else Pageable)
             values, target = found.clone(), found.as_subclass(OnDevice)
             if "empty" not in make.__name__:
                 _queue(make.__name__, lambda: found.copy_(values))

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from cuda_order import NON_BLOCKING, Device, Event, Gone, Stream, World
@@ -32,7 +33,7 @@ from recipe.async_engine.weights.staged import Intake
 from recipe.async_engine.weights.staged_model import StagedModel
 from recipe.async_engine.weights.worker import WeightLoadError
 
-BUCKET_BYTES = 2048
+BUCKET_BYTES = 4096
 LAYERS = 3
 ON_DEVICE = Torch()
 TRAIN = "train"
@@ -43,7 +44,7 @@ def make_weights(version: int) -> dict[str, torch.Tensor]:
     """A tensor larger than a bucket, and several buckets in all."""
     numbers = torch.Generator().manual_seed(version)
     return {
-        "embed": torch.randn(60, 16, generator=numbers),
+        "embed": torch.randn(100, 16, generator=numbers),
         "norm": torch.randn(16, generator=numbers).bfloat16(),
         **{f"layer_{number}": torch.randn(20, 16, generator=numbers) for number in range(LAYERS)},
         "counter": torch.tensor([version, 1 << 40]),
@@ -71,8 +72,18 @@ class Process:
         self.world = world
         self.device = Device(world, name, node)
         self.fault: Fault | None = None
+        self.lost = False
+        """It has died, or stood still."""
         self.passed: dict[str, int] = {}
         self._open: set[Future[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, name=f"loop of {name}", daemon=True).start()
+
+    def _run_loop(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
 
     @property
     def lives(self) -> bool:
@@ -92,6 +103,7 @@ class Process:
             self.die()
             raise Gone
         else:
+            self.lost = True
             self.device.set(**{"frozen" if fault.kind == FREEZE else "stopped": True})
             self.stand()
 
@@ -100,31 +112,55 @@ class Process:
         with self.world.changed:
             self.world.stand(self.device)
 
-    def call(self, name: str, work: Callable[[], Any]) -> Future[Any]:
-        """Have ``work`` done, which may be a coroutine's start."""
+    def call(self, name: str, work: Callable[[], Any], on_loop: bool = False) -> Future[Any]:
+        """Have ``work`` done on a thread of its own, or on the process's event loop, as Ray's coroutines are."""
         outcome: Future[Any] = Future()
-        if self.device.gone:
-            outcome.set_exception(ActorDiedError())
-            return outcome
         self._open.add(outcome)
-
-        def run() -> None:
-            with suppress(Gone, InvalidStateError), self.world.call(self.device, name):
-                try:
-                    self.stand()
-                    result = work()
-                    result = asyncio.run(result) if asyncio.iscoroutine(result) else result
-                    self.stand()
-                    outcome.set_result(result)
-                except Exception as error:
-                    outcome.set_exception(error)
-                finally:
-                    self._open.discard(outcome)
-
-        threading.Thread(target=run, name=f"{self.device.name}: {name}", daemon=True).start()
+        if self.device.gone:
+            self.die()
+        elif on_loop:
+            self.loop.call_soon_threadsafe(self._begin, name, work, outcome)
+        else:
+            thread = threading.Thread(target=self._do, args=(name, work, outcome), daemon=True)
+            thread.name = f"{self.device.name}: {name}"
+            thread.start()
         return outcome
 
+    def _do(self, name: str, work: Callable[[], Any], outcome: Future[Any]) -> None:
+        with self._reported(outcome), self.world.call(self.device, name):
+            self.stand()
+            result = work()
+            result = asyncio.run(result) if asyncio.iscoroutine(result) else result
+            self.stand()
+            outcome.set_result(result)
+
+    def _begin(self, name: str, work: Callable[[], Any], outcome: Future[Any]) -> None:
+        """What is no coroutine holds the loop until it is done, and what comes after it waits for it."""
+        if not asyncio.iscoroutinefunction(getattr(work, "func", work)):
+            self._do(name, work, outcome)
+            return
+
+        async def run() -> None:
+            with self._reported(outcome), self.world.call(self.device, name):
+                self.stand()
+                outcome.set_result(await work())
+
+        task = self.loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @contextmanager
+    def _reported(self, outcome: Future[Any]) -> Iterator[None]:
+        with suppress(Gone, InvalidStateError):
+            try:
+                yield
+            except Exception as error:
+                outcome.set_exception(error)
+            finally:
+                self._open.discard(outcome)
+
     def die(self) -> None:
+        self.lost = True
         self.device.set(gone=True)
         for outcome in list(self._open):
             with suppress(InvalidStateError):
@@ -132,27 +168,28 @@ class Process:
 
 
 class Actor:
-    """Ray's handle on an object in a process."""
+    """Ray's handle on an object in a process; ``threaded``: of an actor whose calls have a thread each."""
 
-    def __init__(self, process: Process, target: Any) -> None:
-        self.process, self.target = process, target
+    def __init__(self, process: Process, target: Any, threaded: bool = False) -> None:
+        self.process, self.target, self.threaded = process, target, threaded
 
     def __getattr__(self, name: str) -> Any:
         if name == "__ray_call__":
-            return Method(self.process, "ping", lambda work: None)
+            return Method(self, "ping", lambda work: None)
         if name.startswith("__"):
             raise AttributeError(name)
-        return Method(self.process, name, getattr(self.target, name))
+        return Method(self, name, getattr(self.target, name))
 
 
 class Method:
-    def __init__(self, process: Process, name: str, work: Callable[..., Any]) -> None:
-        self._process, self._name, self._work = process, name, work
+    def __init__(self, actor: Actor, name: str, work: Callable[..., Any]) -> None:
+        self._actor, self._name, self._work = actor, name, work
 
     def remote(self, *arguments: Any, **named: Any) -> asyncio.Future[Any]:
         name = named.get("method", self._name) if not arguments else arguments[0]
         name = name if self._name == "execute_checkpoint_engine" else self._name
-        return asyncio.wrap_future(self._process.call(name, partial(self._work, *arguments, **named)))
+        work = partial(self._work, *arguments, **named)
+        return asyncio.wrap_future(self._actor.process.call(name, work, on_loop=not self._actor.threaded))
 
 
 class Member:
@@ -177,9 +214,10 @@ class TrainerRank(Member):
         if rank == 0:
             self.engine = SummedSender(self.engine)
         self.rank = rank
-        self.snapshot = WeightSnapshot(rank == 0, CUDA)
+        self.waits_for_device = True
+        """Training waits for all that is queued on the device; reading a tensor waits for training's stream alone."""
+        self.snapshot = WeightSnapshot(rank == 0)
         self.group: Communicator | None = None
-        self.gathers = Stream(process.device, NON_BLOCKING)
         zeros = {name: ON_DEVICE.empty_like(tensor, device=CUDA) for name, tensor in make_weights(0).items()}
         self.weights: dict[str, torch.Tensor] = zeros
 
@@ -187,7 +225,7 @@ class TrainerRank(Member):
         return await self.engine.send_weights(self._gathered(), global_steps=global_steps) or {}
 
     def snapshot_weights(self, version: int, wire: Wire) -> None:
-        self.snapshot.take(self._gathered(), version, wire)
+        self.snapshot.take(self._gathered, version, wire)
 
     async def send_snapshot(self, version: int, full: bool) -> Any:
         with self.snapshot.stream(version) as weights:
@@ -208,16 +246,7 @@ class TrainerRank(Member):
     # Training
 
     def all_gather(self) -> None:
-        """As torch's ProcessGroupNCCL: on a stream of its own, with events before and after."""
-        compute = current("torch")
-        if self.group is None:
-            return
-        before, after = Event(self.process.device), Event(self.process.device)
-        before.record(compute)
-        self.gathers.wait_event(before)
-        self.group.launch(self.gathers, ("all-gather",))
-        after.record(self.gathers)
-        compute.wait_event(after)
+        gather(self.process.device, self.group)
 
     def become(self, version: int) -> None:
         """The last update of a version."""
@@ -237,7 +266,25 @@ class TrainerRank(Member):
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.002)
         if number % 3 == 2 or own.random() < 0.3:
-            self.process.device.synchronize()
+            waits = self.process.device if self.waits_for_device else self.process.device.default
+            waits.synchronize()
+
+
+def gather(device: Device, group: Communicator | None) -> None:
+    """As torch's ProcessGroupNCCL: on a stream of the communicator's own, with events before and after."""
+    assert group is not None
+    if group not in STREAMS:
+        STREAMS[group] = Stream(device, NON_BLOCKING)
+    stream, compute = STREAMS[group], current("torch")
+    before, after = Event(device), Event(device)
+    before.record(compute)
+    stream.wait_event(before)
+    group.launch(stream, ("all-gather",))
+    after.record(stream)
+    compute.wait_event(after)
+
+
+STREAMS: WeakKeyDictionary[Communicator, Stream] = WeakKeyDictionary()
 
 
 class Training:
@@ -322,6 +369,9 @@ class RolloutRank(Member):
         self.staged = StagedModel(self.live, Model(), lambda model: None, copies=copies)
 
     async def stage_weights(self, global_steps: int) -> str:
+        return await asyncio.to_thread(lambda: asyncio.run(self._stage(global_steps)))
+
+    async def _stage(self, global_steps: int) -> str:
         intake = Intake(self.staged, global_steps)
         intake.begin()
         async for named in self._arriving(global_steps):

@@ -10,6 +10,7 @@ from functools import partial
 from cuda_order import World
 from engine_fleet import Publisher, group_of
 from order_fleet import Actor, Process, RolloutRank, TrainerRank, Training, communicators, make_weights
+from order_servers import Server
 from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.config import CheckpointEngineConfig
@@ -28,6 +29,8 @@ class Shape:
     ranks: int = 2
     nodes: int = 1
     receivers: tuple[int, ...] = (1,)
+    server: int = 0
+    """Ranks of a log-prob server, beside the receivers that generate."""
     beside: bool = True
     relays: bool = False
     at_swap: str = "keep"
@@ -53,7 +56,7 @@ class Replica:
         for process, member in zip(self.processes, self.ranks, strict=True):
             process.call("start", partial(self._start, member)).result()
         self.workers = [Actor(process, member) for process, member in zip(self.processes, self.ranks, strict=True)]
-        self.server_handle = Actor(self.processes[0], self)
+        self.server_handle = Actor(self.processes[0], self, threaded=True)
         self.servers = [self.server_handle]
         self.answers: list[int | None] = []
         self._gate, self._open = threading.Lock(), True
@@ -74,7 +77,7 @@ class Replica:
         calls = [
             process.call("generate", member.answer) for process, member in zip(self.processes, self.ranks, strict=True)
         ]
-        found = {call.result(self.fleet.shape.deadline_s) for call in calls}
+        found = {call.result(SOON_S) for call in calls}
         return found.pop() if len(found) == 1 else None
 
     def _keep_asking(self) -> None:
@@ -165,7 +168,12 @@ class OrderFleet:
         balancer = Handle(GlobalRequestLoadBalancer({}))
         self.publisher = Publisher(config, group_of(actors), [], balancer, shape.deadline_s + 1.0, weights)
         self.replicas = [Replica(self, rank, ranks) for rank, ranks in enumerate(shape.receivers)]
-        self.publisher.add_replicas(self.replicas)
+        self.servers = (
+            [Server(self.world, 99, shape.server, self.ended, multi_sender=shape.relays, **self.deadlines)]
+            if shape.server
+            else []
+        )
+        self.publisher.add_replicas([*self.replicas, *self.servers])
 
     @property
     def routed(self) -> list[Replica]:
@@ -185,7 +193,7 @@ class OrderFleet:
             self.training.go_on()
         staged = self.publisher.stage(version)
         for record in staged.holders:
-            if record.replica.lives:
+            if record.generates and record.replica.lives:
                 assert {rank.staged.version for rank in record.replica.ranks} == {version}
         self.may_answer.add(version)
         self.publisher.swap(staged)
@@ -199,8 +207,13 @@ class OrderFleet:
         return {replica.replica_rank: replica.ask() for replica in self.replicas if replica.lives and replica._open}
 
     @property
+    def was_lost(self) -> bool:
+        """Whether somebody died or stood still."""
+        return any(process.lost for process in self.all_processes)
+
+    @property
     def all_processes(self) -> list[Process]:
-        return self.processes + [process for replica in self.replicas for process in replica.processes]
+        return self.processes + [process for each in (*self.replicas, *self.servers) for process in each.processes]
 
     def end(self) -> None:
         """What still runs comes to its end by itself: nothing is left that waits for a sync."""
@@ -213,3 +226,5 @@ class OrderFleet:
         ]
         for each in drained:
             each.result(SOON_S)
+        for process in self.all_processes:
+            process.loop.call_soon_threadsafe(process.loop.stop)

@@ -173,6 +173,22 @@ async def ranks() -> AsyncIterator[Harness]:
     harness.service._loop.cancel()
 
 
+async def test_no_rank_joins_before_the_batch_under_way_has_ended_and_none_begins_until_all_have(
+    ranks: Harness,
+) -> None:
+    held, [task] = await ranks.hold("held")
+    joining = [asyncio.create_task(ranks.service.begin_join()) for _ in range(2)]
+    assert not (await asyncio.wait(joining, timeout=0.1))[0]
+    waits = ranks.ask("waits", 0)
+    held.set()
+    await ranks.answer(task)
+    await asyncio.gather(*joining)
+    ranks.service.joined()
+    assert not (await asyncio.wait([waits], timeout=0.1))[0], "the other rank has not joined yet"
+    ranks.service.joined()
+    assert (await ranks.answer(waits)).version == 0
+
+
 async def test_no_rank_receives_before_the_batch_under_way_has_ended_and_none_begins_meanwhile(ranks: Harness) -> None:
     held, [task] = await ranks.hold("held")
     receiving = [asyncio.create_task(ranks.service.begin_load(1, SOON)) for _ in range(2)]

@@ -85,6 +85,8 @@ class ScoringQueue:
         """``live``: the version that the weights have from the start, if they are not only placeholders."""
         self.live = live
         self.paused = False
+        self.joining = False
+        """The ranks join the group of a weight sync, beside which nothing is scored that may not be beside weights."""
         self._settings = settings
         self._loading: int | None = None
         self._staged: int | None = None
@@ -136,7 +138,12 @@ class ScoringQueue:
     @property
     def may_stage(self) -> bool:
         """Whether those on their way may come: their place is free, and nothing is scored that may not be beside it."""
-        return self._staged is None and not (self._settings.holds_for_weights and self._busy)
+        return self._staged is None and self.may_join
+
+    @property
+    def may_join(self) -> bool:
+        """Whether nothing is scored that may not be beside a collective of weights."""
+        return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
         """The weights on their way are complete on every rank, beside the live ones."""
@@ -230,7 +237,9 @@ class ScoringQueue:
     def _ready(self) -> list[ScoringRequest]:
         """What the live version may score now, first things first."""
         live = self.live
-        holds = self._settings.holds_for_weights and self._loading is not None and self._staged is None
+        holds = self.joining or (
+            self._settings.holds_for_weights and self._loading is not None and self._staged is None
+        )
         if live is None or self.paused or holds:
             return []
         stale_too = self._settings.anchor is Anchor.LATEST and self._settings.answer_stale

@@ -3,9 +3,9 @@
 
 Contract: to the weight publisher it is a replica like those that generate, with workers that receive weights; what a
 sync does to generation (abort, caches, resume) means nothing to it, and it is never routed to. Where its ranks take
-weights by collectives on a device, they compute nothing meanwhile: the engine's collectives and those of the transfer,
-which each rank would start in an order of its own, may wait for each other for ever. Shown by
-tests/integration/test_model_engine_server.py and tests/e2e/test_model_engine.py.
+weights by collectives on a device, they compute nothing meanwhile, nor while they join the others: the engine's
+collectives and those of the transfer, which each rank would start in an order of its own, may wait for each other for
+ever. Shown by tests/integration/test_model_engine_server.py, test_sync_order.py and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
 
 HELD = ("score",)
 """What keeps calls of a server open: weights wait for none of them."""
-CONTROLS = ("pause_serving", "resume_serving", "staged", "load_failed", "refuse", "describe", "account", "activity")
+CONTROLS = (
+    "pause_serving",
+    "resume_serving",
+    "joined",
+    "staged",
+    "load_failed",
+    "refuse",
+    "describe",
+    "account",
+    "activity",
+)
 
 
 class ModelEngineReplica(ReservedReplica):

@@ -101,7 +101,7 @@ class ScoringService:
         self._engine = engine
         self._lost = lost
         self._wake = asyncio.Event()
-        self._rank_count, self._ranks_staged = ranks, 0
+        self._rank_count, self._ranks_staged, self._ranks_joined = ranks, 0, 0
         self._may_stage = asyncio.Event()
         self._answers: dict[int, tuple[Any, asyncio.Future[Answer]]] = {}
         self._numbers = 0
@@ -158,6 +158,24 @@ class ScoringService:
         self._wake.set()
 
     # Weights
+
+    async def begin_join(self) -> None:
+        """A rank is about to join the group of a weight sync, by a collective; returns when it may.
+
+        Where nothing may be scored beside one, nothing is until every rank has said `joined`: ranks that are not asked
+        for their part of a collective in the same order wait for each other for ever.
+        """
+        self._queue.joining = self._settings.holds_for_weights
+        while not self._queue.may_join:
+            self._may_stage.clear()
+            await self._may_stage.wait()
+
+    def joined(self) -> None:
+        """One rank has asked its device for its part of the collective, or could not."""
+        self._ranks_joined = (self._ranks_joined + 1) % self._rank_count
+        if not self._ranks_joined:
+            self._queue.joining = False
+            self._wake.set()
 
     async def begin_load(self, version: int, timeout_s: float) -> None:
         """A rank is about to receive weights; returns when it may, which is at the same moment for all of them.

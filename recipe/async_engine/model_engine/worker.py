@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,18 @@ class ModelEngineWorker(CheckpointEngineWorker):
     def attach(self, server: ray.actor.ActorHandle) -> None:
         """The server that this rank belongs to."""
         self._server = server
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As verl's; a group is joined when the server says so."""
+        does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
+        if method != "init_process_group":
+            return does()
+        try:
+            await self._tell("begin_join")
+            return await asyncio.to_thread(does)
+        finally:
+            await self._tell("joined")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int) -> str:
