@@ -363,10 +363,10 @@ class Model(nn.Module):
 class RolloutRank(Member):
     """A rank of a rollout replica: what comes is staged beside the weights that it generates with."""
 
-    def __init__(self, process: Process, copies: bool, **settings: Any) -> None:
+    def __init__(self, process: Process, **settings: Any) -> None:
         super().__init__(process, **settings)
         self.live = Model()
-        self.staged = StagedModel(self.live, Model(), lambda model: None, copies=copies)
+        self.staged = StagedModel(self.live, Model(), lambda model: None)
 
     async def stage_weights(self, global_steps: int) -> str:
         return await asyncio.to_thread(lambda: asyncio.run(self._stage(global_steps)))

@@ -34,7 +34,6 @@ class Shape:
     beside: bool = True
     relays: bool = False
     at_swap: str = "keep"
-    copies: bool = False
     pace: str = "late"
     in_turn: bool = False
     seed: int = 0
@@ -49,7 +48,7 @@ class Replica:
         self.fleet = fleet
         self.processes = [Process(fleet.world, f"replica {rank}.{place}", f"node {9 + rank}") for place in range(ranks)]
         shape = fleet.shape
-        make = partial(RolloutRank, copies=shape.copies, multi_sender=shape.relays, **fleet.deadlines)
+        make = partial(RolloutRank, multi_sender=shape.relays, **fleet.deadlines)
         self.ranks: list[RolloutRank] = [
             process.call("make", partial(make, process)).result() for process in self.processes
         ]

@@ -220,6 +220,8 @@ INLINE, SLOW = "async_training.weights.publish=inline", "async_training.timeouts
         ([VERLS_OWN], {"nccl": {"multi_sender": False}}),
         ([VERLS_OWN, INLINE], {}),
         ([*GLOO, SLOW], {"recipe_gloo": {"timeout_s": 1200}}),
+        # The ranks hand their weights to the engines beside them: the preset's engine is not used.
+        ([*GLOO, "async_training.placement=shared", "actor_rollout_ref.hybrid_engine=true"], {}),
     ],
 )
 def test_every_member_of_a_sync_is_made_for_the_way_and_the_time_that_the_run_has(

@@ -177,7 +177,6 @@ def scenario_of(seed: int) -> Scenario:
         beside=beside,
         relays=not beside and draw.random() < 0.5,
         at_swap=draw.choice(["keep", "interrupt"]),
-        copies=draw.random() < 0.5,
         pace=draw.choice([LATE, LATE, MIXED, AT_ONCE]),
         in_turn=draw.random() < 0.3,
         seed=seed,

@@ -10,8 +10,9 @@ from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
 
-BOUNDED_ENGINES = tuple(f"recipe.async_engine.weights.{name}_engine" for name in ("gloo", "nccl"))
-"""Modules of the checkpoint engines that have ``timeout_s``."""
+WEIGHTS = "recipe.async_engine.weights"
+BOUNDED_ENGINES = {"recipe_gloo": f"{WEIGHTS}.gloo_engine", "nccl": f"{WEIGHTS}.nccl_engine"}
+"""The checkpoint engines that have ``timeout_s``, and their modules."""
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -63,7 +64,7 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":
         derived["multi_sender"] = False
-    if engine.get("custom_backend_module") in BOUNDED_ENGINES:
+    if engine.get("custom_backend_module", "") == BOUNDED_ENGINES.get(engine.backend):
         derived["timeout_s"] = timeouts.weight_sync
     if derived:
         # A struct's keys are the ones it has: what is derived is new.
