@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda_order import Device
+from cuda_order import Device, Gone
 from device_tensors import CUDA, here, raw
 from order_fleet import LAYERS, ON_DEVICE, Actor, Member, Process, communicators, gather, make_weights
 from ray.exceptions import RayActorError
@@ -187,6 +187,12 @@ class Server:
             self._service._loop.cancel()
 
         self._loop.run_until_complete(serve())
+        # Its process has ended: whoever waits in it does not any more.
+        waiting = asyncio.all_tasks(self._loop)
+        for task in waiting:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
+        self._loop.close()
 
     @property
     def was_hurt(self) -> bool:
@@ -244,7 +250,10 @@ class Server:
         work()
 
     async def _on_loop(self, work: Any) -> None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except asyncio.CancelledError:
+            raise Gone from None
 
     async def nothing(self, *_: Any) -> None: ...
 
