@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from cuda_order import BLOCKING, CALL, NON_BLOCKING, Device, Event, Stream
 from device_tensors import OnDevice, Pageable, Pinned, Torch, current, here, pointer, raw, stream_at, using
-from nccl_on_cpu import CONSTANTS, NEED_CUPY, for_a_while
+from nccl_on_cpu import CONSTANTS, NEED_CUPY, for_a_while, forget
 from nccl_order import Communicator, UniqueId
 
 from recipe.async_engine.weights import arena, snapshot
@@ -267,7 +267,7 @@ def _start(self: threading.Thread, start: Callable[[threading.Thread], None] = t
 @contextmanager
 def installed() -> Iterator[None]:
     """Have our engine `nccl` for a while, in processes that are threads."""
-    before = {name: sys.modules.pop(name) for name in (*cupy(), *NEED_CUPY) if name in sys.modules}
+    before = forget()
     sys.modules.update(cupy())
     meeting = Rendezvous()
     with for_a_while():

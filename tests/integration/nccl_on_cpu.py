@@ -224,8 +224,20 @@ def for_a_while() -> Iterator[None]:
     yield
     CheckpointEngineRegistry._registry.pop("nccl", None)
     backend_registry._global_registry._map.pop("NCCL", None)
-    for name in (*cupy(), *NEED_CUPY):
-        sys.modules.pop(name, None)
+    forget()
+
+
+def forget() -> dict[str, ModuleType]:
+    """Have cupy, and what has imported it, imported anew; returns what there was of them.
+
+    Their packages forget them too: `from package import module` asks the package first.
+    """
+    found = {name: sys.modules.pop(name) for name in (*cupy(), *NEED_CUPY) if name in sys.modules}
+    for name in found:
+        package, _, module = name.rpartition(".")
+        if package in sys.modules:
+            vars(sys.modules[package]).pop(module, None)
+    return found
 
 
 def install(ours: bool) -> None:
