@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,9 @@ def run_example(name: str, mode: str, task: TaskPaths, folder: Path, ray_dir: Pa
     # The scripts' `python` is what makes forks.
     forks = shared_forks(environment)
     overrides += [f"{FORKS}={forks}", "async_training.prefork_workers=false"]
-    environment |= {"MODE": mode, "PATH": os.pathsep.join([str(forks.parent), environment["PATH"]])}
+    # One of them says `python3`, which is this environment's, activated or not.
+    path = [str(forks.parent), str(Path(sys.executable).parent), environment["PATH"]]
+    environment |= {"MODE": mode, "PATH": os.pathsep.join(path)}
     finished = subprocess.run(
         ["bash", str(CHECKOUT / f"{name}.sh"), *overrides],
         cwd=folder,
