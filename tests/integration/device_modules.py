@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import zmq
 from cuda_order import BLOCKING, CALL, NON_BLOCKING, Device, Event, Stream
 from device_tensors import OnDevice, Pageable, Pinned, Torch, current, here, pointer, raw, stream_at, using
 from nccl_on_cpu import CONSTANTS, NEED_CUPY, for_a_while, forget
@@ -247,6 +248,28 @@ class OfEachProcess:
         return getattr(self.here(), name)
 
 
+class Zmq:
+    """``zmq`` as verl's engine has it: contexts live until `end_contexts`, as in a process until it ends.
+
+    One that the garbage collector ends waits for its sockets, in whatever thread that happens.
+    """
+
+    contexts: ClassVar[list[zmq.Context[Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(zmq, name)
+
+    def Context(self) -> zmq.Context[Any]:
+        self.contexts.append(zmq.Context())
+        return self.contexts[-1]
+
+
+def end_contexts() -> None:
+    """Of processes that have ended."""
+    while Zmq.contexts:
+        Zmq.contexts.pop().destroy(linger=0)
+
+
 def pinned(make: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
     """An arena, which is known for what it is."""
 
@@ -294,6 +317,7 @@ def installed() -> Iterator[None]:
             patch.object(collective, "_check_inside_actor", lambda: None),
             patch.object(collective, "_group_mgr", OfEachProcess(collective.GroupManager)),
             patch.object(verls, "ray", ray_of_verl),
+            patch.object(verls, "zmq", Zmq()),
             patch.object(snapshot, "in_one_piece", pinned(arena.in_one_piece)),
             patch.object(arena, "pin_memory", lambda address, size: None),
             patch.object(arena, "unpin_memory", lambda address: None),

@@ -138,3 +138,23 @@ def test_what_arrives_is_what_was_sent_aligned_and_summed_in_the_buckets(device:
         assert torch.equal(arrived[name], tensor.view(torch.uint8)), name
         sums.add(name, tensor)
     assert reported == {CHECKSUM: sums.value()}
+
+
+def test_member_that_joins_another_group_has_no_socket_of_the_one_before(device: Device) -> None:
+    """A socket and its context in one piece of garbage have the collector of garbage wait for ever."""
+    from verl.checkpoint_engine.nccl_checkpoint_engine import MasterMetadata
+
+    from recipe.async_engine.weights.nccl_engine import BoundedNCCLCheckpointEngine, Group
+
+    engine = BoundedNCCLCheckpointEngine(BUCKET)
+    sockets = []
+    for name in ("first", "first", "second"):
+        if not sockets or name != engine.topic:
+            engine._group = Group(name)
+        engine.topic = name
+        engine._connect_zmq_client(MasterMetadata(zmq_ip="127.0.0.1", zmq_port=1, multi_sender=False))
+        sockets.append(engine.socket._socket)
+    assert sockets[0] is sockets[1]
+    assert sockets[0].closed
+    assert not sockets[2].closed
+    engine.socket.close()

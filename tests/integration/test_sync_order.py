@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 from circle_watch import CircleOfWaits, Watch
 from cuda_order import AT_ONCE, LATE, MIXED
-from device_modules import installed
+from device_modules import end_contexts, installed
 from order_fleet import DIE, FREEZE, STOP_DEVICE, TRAIN, Fault, Process
 from order_fleet import LATE as COMES_LATE
 from order_replicas import SOON_S, OrderFleet, Shape, TrainingStands
@@ -59,6 +59,7 @@ def fleet_of(shape: Shape) -> Iterator[OrderFleet]:
             if fleet.world.failure is None:
                 fleet.end()
                 see_threads_end(before, fleet)
+                end_contexts()
     finally:
         fleet.ended.set()
         fleet.world.fail(Ended())

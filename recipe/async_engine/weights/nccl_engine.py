@@ -135,6 +135,13 @@ class BucketDescriptions:
         # The second part of a message, which comes with the first.
         return self._socket.recv_pyobj()
 
+    def close(self) -> None:
+        """Nothing more is received.
+
+        A socket that is garbage itself may have Python's collector, which ends the context first, wait for it for ever.
+        """
+        self._socket.close(linger=0)
+
 
 @CheckpointEngineRegistry.register("nccl")
 class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
@@ -261,8 +268,11 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
             verls()
 
     def _connect_zmq_client(self, metadata: MasterMetadata) -> None:
-        if getattr(getattr(self, "socket", None), "group", None) is self._group:
-            return
+        before = getattr(self, "socket", None)
+        if before is not None:
+            if before.group is self._group:
+                return
+            before.close()
         super()._connect_zmq_client(metadata)
         assert self._group is not None, "only called while a group is joined"
         self.socket = BucketDescriptions(self.socket, self._group)
