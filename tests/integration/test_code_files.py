@@ -28,7 +28,7 @@ TOOL_LIST = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
         (DATASET, "/no/dataset.py", "an existing Python file"),
         (TOKENIZER, "/no/tokenizer", "an existing folder, or a name on the hub"),
         (ADAPTER, "./no_adapter", "an existing folder, or a name on the hub"),
-        (EXTERNAL, "no_such_module", "correct the name, or put its folder on PYTHONPATH"),
+        (EXTERNAL, "no_such_module", "correct the name, install it, or put its folder on PYTHONPATH"),
         (EXTERNAL, "[json,no_such_module]", "no_such_module"),
         (BACKEND, "recipe.async_engine.weights.no_such_engine", "a module that can be imported here"),
     ],

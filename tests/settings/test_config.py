@@ -95,6 +95,7 @@ CPU = {
     "actor_rollout_ref.rollout.free_cache_engine": False,
     "actor_rollout_ref.rollout.enable_sleep_mode": False,
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "recipe_gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": "recipe.async_engine.weights.gloo_engine",
 }
 
 

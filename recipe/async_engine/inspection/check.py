@@ -8,6 +8,8 @@ are programs. The judgement is `settings.validation`'s, and that of verl's own t
 """
 
 import contextlib
+import functools
+import importlib.util
 import json
 import logging
 import math
@@ -21,6 +23,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 
@@ -30,14 +33,16 @@ from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
+from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.packages import MODULES
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import batches, engines, memory
+from recipe.async_engine.settings.rules import batches, engines, memory, names
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
+from recipe.async_engine.settings.verdicts import notices
 from recipe.async_engine.settings.verl_types import well_formed
 
 logger = logging.getLogger(__name__)
@@ -46,8 +51,7 @@ logger = logging.getLogger(__name__)
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 HUB_TIMEOUT_S = 10.0
-# Where verl reads the path of a custom reward function; the second is its older place.
-REWARD_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
+REWARD_FUNCTION = "reward.custom_reward_function"
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -84,18 +88,23 @@ def check_plain(settings: Mapping[str, Any], *, available: Resources | None = No
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Refuse a configuration for a CPU that verl's own types would refuse in a worker; verl is imported.
+    """Refuse what verl would refuse in a worker, or look up and not find, as far as no main could tell.
 
-    For other devices `look` has built them already, in the main.
+    That is its own types on a CPU, whose mains do without verl, and names that a module of the user's may add. verl is
+    imported, and so are those modules.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: something is.
     """
-    from recipe.async_engine.inspection.verl_check import verl_problems
+    from recipe.async_engine.inspection.verl_check import external_names, verl_problems
 
-    problems, context = judge(settings, None, ())
+    usable = migrated(settings)
+    problems, context = judge(usable, None, list(code_facts(usable)))
     # What the rules refuse of it has been judged with the facts that they need.
-    if context.on_cpu and (found := verl_problems(context, problems)):
+    found = external_names(context)
+    if context.on_cpu:
+        found += [problem for problem in verl_problems(context, problems) if problem not in found]
+    if found:
         raise ConfigError(found)
 
 
@@ -128,10 +137,11 @@ def look(
 
     Args:
         available: see `check`.
-        with_verl: whether verl's own types are built too, which imports verl; None: not on a CPU, where the trainer's
-            process does it (`check_types`).
+        with_verl: whether verl is asked too, which imports it; None: on a CPU, whose trainer's process does it
+            (`check_types`), only for names that are none of verl's own.
         makes_task: whether the run would make the built-in task, which fills paths that are null.
     """
+    settings = migrated(settings)
     # What is of a wrong type is reported by `judge`; the rest is looked at all the same.
     usable, _ = well_formed(settings)
     facts = file_facts(usable)
@@ -139,13 +149,13 @@ def look(
         facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
     problems, context = judge(settings, _available(usable, available), facts)
     if with_verl is None:
-        with_verl = not context.on_cpu
+        with_verl = not context.on_cpu or (not problems and bool(names.unusual(context)))
     if with_verl:
         from recipe.async_engine.inspection.verl_check import verl_problems
 
         problems += verl_problems(context, problems)
-    said = (*batches.tight_bound(context), *engines.early_ends(context))
-    warnings = [*memory.warnings(context), *said, *_without_effect(context)]
+    said = (*batches.tight_bound(context), *engines.early_ends(context), *names.untried(context))
+    warnings = [*memory.warnings(context), *said, *notices(context, _verls_own(context))]
     return Findings(problems, warnings, context)
 
 
@@ -172,11 +182,19 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     return None if found == Resources(None) else found
 
 
-def _without_effect(context: RuleContext) -> list[str]:
-    if not context.settings.async_training.use_trainer_do_validate:
-        return []
-    setting = "async_training.use_trainer_do_validate"
-    return [f"{setting}=true has no effect: rollout replicas validate, with the same scores"]
+def _verls_own(context: RuleContext) -> dict[str, Any]:
+    """Every setting as verl has it, by the file that comes with it; nothing where another verl has no such file."""
+    engine = str(context.get("model_engine", "dp"))
+    return _defaults("" if engine == "dp" else f"_{engine}")
+
+
+@functools.lru_cache
+def _defaults(engine: str) -> dict[str, Any]:
+    verl = importlib.util.find_spec("verl")
+    file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        return dict(yaml.load(stream, yaml.CSafeLoader))
+    return {}
 
 
 def _is_remote(path: str) -> bool:
@@ -312,24 +330,22 @@ def _data_file(setting: str, path: str, config: Mapping[str, Any]) -> FileFact:
 
 
 def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    for section in REWARD_FUNCTIONS:
-        path = lookup(config, f"{section}.path")
-        if path and not _is_remote(str(path)):
-            name = lookup(config, f"{section}.name") or "compute_score"
-            yield FileFact(f"{section}.path", str(path), "code", fault=_code_fault(Path(str(path)), str(name)))
+    path = lookup(config, f"{REWARD_FUNCTION}.path")
+    if path and not _is_remote(str(path)):
+        name = lookup(config, f"{REWARD_FUNCTION}.name") or "compute_score"
+        yield FileFact(f"{REWARD_FUNCTION}.path", str(path), "code", fault=_code_fault(Path(str(path)), str(name)))
 
 
 def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
     """The reward of programming tasks, where it is used on this machine: on a cluster, whoever scores tries it."""
-    for section in REWARD_FUNCTIONS:
-        path = str(lookup(config, f"{section}.path") or "")
-        own = path == f"pkg://{programs.__name__}" or Path(path).resolve() == Path(programs.__file__).resolve()
-        if own and not lookup(config, "ray_kwargs.ray_init.address"):
-            try:
-                fault = programs.fault(**(lookup(config, f"{section}.reward_kwargs") or {}))
-            except TypeError as error:
-                fault = f"reward_kwargs: {error}."
-            yield FileFact(section, path, "programs", fault=fault)
+    path = str(lookup(config, f"{REWARD_FUNCTION}.path") or "")
+    own = path == f"pkg://{programs.__name__}" or Path(path).resolve() == Path(programs.__file__).resolve()
+    if own and not lookup(config, "ray_kwargs.ray_init.address"):
+        try:
+            fault = programs.fault(**(lookup(config, f"{REWARD_FUNCTION}.reward_kwargs") or {}))
+        except TypeError as error:
+            fault = f"reward_kwargs: {error}."
+        yield FileFact(REWARD_FUNCTION, path, "programs", fault=fault)
 
 
 def _code_fault(path: Path, function: str) -> str | None:

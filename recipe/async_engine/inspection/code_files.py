@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.inspection.node_probe import is_there
 from recipe.async_engine.settings.facts import FileFact
+from recipe.async_engine.settings.rules.names import LOGGERS, asked
 from recipe.async_engine.settings.sections import lookup
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,9 +43,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
     here = not (os.environ.get("RAY_ADDRESS") or any(lookup(config, f"{RAY}.{name}") for name in OTHERS))
     for setting in DESCRIPTIONS:
         if path := _local(config, setting):
-            yield FileFact(
-                setting, path, "description", fault=_description_fault(path, setting == AGENT_LOOPS and here)
-            )
+            yield _description(setting, path, setting == AGENT_LOOPS and here)
     for setting in (TOOLS, DATASET):
         if path := _local(config, setting):
             missing = not Path(path).expanduser().is_file()
@@ -55,10 +54,12 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if path and path.startswith(("/", "~", "./", "../")):
             fault = None if Path(path).expanduser().is_dir() else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
-    for setting in MODULES if here else ():
-        value = lookup(config, setting)
-        for name in [value] if isinstance(value, str) else list(value or []):
-            yield FileFact(setting, str(name), "module", fault=None if is_there(str(name)) else "cannot be found")
+    named = [(setting, name, name) for setting in MODULES for name in asked(lookup(config, setting))]
+    loggers = asked(lookup(config, "trainer.logger"))
+    named += [("trainer.logger", name, package) for name in loggers if (package := LOGGERS.get(str(name)))]
+    for setting, name, module in named if here else ():
+        fault = "cannot be found" if name == module else f"needs {module}, which is not installed"
+        yield FileFact(setting, str(name), "module", fault=None if is_there(str(module)) else fault)
 
 
 def _local(config: Mapping[str, Any], setting: str) -> str:
@@ -67,20 +68,22 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
     return "" if "://" in path else path
 
 
-def _description_fault(path: str, names_modules: bool) -> str | None:
+def _description(setting: str, path: str, names_modules: bool) -> FileFact:
+    """A file that describes what there is; its columns are the names in it."""
     file = next((place for place in _places(path) if place.is_file()), None)
     if file is None:
-        return "does not exist"
+        return FileFact(setting, path, "description", "does not exist")
     try:
         # As verl reads it.
-        entries = OmegaConf.to_container(OmegaConf.load(file))
+        read = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:  # whatever is wrong with a user's file
-        return f"cannot be read ({' '.join(str(error).split())})"
-    for entry in entries if names_modules and isinstance(entries, list) else []:
-        target = str(entry.get("_target_") or "") if isinstance(entry, dict) else ""
-        if target and not is_there(target.rpartition(".")[0]):
-            return f"names {target}, whose module cannot be found from here; put its folder on PYTHONPATH"
-    return None
+        return FileFact(setting, path, "description", f"cannot be read ({' '.join(str(error).split())})")
+    entries = [entry for entry in read if isinstance(entry, dict)] if isinstance(read, list) else []
+    targets = [str(entry.get("_target_") or "") for entry in entries] if names_modules else []
+    missing = next((target for target in targets if target and not is_there(target.rpartition(".")[0])), None)
+    fault = f"names {missing}, whose module cannot be found from here; put its folder on PYTHONPATH"
+    columns = tuple(str(entry.get("name")) for entry in entries)
+    return FileFact(setting, path, "description", fault if missing else None, columns=columns)
 
 
 def _places(path: str) -> Iterator[Path]:

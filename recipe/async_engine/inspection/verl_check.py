@@ -10,6 +10,7 @@ tests/integration/test_documented_commands.py.
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.rules.names import BACKEND, MODULE, OWN_ENGINES, Name, unknown, unusual
 
+EXTERNAL = "actor_rollout_ref.model.external_lib"
 ROLES = "actor_rollout_ref"
 ALLOWED = "what verl's own types accept"
 # verl renames these when it builds the reference policy (engine_workers.py:556-566).
@@ -33,6 +36,46 @@ RENAMED = {
 
 def verl_problems(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
     """What verl refuses, but for sections in which ``known`` has named the cause already."""
+    found = list(late_names(context))
+    return found + _of_types(context, [*known, *found])
+
+
+def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
+    """Names that stand in none of verl's registries; ``loaded``: the model's ``external_lib`` is imported.
+
+    Where it is not, what it may add is left to the trainer's process, which imports it.
+    """
+    for name in unusual(context):
+        if name.external and not loaded and (context.get(EXTERNAL) or _adds_engines(context, name)):
+            continue
+        module, _, path = name.registry.partition(":")
+        registry: Any = importlib.import_module(module)
+        for part in path.split("."):
+            registry = getattr(registry, part)
+        if context.get(name.setting) not in registry:
+            yield unknown(context, name.setting, (*name.own, *(key for key in registry if key not in name.own)))
+
+
+def external_names(context: RuleContext) -> list[Problem]:
+    """`late_names` in the trainer's process, which imports the modules that add some, as verl's own does."""
+    from verl.utils.import_utils import import_external_libs
+
+    if not unusual(context):
+        return []
+    for setting in (EXTERNAL, MODULE):
+        try:
+            import_external_libs(context.get(setting))
+        except Exception as error:  # whatever a user's module does
+            message = f"{type(error).__name__}: {error}"
+            return [context.problem(setting, "modules that can be imported", f"It cannot be imported: {message}")]
+    return list(late_names(context, loaded=True))
+
+
+def _adds_engines(context: RuleContext, name: Name) -> bool:
+    return name.setting == BACKEND and context.get(MODULE) not in (None, *OWN_ENGINES)
+
+
+def _of_types(context: RuleContext, known: Sequence[Problem]) -> list[Problem]:
     config = OmegaConf.create(dict(context.config))
     with open_dict(config):
         # As verl reads it: prompts of a step.

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.recovery.watch import RunWatch
+from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.sections import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -115,11 +116,9 @@ class TaskRunner:
 
         check_loaded()
         check_not_shadowed()
-        from verl.experimental.reward_loop import migrate_legacy_reward_impl
-
         from recipe.async_engine.inspection.check import check_types
 
-        conf = migrate_legacy_reward_impl(OmegaConf.create(config))
+        conf = OmegaConf.create(migrated(config))
         # A main on a CPU does without verl, so it has not asked verl's types.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))

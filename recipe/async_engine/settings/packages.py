@@ -18,7 +18,9 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 SEE = "see docs/dependencies.md"
-MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel")
+OTHERS = ("torchtitan", "veomni")
+"""Training engines whose packages have their names."""
+MODULES = ("flash_attn", "kernels", "mbridge", "megatron.bridge", "cupy", "nixl", "liger_kernel", *OTHERS)
 """All that `needs` may name."""
 
 
@@ -65,6 +67,9 @@ def needs(config: Mapping[str, Any]) -> Iterator[Need]:
         legacy = bool(lookup(config, f"{engine}.vanilla_mbridge"))
         package, module = ("mbridge", "mbridge") if legacy else ("megatron-bridge", "megatron.bridge")
         yield Need(package, (module,), f"{engine}.vanilla_mbridge", f"{render(not legacy)} without {package}")
+    for section, strategy in strategies.items():
+        if strategy in OTHERS:
+            yield Need(str(strategy), (str(strategy),), f"{section}.strategy", f"fsdp2 without {strategy}")
     backend = lookup(config, BACKEND)
     if backend in ("nccl", "nixl"):
         yield Need("cupy", ("cupy",), BACKEND, "recipe_gloo without cupy", "take recipe_gloo, with its module")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import (
     algorithm,
@@ -18,20 +19,24 @@ from recipe.async_engine.settings.rules import (
     engines,
     memory,
     micro_batches,
+    names,
     parallel,
     rewards,
     servers,
 )
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup, read_settings
+from recipe.async_engine.settings.verdicts import refusals
 from recipe.async_engine.settings.verl_types import well_formed
 
 RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
+    refusals,
     batches.staleness,
     batches.whole_batches,
     batches.shared_placement,
     batches.batch,
     micro_batches.division,
+    names.names,
     algorithm.advantages,
     algorithm.losses,
     algorithm.correction,
@@ -80,7 +85,7 @@ def judge(
     config: Mapping[str, Any], available: Resources | None, files: Sequence[FileFact], dataset_rows: int | None = None
 ) -> tuple[list[Problem], RuleContext]:
     """All problems of a configuration, and what the rules looked at; for the arguments see `validate`."""
-    config, problems = well_formed(config)
+    config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)
     problems += own
     if dataset_rows is None:

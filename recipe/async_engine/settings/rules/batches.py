@@ -18,11 +18,6 @@ def staleness(context: RuleContext) -> Iterator[Problem]:
         name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
         advice = f"Lower it, or set async_training.max_staleness={math.ceil(depth)} to allow such old samples."
         yield context.problem(f"async_training.{name}", f"at most the bound of {bound} versions", advice)
-    if training.use_dynamic_resource_scheduling:
-        advice = (
-            "Remove it; to share accelerators between training and generation, use a mode that places both on them."
-        )
-        yield context.problem("async_training.use_dynamic_resource_scheduling", "false", advice)
 
 
 def tight_bound(context: RuleContext) -> Iterator[str]:

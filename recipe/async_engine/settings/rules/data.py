@@ -29,7 +29,7 @@ def files(context: RuleContext) -> Iterator[Problem]:
         if fact.kind not in WANTED:
             continue
         if fact.fault is not None:
-            correct = "name, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
+            correct = "name, install it, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
             yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the {correct}.")
         elif context.get("data.custom_cls.path") is None:
             yield from _data(context, fact, needed)
@@ -62,10 +62,6 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 
 def saving(context: RuleContext) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
-    for section in context.trained:
-        if context.get(f"{section}.checkpoint.async_save"):
-            advice = "A checkpoint is committed when all of it is written; remove the setting."
-            yield context.problem(f"{section}.checkpoint.async_save", "false", advice)
     mode = context.get("trainer.resume_mode", "auto")
     if mode not in RESUME_MODES:
         advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."

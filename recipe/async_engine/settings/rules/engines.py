@@ -15,31 +15,15 @@ from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embeddings"
-NCCL_ENGINE = "recipe.async_engine.weights.nccl_engine"
 # Whose experts have other names in a checkpoint, which vLLM goes by, than in Transformers' model, which verl's FSDP
 # engines send them by.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
+STRATEGIES = {"dp": ("fsdp", "fsdp2")}
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
 
 def rollout(context: RuleContext) -> Iterator[Problem]:
-    if context.get(f"{ROLLOUT}.name") != "vllm":
-        yield context.problem(f"{ROLLOUT}.name", "vllm", "Other rollout engines are not supported yet in this mode.")
-    shared = context.settings.async_training.placement == SHARED
-    if context.get("actor_rollout_ref.hybrid_engine") and not shared:
-        advice = "This mode gives training and generation resources of their own; remove the setting."
-        yield context.problem("actor_rollout_ref.hybrid_engine", "false", advice)
-    if not context.get(f"{ROLLOUT}.calculate_log_probs"):
-        advice = "Off-policy corrections and the staleness metrics need the log-probs of the policy that sampled."
-        yield context.problem(f"{ROLLOUT}.calculate_log_probs", "true", advice)
-    if context.get(f"{ROLLOUT}.full_determinism"):
-        advice = "verl then gives every request the same seed, so the answers to one prompt come out equal."
-        yield context.problem(f"{ROLLOUT}.full_determinism", "false", advice)
-    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive" and not shared:
-        backend = "recipe_gloo" if context.on_cpu else "nccl"
-        advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
-        yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
     room = context.count(f"{ROLLOUT}.max_model_len")
     if room is not None and room < context.longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
@@ -129,13 +113,25 @@ def _stageable(context: RuleContext) -> Iterator[Problem]:
 def engine(context: RuleContext) -> Iterator[Problem]:
     engine = context.get("model_engine", "dp")
     for section in context.trained:
-        if (engine == "megatron") != (context.get(f"{section}.strategy") == "megatron"):
-            allowed = "megatron" if engine == "megatron" else "fsdp or fsdp2"
+        strategies = STRATEGIES.get(str(engine), (str(engine),))
+        if context.get(f"{section}.strategy") not in strategies:
             advice = f"The configuration was composed with model_engine={engine}; change one of the two."
-            yield context.problem(f"{section}.strategy", allowed, advice)
+            yield context.problem(f"{section}.strategy", " or ".join(strategies), advice)
+    yield from _torchtitan(context)
     servers = ("model_engine_server.engine",) if context.settings.servers.backend == "fsdp2" else ()
     for section in (*context.trained, *servers):
         yield from _sequence_parallel(context, section)
+
+
+def _torchtitan(context: RuleContext) -> Iterator[Problem]:
+    """verl has no copies of its weights (verl/experimental/separation/engine_workers.py:118), and no critic on it."""
+    setting, training = "async_training.trigger_parameter_sync_step", context.settings.async_training
+    keeps = context.trainer_scores or (context.get("trainer.save_freq") or -1) > 0
+    if context.get(f"{ACTOR}.strategy") == "torchtitan" and training.trigger_parameter_sync_step > 1 and keeps:
+        advice = "verl keeps no copy of published weights with this engine, which scoring and checkpoints would need."
+        yield context.problem(setting, f"1 with {ACTOR}.strategy=torchtitan", advice)
+    if context.has_critic and context.get("critic.strategy") == "torchtitan":
+        yield context.problem("critic.strategy", "fsdp, fsdp2, megatron or veomni", "verl has no critic on torchtitan.")
 
 
 def _sequence_parallel(context: RuleContext, section: str) -> Iterator[Problem]:
@@ -231,8 +227,8 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
     if not context.on_cpu:
         return
     for section in context.trained:
-        if context.get(f"{section}.strategy") == "fsdp":
-            advice = f"FSDP1 cannot start from parameters on the CPU; set {section}.strategy=fsdp2."
+        if context.get(f"{section}.strategy") != "fsdp2":
+            advice = f"Other training engines need accelerators, FSDP1 too; set {section}.strategy=fsdp2."
             yield context.problem(f"{section}.strategy", "fsdp2 where trainer.device=cpu", advice)
     for engine in context.engines:
         for setting in (f"{engine}.free_cache_engine", f"{engine}.enable_sleep_mode"):
@@ -247,10 +243,6 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
         )
         allowed = "recipe_gloo where trainer.device=cpu"
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)
-    elif separate and context.get(f"{ROLLOUT}.checkpoint_engine.custom_backend_module") == NCCL_ENGINE:
-        advice = "That one has the engine nccl, which needs an accelerator."
-        allowed = "recipe.async_engine.weights.gloo_engine where trainer.device=cpu, or the module of the backend"
-        yield context.problem(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", allowed, advice)
     yield from _bucket(context)
     budget, sequences = context.count(f"{ROLLOUT}.max_num_batched_tokens"), context.count(f"{ROLLOUT}.max_num_seqs")
     length = context.count(f"{ROLLOUT}.max_model_len")

@@ -24,7 +24,8 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's posit
 def parts(context: RuleContext) -> list[Part]:
     """The run's parts with what each takes of its accelerators; none where the model's shape is not known."""
     policy = context.model(POLICY)
-    if policy is None or context.on_cpu:
+    strategies = {context.get(f"{section}.strategy") for section in context.trained}
+    if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
         return []
     models = Models(policy, context.model("critic.model.path"), context.positions)
     return parts_of(context.config, context.settings, models, device_bytes(context))

@@ -132,6 +132,5 @@ def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
 
 def _sequence_shares(context: RuleContext, section: str) -> int:
     """Ranks that split each sequence."""
-    megatron = context.get(f"{section}.strategy") == "megatron"
-    name = "megatron.context_parallel_size" if megatron else "ulysses_sequence_parallel_size"
-    return context.count(f"{section}.{name}") or 1
+    # Of each engine's, the last one shares a sequence.
+    return list(shared_by(context, section).values())[-1]

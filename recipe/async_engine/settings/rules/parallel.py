@@ -16,6 +16,18 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 STAGES_OF_THEIR_OWN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+# By training engine, the settings by which ranks share a model or a sequence.
+OF_FSDP = ("ulysses_sequence_parallel_size",)
+TITANS = tuple(f"torchtitan.{kind}_parallel_size" for kind in ("tensor", "pipeline", "context"))
+SHARING = {
+    "megatron": (
+        "megatron.tensor_model_parallel_size",
+        "megatron.pipeline_model_parallel_size",
+        "megatron.context_parallel_size",
+    ),
+    "torchtitan": TITANS,
+    "veomni": ("veomni.ulysses_parallel_size",),
+}
 SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "actor_rollout_ref.ref"
 
 
@@ -63,7 +75,7 @@ def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iter
     """FSDP keeps a copy of the model on each ``fsdp_size`` ranks (verl/workers/engine/fsdp/utils.py:35)."""
     setting = f"{engine}.fsdp_size"
     size = context.get(setting)
-    if context.get(f"{section}.strategy") == "megatron" or not isinstance(size, int):
+    if context.get(f"{section}.strategy") in SHARING or not isinstance(size, int):
         return
     if size == 0 or (0 < size < count and count % size):
         advice = "Each copy of the model is on as many ranks; -1 is one copy on all of them."
@@ -83,11 +95,8 @@ def _parallel(context: RuleContext, section: str, count: int) -> list[Problem]:
 
 def shared_by(context: RuleContext, section: str) -> dict[str, int]:
     """By how many ranks a sequence, or a model, is shared, by setting."""
-    settings = [f"{section}.ulysses_sequence_parallel_size"]
-    if context.get(f"{section}.strategy") == "megatron":
-        kinds = (f"tensor_{PARALLEL}", f"pipeline_{PARALLEL}", "context_parallel_size")
-        settings = [f"{section}.megatron.{kind}" for kind in kinds]
-    return {setting: context.count(setting) or 1 for setting in settings}
+    of_engine = SHARING.get(str(context.get(f"{section}.strategy")), OF_FSDP)
+    return {setting: context.count(setting) or 1 for setting in (f"{section}.{name}" for name in of_engine)}
 
 
 def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
@@ -109,9 +118,10 @@ def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[
 
 
 def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    if context.get(f"{section}.strategy") == "megatron":
+    strategy = context.get(f"{section}.strategy")
+    if strategy == "megatron":
         yield from _megatron(context, f"{section}.megatron", shape)
-    else:
+    elif strategy not in SHARING:
         yield from _ulysses(context, section, shape)
 
 

@@ -13,16 +13,11 @@ PROGRAMS_S = 60.0
 def reward_model(context: RuleContext) -> Iterator[Problem]:
     if not context.get(f"{REWARD_MODEL}.enable"):
         return
-    if not context.get(f"{REWARD_MODEL}.enable_resource_pool"):
-        advice = "Answers are scored while others are generated and trained on: give the model accelerators of its own."
-        yield context.problem(f"{REWARD_MODEL}.enable_resource_pool", f"true with {REWARD_MODEL}.enable=true", advice)
     for setting in ("nnodes", "n_gpus_per_node"):
         if context.count(f"{REWARD_MODEL}.{setting}") is None:
             advice = "Set the accelerators that the reward model's servers are started on."
             yield context.problem(f"{REWARD_MODEL}.{setting}", "an integer >= 1", advice)
     rollout = f"{REWARD_MODEL}.rollout"
-    if context.get(f"{rollout}.name") != "vllm":
-        yield context.problem(f"{rollout}.name", "vllm", "Other engines are not supported for reward models.")
     size = context.count(f"{rollout}.tensor_model_parallel_size") or 1
     total = accelerators(context)
     # Where there are none, that has been said.
