@@ -2,21 +2,23 @@
 """Makes the recipe's shared config groups (`preset`, `async_engine`) known to every Hydra program.
 
 Hydra imports every module of the namespace package `hydra_plugins` at start-up, so this one imports nothing but Hydra.
-With it, `+preset=tiny_cpu` also works with a stock verl main, from any directory.
-
-Also registers the resolver ``verl_config``, the folder of verl's own configuration. ``pkg://verl.trainer.config`` would
-name it too, but Hydra imports a package to find it, and verl with torch and transformers takes six seconds to import.
+With it, `+preset=tiny_cpu` also works with a stock verl main, from any directory. The modes' own configurations and
+verl's are found too, so that a file of the user's may start from one (``defaults: [fully_async_ppo_trainer, _self_]``):
+Hydra takes a search path from nobody but the file that is named to the main. `pkg://verl.trainer.config` would name
+verl's too, but Hydra imports a package to find it, and verl with torch and transformers takes six seconds to import.
 """
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
 
 PROVIDER = "recipe"
-SHARED_CONFIG = "pkg://recipe.async_engine.config"
+CONFIGS = tuple(
+    f"pkg://recipe.{name}.config" for name in ("async_engine", "fully_async", "one_step_off", "partial_rollout")
+)
 
 
 def verl_config_folder() -> str:
@@ -31,12 +33,12 @@ def verl_config_folder() -> str:
     return str(Path(spec.origin).parent / "trainer" / "config")
 
 
-OmegaConf.register_new_resolver("verl_config", verl_config_folder, replace=True)
-
-
 class RecipeSearchPath(SearchPathPlugin):
-    """Appends the shared config directory: a program's own groups win over ours."""
+    """Appends the folders of configurations: a program's own win over ours, and ours over verl's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra once, while it builds the config search path."""
-        search_path.append(provider=PROVIDER, path=SHARED_CONFIG)
+        for path in CONFIGS:
+            search_path.append(provider=PROVIDER, path=path)
+        with contextlib.suppress(ModuleNotFoundError):
+            search_path.append(provider=PROVIDER, path=f"file://{verl_config_folder()}")

@@ -274,3 +274,13 @@ def test_the_main_refuses_an_unknown_key_before_any_process_starts() -> None:
     assert result.returncode != 0
     assert "Key 'stalenes_threshold' is not in struct" in result.stderr + result.stdout
     assert "Started a local Ray instance" not in result.stderr + result.stdout
+
+
+@pytest.mark.parametrize("name", [FSDP, MEGATRON, ONE_STEP_FSDP, ONE_STEP_MEGATRON, "partial_rollout_ppo_trainer"])
+def test_a_file_of_the_users_may_start_from_a_modes(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [{name}, _self_]\ntrainer: {{total_epochs: 7}}\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("mine", overrides=["preset=tiny_cpu"])
+    module = "recipe." + name.partition("_ppo")[0] + ".config"
+    with initialize_config_module(module, version_base=None):
+        assert config == compose(name, overrides=["preset=tiny_cpu", "trainer.total_epochs=7"])

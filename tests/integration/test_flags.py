@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +15,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException
+from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
+from recipe.async_engine.flags.arguments import CHOSEN, MAIN, FlagError, check_main, settle
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.settings.problems import ConfigError
@@ -26,6 +30,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K
 
 MODES = ("fully_async", "one_step_off", "partial_rollout")
+TRAINERS = ("sync", "separate_async", "colocate_async")
+FLAGS = (*MODES, "model_engine_server", "separate_async", "colocate_async")
+# A main of hydra's with a flag's callback, whose judgement of the rest is left out.
+USERS_MAIN = """
+import hydra
+from recipe.async_engine.flags import before_run
+before_run._check = lambda config, trainer: print("judged", trainer) or 0
+
+@hydra.main(config_path={folder!r}, config_name="ppo_trainer", version_base=None)
+def main(config):
+    print("task", config.trainer.use_v1, config.trainer.v1.trainer_mode)
+
+main()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +141,82 @@ def test_log_prob_servers_beside_verls_trainer_are_refused_where_nothing_would_a
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
     ]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("said", [f"trainer.v1.trainer_mode={mode}" for mode in TRAINERS])
+def test_the_mode_that_a_flag_names_runs_whatever_else_the_script_says(flag: str, said: str) -> None:
+    config = composed(f"+recipe={flag}", said, "trainer.use_v1=false")
+    usual = composed(f"+recipe={flag}")
+    assert settle(usual) == []
+    nothing = f"has no effect: +recipe has chosen {usual[CHOSEN]}"
+    assert settle(config) == [f"{said} {nothing}", f"trainer.use_v1=false {nothing}"]
+    assert config == usual
+    assert (config.trainer.use_v1, config.trainer.v1.trainer_mode) == (True, config[CHOSEN])
+
+
+def test_a_flag_beside_another_mode_is_refused_and_no_flag_changes_nothing() -> None:
+    with pytest.raises(FlagError, match=r"trainer_mode=recipe_one_step_off: \+recipe has chosen recipe_fully_async"):
+        settle(composed("+recipe=fully_async", "trainer.v1.trainer_mode=recipe_one_step_off"))
+    stock = composed("trainer.use_v1=false")
+    assert settle(stock) == []
+    assert stock == composed("trainer.use_v1=false")
+
+
+@pytest.mark.parametrize(
+    "flags", [["+recipe=fully_async", "+recipe=one_step_off"], ["+recipe=[fully_async,one_step_off]"]]
+)
+def test_two_flags_do_not_compose(flags: list[str]) -> None:
+    with pytest.raises(ConfigCompositionException, match=r"recipe|async_engine"):
+        composed(*flags)
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "verl.trainer.main_ppo_v0",
+        "verl.trainer.main_generation_server",
+        "recipe.fully_async.main",
+    ],
+)
+def test_a_flag_is_refused_in_a_main_that_would_not_look_at_it(main: str) -> None:
+    flagged = composed("+recipe=fully_async")
+    with pytest.raises(FlagError, match=rf"{re.escape(main)} would never look at it"):
+        check_main(flagged, main)
+    check_main(composed(), main)
+    for other in (MAIN, "", "__main__", "my.own.main"):
+        check_main(flagged, other)
+
+
+def test_agent_loops_of_a_flag_name_the_cause_where_verls_own_trainer_asks_for_them() -> None:
+    from recipe.async_engine.flags.trainer import NoAgentLoops
+
+    NoAgentLoops.create(config=None, llm_client=None)
+    with pytest.raises(FlagError, match="use_v1=true"):
+        NoAgentLoops.create(config=None, llm_client=object())
+
+
+def run_users_main(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "mine.py"
+    script.write_text(USERS_MAIN.format(folder=verl_config_folder()))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_what_a_flag_settles_reaches_the_mains_task(tmp_path: Path) -> None:
+    finished = run_users_main(tmp_path, "+recipe=one_step_off", "trainer.use_v1=false", "trainer.v1.trainer_mode=sync")
+    assert finished.stdout.split("\n")[:2] == ["judged recipe_one_step_off", "task True recipe_one_step_off"]
+    assert "trainer.use_v1=false has no effect" in finished.stderr
+
+
+def test_of_several_runs_each_is_judged_and_a_mode_that_would_be_off_is_refused(tmp_path: Path) -> None:
+    finished = run_users_main(tmp_path, "+recipe=one_step_off", "trainer.use_v1=true,false", "-m")
+    assert "task True recipe_one_step_off" in finished.stdout
+    assert "task False" not in finished.stdout
+    assert finished.returncode == 1
+    assert "in a multirun: trainer.use_v1=false has no effect" in finished.stderr

@@ -5,17 +5,55 @@ from __future__ import annotations
 
 import os
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.modes import MODES
 
 MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
 PREFIX = "recipe_"
+CHOSEN = "chosen_by_flag"
+"""Where a flag's group says which trainer it chose."""
+MAIN = "verl.trainer.main_ppo"
 
 
 class FlagError(RecipeError):
     """A setting of stock verl that the mode which a flag chose cannot take."""
+
+
+def check_main(config: DictConfig, main: str) -> None:
+    """Refuse a flag in a main that would not look at it; ``main``: the name of its module.
+
+    A main of the user's own is taken for one that has verl's task runner; if it has another, that ends with an error
+    where it makes its agent loops.
+
+    Raises:
+        FlagError: it is such a main.
+    """
+    ours = main.startswith("recipe.") and any(main == f"recipe.{mode}.main" for mode in MODES)
+    if config.get(CHOSEN) and main != MAIN and (ours or main.split(".")[0] == "verl"):
+        raise FlagError(
+            f"+recipe has chosen {config[CHOSEN]}, and {main} would never look at it: give the flag to {MAIN}"
+            + (f", or leave it out of {main}" if ours else "")
+        )
+
+
+def settle(config: DictConfig) -> list[str]:
+    """Have ``config`` ask for the trainer that its flag chose; returns what of the script has no effect then.
+
+    Raises:
+        FlagError: the script asks for another one of this package's.
+    """
+    chosen, trainer = config.get(CHOSEN), config.trainer
+    if not chosen:
+        return []
+    asked = str(trainer.v1.trainer_mode)
+    if asked != chosen and asked.startswith(PREFIX):
+        raise FlagError(f"trainer.v1.trainer_mode={asked}: +recipe has chosen {chosen}; leave one of them out")
+    without = [f"trainer.v1.trainer_mode={asked}"] * (asked != chosen) + ["trainer.use_v1=false"] * (not trainer.use_v1)
+    with read_write(config), open_dict(config):
+        trainer.use_v1, trainer.v1.trainer_mode = True, chosen
+    return [f"{setting} has no effect: +recipe has chosen {chosen}" for setting in without]
 
 
 def take_arguments(config: DictConfig, mode: str) -> None:

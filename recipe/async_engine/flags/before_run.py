@@ -3,18 +3,22 @@
 
 The configuration groups name `BeforeRun` as a callback of Hydra, so this runs in every main that composes them: in this
 package's own, and in stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process
-ends, with status 0 where it can run and 1 where it cannot; no folder, file or process is made. Otherwise a flag's
-configuration that cannot run ends the process here, before stock verl starts Ray; anything else goes on untouched.
+ends, with status 0 where it can run and 1 where it cannot; no folder, file or process is made. Otherwise the mode that
+a flag chose is the one that runs, whatever else the script says, or the process ends here, before stock verl starts
+Ray. Anything else goes on untouched.
 Shown by tests/integration/test_plan_only.py.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
 
@@ -22,25 +26,37 @@ class BeforeRun(Callback):
     """See the module's contract."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Called before Hydra makes a folder for the run."""
-        _look(config)
+        """Called before Hydra makes a folder for the run; what is changed here is what the main's task gets."""
+        _look(config, may_settle=True)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Called for each of several runs, whose task has its configuration already."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            _look(config, may_settle=False)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Of several runs, the settings that they have in common are shown."""
         if config.get("plan_only"):
-            _look(config)
+            _look(config, may_settle=True)
 
 
-def _look(config: DictConfig) -> None:
+def _look(config: DictConfig, may_settle: bool) -> None:
     trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
     plans = bool(config.get("plan_only"))
-    if not plans and not trainer.startswith("recipe_"):
+    if not plans and not trainer.startswith("recipe_") and not config.get("chosen_by_flag"):
         return
     from recipe.async_engine.core.errors import RecipeError
+    from recipe.async_engine.flags.arguments import FlagError, check_main, settle
     from recipe.async_engine.flags.plan_only import show
 
-    own = _without_hydra(config)
     try:
+        check_main(config, _main())
+        own = config if may_settle else copy.deepcopy(config)
+        if (without := settle(own)) and not may_settle:
+            raise FlagError(f"in a multirun: {'; '.join(without)}. Leave it out")
+        sys.stderr.writelines(f"{said}\n" for said in without)
+        own = _without_hydra(own)
+        trainer = str(own.trainer.get("v1", {}).get("trainer_mode", ""))
         status = show(own, trainer) if plans else _check(own, trainer)
     except RecipeError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
@@ -48,6 +64,19 @@ def _look(config: DictConfig) -> None:
     if plans or status:
         sys.stdout.flush()
         sys.exit(status)
+
+
+def _main() -> str:
+    """The name of this process's main module, also where it was started as a file of verl's."""
+    module = sys.modules["__main__"]
+    if (spec := getattr(module, "__spec__", None)) is not None:
+        return str(spec.name)
+    file = Path(getattr(module, "__file__", None) or ".").resolve()
+    verl = importlib.util.find_spec("verl")
+    for folder in (verl.submodule_search_locations or ()) if verl is not None else ():
+        if file.is_relative_to(Path(folder).resolve()):
+            return ".".join(("verl", *file.relative_to(Path(folder).resolve()).with_suffix("").parts))
+    return ""
 
 
 def _check(config: DictConfig, trainer: str) -> int:

@@ -19,7 +19,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from recipe.async_engine.flags.arguments import PREFIX, take_arguments
+from recipe.async_engine.flags.arguments import PREFIX, FlagError, take_arguments
 from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
@@ -35,6 +35,16 @@ class NoAgentLoops:
 
     @classmethod
     def create(cls, **settings: Any) -> NoAgentLoops:
+        """Make none.
+
+        Raises:
+            FlagError: a trainer of verl's own asks for agent loops, so that the flag's mode does not run.
+        """
+        if settings.get("llm_client") is not None:
+            raise FlagError(
+                "+recipe has chosen a mode, and this main runs a trainer of verl's own: it needs verl's TaskRunnerV1"
+                " (trainer.use_v1=true, and no other trainer.v1.trainer_mode)"
+            )
         return cls()
 
 

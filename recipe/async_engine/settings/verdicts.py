@@ -94,7 +94,15 @@ VERLS = (
     "sandbox_fusion",
     "trainer",
 )
-OURS = ("async_training", "builtin_task", "model_engine_server", "plan_only", "rehearse_only", "rollout")
+OURS = (
+    "async_training",
+    "chosen_by_flag",
+    "builtin_task",
+    "model_engine_server",
+    "plan_only",
+    "rehearse_only",
+    "rollout",
+)
 ENGINES_RESOURCES = tuple(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node"))
 CHECKPOINT_ENGINE = f"{ROLLOUT}.checkpoint_engine"
 
@@ -241,6 +249,9 @@ TABLE: tuple[Verdict, ...] = (
             f"{ROLLOUT}.multi_turn.{name}"
             for name in ("num_repeat_rollouts", "tokenization_sanity_check_mode", "use_inference_chat_template")
         ),
+    ),
+    *_none(
+        "verl 0.9.1 reads it nowhere either; set optim.clip_grad beside it", f"{ACTOR}.grad_clip", "critic.grad_clip"
     ),
     *_none(UNREAD, f"{ROLLOUT}.layered_summon", here=separate),
     *_none(
