@@ -6,7 +6,6 @@ that what was written by older names is judged as what it will be; it imports no
 by tests/settings/test_verdicts.py, which compares the two.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,13 +42,15 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             moved[f"reward.reward_model.rollout.{name}"] = value
     kept = {name: value for name, value in config.items() if name not in (*SECTIONS, "reward_model")}
-    if moved:
-        kept["reward"] = copy.deepcopy(config.get("reward"))
     for setting, value in moved.items():
         *parents, last = setting.split(".")
         node: Any = kept
         for parent in parents:
-            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+            # A section of another type is named where types are judged.
+            section = node.get(parent, {}) if isinstance(node, dict) else None
+            if isinstance(node, dict) and isinstance(section, Mapping):
+                node[parent] = section = dict(section)
+            node = section
         if isinstance(node, dict):
             node[last] = value
     return kept

@@ -296,16 +296,15 @@ def refusals(context: RuleContext) -> Iterator[Problem]:
 def notices(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[str]:
     """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has."""
     found: dict[str, list[str]] = {}
-    for setting, value in _leaves(context.config):
-        verdict = verdict_of(setting, context)
-        if verdict is None:
-            advice = "neither verl nor this package has such a setting"
-        elif verdict.kind is Kind.NO_EFFECT and value not in verdict.quiet:
-            advice = verdict.advice
-        else:
+    for verdict in TABLE:
+        if verdict.kind is not Kind.NO_EFFECT or not verdict.here(context):
             continue
-        if value is not None and value not in _usual(setting, defaults):
-            found.setdefault(advice, []).append(f"{setting}={render(value)}")
+        for setting, value in _leaves({verdict.setting: context.get(verdict.setting)}):
+            usual = value is None or value in verdict.quiet or value in _usual(setting, defaults)
+            if not usual and verdict_of(setting, context) is verdict:
+                found.setdefault(verdict.advice, []).append(f"{setting}={render(value)}")
+    if unknown := [f"{name}={render(value)}" for name, value in context.config.items() if name not in BY_SETTING]:
+        found["neither verl nor this package has such a setting"] = unknown
     for advice, settings in found.items():
         yield f"{', '.join(settings)} {'have' if len(settings) > 1 else 'has'} no effect: {advice}"
 

@@ -7,7 +7,7 @@ This package's own settings have their types in `sections`.
 Shown by tests/integration/test_config_fuzz.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from recipe.async_engine.settings.fields import is_count, render
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.sections import lookup
 
+DEEPEST = 32  # levels of sections and lists; verl's own have seven
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 
@@ -59,6 +60,7 @@ NATURAL = Expected("an integer >= 0, or null", lambda value: value is None or (_
 FLAG = Expected("true or false", lambda value: isinstance(value, bool), False)
 NAME = Expected("a name", lambda value: isinstance(value, str) and value != "", "")
 TEXT = Expected("a path or name", lambda value: isinstance(value, str), "")
+NAMES = Expected("a name, or a list of names", _is_paths, None)
 PATHS = Expected("a path, or a list of paths", _is_paths, None)
 MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
 MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, None))
@@ -75,7 +77,16 @@ EXPECTED: Mapping[str, Expected] = {
     **_of("", MAYBE_SECTION, "critic", "critic.model", "critic.checkpoint", "ray_kwargs", "ray_kwargs.ray_init"),
     **_of("reward", MAYBE_SECTION, "reward_manager", "reward_model", "custom_reward_function"),
     **_of("", MAYBE_SECTION, "custom_reward_function", "data.custom_cls", "algorithm.filter_groups"),
-    **_of(ACTOR, MAYBE_SECTION, "fsdp_config", "megatron"),
+    **_of("", MAYBE_SECTION, "distillation", "algorithm.kl_ctrl", "algorithm.rollout_correction"),
+    **_of("critic", MAYBE_SECTION, "fsdp", "optim"),
+    **_of("ray_kwargs.ray_init", MAYBE_SECTION, "runtime_env", "runtime_env.env_vars"),
+    **_of("reward.reward_model", MAYBE_SECTION, "rollout", "rollout.disaggregation"),
+    **_of(ACTOR, MAYBE_SECTION, "fsdp_config", "megatron", "optim", "policy_loss", "qat", "fsdp_config.qat"),
+    **_of(ACTOR, MAYBE_SECTION, "fsdp_config.mixed_precision", "megatron.qat"),
+    **_of("actor_rollout_ref", MAYBE_SECTION, "ref", "ref.fsdp_config", "model.lora", "model.mtp"),
+    **_of("actor_rollout_ref.model", MAYBE_SECTION, "override_config", "override_config.model_config"),
+    **_of(ROLLOUT, MAYBE_SECTION, "engine_kwargs", "engine_kwargs.vllm", "disaggregation", "multi_turn", "prometheus"),
+    **_of(ROLLOUT, MAYBE_SECTION, "qat", "trace", "val_kwargs"),
     **_of(ROLLOUT, AMOUNT, "n", "agent.num_workers"),
     **_of(ROLLOUT, COUNT, "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
     **_of(ROLLOUT, COUNT, "max_num_seqs", "max_num_batched_tokens"),
@@ -117,7 +128,50 @@ EXPECTED: Mapping[str, Expected] = {
     **_of("reward", NAME, "reward_manager.source"),
     **_of("reward.reward_model", FLAG, "enable", "enable_resource_pool"),
     **_of("reward.reward_model", MAYBE_INTEGER, "nnodes", "n_gpus_per_node"),
-    **_of("ray_kwargs.ray_init", NATURAL, "num_gpus"),
+    # Of the actor.
+    **_of(ACTOR, MAYBE_FLAG, "use_kl_loss", "qat.enable", "fsdp_config.qat.enable", "megatron.qat.enable"),
+    **_of(ACTOR, MAYBE_COUNT, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size"),
+    **_of(ACTOR, MAYBE_INTEGER, "fsdp_config.fsdp_size"),
+    **_of(ACTOR, MAYBE_TEXT, "kl_loss_type", "policy_loss.loss_mode", "loss_agg_mode"),
+    **_of(f"{ACTOR}.fsdp_config.mixed_precision", MAYBE_TEXT, "param_dtype", "reduce_dtype", "buffer_dtype"),
+    **_of("actor_rollout_ref.ref", MAYBE_FLAG, "log_prob_use_dynamic_bsz"),
+    **_of("actor_rollout_ref.ref", MAYBE_COUNT, "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"),
+    **_of("actor_rollout_ref.ref", MAYBE_INTEGER, "fsdp_config.fsdp_size"),
+    **_of("actor_rollout_ref.ref", MAYBE_TEXT, "strategy"),
+    **_of("actor_rollout_ref.model", NATURAL, "lora_rank", "lora.rank"),
+    **_of("actor_rollout_ref.model", MAYBE_FLAG, "mtp.enable_rollout", "use_liger", "use_remove_padding", "lora.merge"),
+    **_of("actor_rollout_ref.model", MAYBE_TEXT, "lora_adapter_path", "tokenizer_path"),
+    **_of("actor_rollout_ref.model", NAMES, "external_lib"),
+    **_of("actor_rollout_ref.model.override_config", MAYBE_TEXT, "attn_implementation"),
+    **_of("actor_rollout_ref.model.override_config", MAYBE_COUNT, "max_position_embeddings"),
+    # Of rollout and rewards.
+    **_of(ROLLOUT, MAYBE_FLAG, "disaggregation.enabled", "disable_log_stats", "prometheus.enable", "qat.enable"),
+    **_of(ROLLOUT, MAYBE_FLAG, "log_prob_use_dynamic_bsz"),
+    **_of(ROLLOUT, MAYBE_COUNT, "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"),
+    **_of(ROLLOUT, MAYBE_TEXT, "agent.agent_loop_config_path", "agent.default_agent_loop", "checkpoint_manager_class"),
+    **_of(ROLLOUT, MAYBE_TEXT, "checkpoint_engine.custom_backend_module", "dtype", "logprobs_mode", "load_format"),
+    **_of(ROLLOUT, MAYBE_TEXT, "quantization", "scheduling_policy", "trace.backend", "multi_turn.format"),
+    **_of(f"{ROLLOUT}.multi_turn", MAYBE_TEXT, "tool_config_path", "function_tool_path", "interaction_config_path"),
+    **_of("reward", MAYBE_TEXT, "reward_manager.name", "reward_model.model_path"),
+    **_of(
+        "reward.reward_model.rollout", MAYBE_FLAG, "disaggregation.enabled", "enable_sleep_mode", "free_cache_engine"
+    ),
+    **_of("reward.reward_model.rollout", MAYBE_COUNT, "max_num_batched_tokens", "max_num_seqs", "data_parallel_size"),
+    **_of(
+        "reward.reward_model.rollout", MAYBE_COUNT, *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
+    ),
+    **_of("reward.reward_model.rollout", MAYBE_TEXT, "name"),
+    # Of the rest.
+    **_of("", MAYBE_FLAG, "distillation.enabled", "algorithm.use_kl_in_reward"),
+    **_of("", MAYBE_TEXT, "model_engine", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"),
+    **_of("algorithm.rollout_correction", MAYBE_FLAG, "bypass_mode"),
+    **_of("algorithm.rollout_correction", MAYBE_TEXT, "loss_type", "rollout_is", "rollout_rs"),
+    **_of("critic", MAYBE_INTEGER, "fsdp.fsdp_size"),
+    **_of("critic", MAYBE_COUNT, "ppo_max_token_len_per_gpu"),
+    **_of("critic", NAMES, "model.external_lib"),
+    **_of("trainer", NAMES, "logger"),
+    **_of("trainer", NATURAL, "critic_warmup"),
+    **_of("ray_kwargs.ray_init", NATURAL, "num_gpus", "num_cpus"),
     **_of("ray_kwargs.ray_init", MAYBE_TEXT, "address"),
 }
 ABSENT = object()
@@ -125,8 +179,7 @@ ABSENT = object()
 
 def well_formed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The configuration with a harmless value for each setting of a wrong type, and these as problems."""
-    repaired = dict(config)
-    problems = []
+    repaired, problems = _not_too_deep(config)
     for setting, expected in EXPECTED.items():
         value = lookup(repaired, setting, ABSENT)
         if value is ABSENT and expected.needed:
@@ -135,6 +188,27 @@ def well_formed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
             problems.append(Problem(setting, render(value), expected.allowed, expected.advice))
             _replace(repaired, setting.split("."), expected.harmless)
     return repaired, problems
+
+
+def _not_too_deep(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Without what is nested so deep that nothing could read it, and its settings as problems."""
+    problems = []
+    kept: dict[str, Any] = dict(config)
+    for setting in _too_deep(config):
+        problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, of text as names", "Write it flat."))
+        section = setting.split(".")[0]
+        kept[section] = None
+    return kept, problems
+
+
+def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        if level == DEEPEST or (isinstance(node, Mapping) and not isinstance(name, str)):
+            yield above
+            return
+        setting = above if isinstance(node, list) else f"{above}.{name}".removeprefix(".")
+        yield from _too_deep(value, setting, level + 1)
 
 
 def _replace(config: dict[str, Any], path: list[str], value: Any) -> None:
