@@ -58,7 +58,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
     loggers = asked(lookup(config, "trainer.logger"))
     named += [("trainer.logger", name, package) for name in loggers if (package := LOGGERS.get(str(name)))]
     for setting, name, module in named if here else ():
-        fault = "cannot be found" if name == module else f"needs {module}, which is not installed"
+        fault = "cannot be found" if setting in MODULES else f"needs {module}, which is not installed"
         yield FileFact(setting, str(name), "module", fault=None if is_there(str(module)) else fault)
 
 

@@ -26,9 +26,10 @@ def field(
     minimum: float | None = None,
     above: float | None = None,
     choices: Sequence[str] = (),
+    instead: str = "",
 ) -> Any:
-    """A documented setting: `minimum` is inclusive, `above` exclusive."""
-    limits = {"minimum": minimum, "above": above, "choices": tuple(choices)}
+    """A documented setting: `minimum` is inclusive, `above` exclusive; ``instead``: what to use for other values."""
+    limits = {"minimum": minimum, "above": above, "choices": tuple(choices), "instead": instead}
     return dataclasses.field(default=default, metadata={"meaning": meaning, "unit": unit, **limits})
 
 
@@ -115,7 +116,8 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
             values[name] = float(value) if accepted[name][0] is float and value is not None else value
         else:
             allowed = allowed_values(field, accepted[name])
-            problems.append(Problem(setting, render(value), allowed, f"The default is {render(field.default)}."))
+            advice = field.metadata["instead"] or f"The default is {render(field.default)}."
+            problems.append(Problem(setting, render(value), allowed, advice))
     return cls(**values), sorted(problems, key=lambda problem: problem.setting)
 
 

@@ -297,7 +297,12 @@ class AsyncTraining:
 class RolloutResources:
     """Resources of the rollout replicas, and how much they generate in all."""
 
-    nnodes: int = field(1, "Nodes for rollout replicas.", minimum=1)
+    nnodes: int = field(
+        1,
+        "Nodes for rollout replicas.",
+        minimum=1,
+        instead="recipe.partial_rollout, or +recipe=partial_rollout, generates on the trainer's accelerators alone.",
+    )
     n_gpus_per_node: int = field(8, "Accelerators for rollout replicas on each node.", minimum=1)
     n: int | None = field(
         None,

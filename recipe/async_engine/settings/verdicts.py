@@ -239,7 +239,7 @@ TABLE: tuple[Verdict, ...] = (
         quiet=("recipe_gloo", "recipe.async_engine.weights.gloo_engine"),
     ),
     # Settings that nothing in verl reads.
-    *_none(UNREAD, f"{ACTOR}.use_rollout_log_probs", quiet=(True,)),
+    *_none(UNREAD, f"{ACTOR}.use_rollout_log_probs", quiet=(True, False)),
     *_none(UNREAD, *(f"{ROLLOUT}.{name}" for name in ("do_sample", "over_sample_rate", "multi_stage_wake_up", "skip"))),
     *_none(UNREAD, *(f"{ROLLOUT}.engine_kwargs.{name}" for name in ("sglang", "trtllm"))),
     *_none(UNREAD, f"{ROLLOUT}.agent.custom_async_server", f"{ROLLOUT}.multi_turn.interaction_config_path"),

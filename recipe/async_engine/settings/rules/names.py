@@ -87,7 +87,7 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         "reward.reward_manager.name",
-        ("dapo", "gdpo", "naive", "remote"),
+        ("dapo", "gdpo", "naive", "rate_limited", "remote"),
         "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER",
         external=False,
         used=lambda context: context.get("reward.reward_manager.source", "register") == "register",
