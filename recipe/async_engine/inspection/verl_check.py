@@ -53,7 +53,8 @@ def late_names(context: RuleContext, loaded: bool = False) -> Iterator[Problem]:
         for part in path.split("."):
             registry = getattr(registry, part)
         if context.get(name.setting) not in registry:
-            yield unknown(context, name.setting, (*name.own, *(key for key in registry if key not in name.own)))
+            added = [str(key) for key in registry if key not in name.own] if name.registry.startswith("verl") else []
+            yield unknown(context, name.setting, (*name.own, *added))
 
 
 def external_names(context: RuleContext) -> list[Problem]:

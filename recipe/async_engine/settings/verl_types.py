@@ -167,6 +167,8 @@ EXPECTED: Mapping[str, Expected] = {
     **_of("algorithm.rollout_correction", MAYBE_FLAG, "bypass_mode"),
     **_of("algorithm.rollout_correction", MAYBE_TEXT, "loss_type", "rollout_is", "rollout_rs"),
     **_of("critic", MAYBE_INTEGER, "fsdp.fsdp_size"),
+    **_of("critic", MAYBE_TEXT, "optim.optimizer", "optim.optimizer_impl"),
+    **_of(ACTOR, MAYBE_TEXT, "optim.optimizer", "optim.optimizer_impl"),
     **_of("critic", MAYBE_COUNT, "ppo_max_token_len_per_gpu"),
     **_of("critic", NAMES, "model.external_lib"),
     **_of("trainer", NAMES, "logger"),

@@ -97,21 +97,11 @@ def losses(context: RuleContext) -> Iterator[Problem]:
     beta = context.get(f"{ACTOR}.policy_loss.dro_beta")
     if mode == "dro" and not (_is_number(beta) and beta > 0):
         yield context.problem(f"{ACTOR}.policy_loss.dro_beta", f"a number > 0 with {setting}=dro", "Set it.")
-    used = {
-        "algorithm.kl_penalty": context.get("algorithm.use_kl_in_reward"),
-        f"{ACTOR}.kl_loss_type": context.get(f"{ACTOR}.use_kl_loss"),
-    }
-    for name, is_used in used.items():
-        if is_used and str(context.get(name, "kl")).removesuffix("+") not in KL_ESTIMATORS:
-            advice = "verl has no other estimate of it (a + behind one corrects its gradient)."
-            yield context.problem(name, f"one of {', '.join(KL_ESTIMATORS)}", advice)
 
 
 def correction(context: RuleContext) -> Iterator[Problem]:
     """What verl would find out at the first batch, or with the sources that correct in the loss at the first update."""
     section = "algorithm.rollout_correction"
-    if context.get(f"{section}.rollout_is") not in (None, "token", "sequence"):
-        yield context.problem(f"{section}.rollout_is", "token, sequence or null", "null applies no weights.")
     rejection = context.get(f"{section}.rollout_rs")
     if rejection is None:
         return

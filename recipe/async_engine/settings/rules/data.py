@@ -8,7 +8,6 @@ from recipe.async_engine.settings.facts import FileFact, RowFault
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
 
-RESUME_MODES = ("auto", "disable", "resume_path")
 REWARD_COLUMNS = ("reward_model",)
 WANTED = {
     "model": "a local directory with a config.json, or the name of a model on the hub",
@@ -63,9 +62,6 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
 def saving(context: RuleContext) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
     mode = context.get("trainer.resume_mode", "auto")
-    if mode not in RESUME_MODES:
-        advice = "auto resumes from the newest complete checkpoint in trainer.default_local_dir."
-        yield context.problem("trainer.resume_mode", f"one of {', '.join(RESUME_MODES)}", advice)
     path = context.get("trainer.resume_from_path")
     if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):
         allowed, advice = "a folder of a checkpoint with resume_mode=resume_path", "Name global_step_N itself."

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.async_engine.settings.packages import ATTENTION
 from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules.algorithm import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
@@ -65,15 +67,12 @@ class Name:
     used: Callable[[RuleContext], bool] = lambda context: True
 
 
+KL = tuple(f"{name}{more}" for name in KL_ESTIMATORS for more in ("", "+"))
 CORE = "verl.trainer.ppo.core_algos"
 NAMES: tuple[Name, ...] = (
     Name(
         "algorithm.adv_estimator",
-        (
-            *("gae", "gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "optimal_token_baseline"),
-            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized"),
-            "tir_optimal_token_baseline",
-        ),
+        (*ADVANTAGE_ESTIMATORS, "remax"),
         f"{CORE}:ADV_ESTIMATOR_REGISTRY",
     ),
     Name(
@@ -109,12 +108,32 @@ NAMES: tuple[Name, ...] = (
         "verl.checkpoint_engine.base:CheckpointEngineRegistry._registry",
         used=lambda context: context.settings.async_training.placement != SHARED,
     ),
+    Name(
+        ATTENTION,
+        ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa"),
+        "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        # A kernel of the hub's is fetched by its name.
+        used=lambda context: "/" not in str(context.get(ATTENTION)),
+    ),
+    *(
+        Name(
+            f"{section}.optim.optimizer",
+            ("Adam", "AdamW", "SGD"),
+            "torch.optim:__dict__",
+            used=lambda context, section=section: context.get(f"{section}.optim.optimizer_impl") == "torch.optim",
+        )
+        for section in (ACTOR, "critic")
+    ),
     Name("reward.reward_manager.source", ("register", "importlib")),
     Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
     Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     Name(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", "raw_logprobs")),
     Name(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
     Name(f"{CORRECTION}.loss_type", ("ppo_clip", "reinforce")),
+    Name(f"{CORRECTION}.rollout_is", ("token", "sequence")),
+    Name("algorithm.kl_penalty", KL, used=lambda context: bool(context.get("algorithm.use_kl_in_reward"))),
+    Name(f"{ACTOR}.kl_loss_type", KL, used=lambda context: bool(context.get(f"{ACTOR}.use_kl_loss"))),
+    Name("trainer.resume_mode", ("auto", "disable", "resume_path")),
     Name(
         "algorithm.kl_ctrl.type",
         ("fixed", "adaptive"),
