@@ -31,7 +31,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from verl.utils.config import omega_conf_to_dataclass
 
 from recipe.async_engine.logprobs import bypass, loglinear
-from recipe.async_engine.settings.rules import algorithm
+from recipe.async_engine.settings.rules import algorithm, names
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import read_settings
 
@@ -57,7 +57,7 @@ def refused(**settings: Any) -> set[str]:
         OmegaConf.update(config, name, value, force_add=True)
     plain = OmegaConf.to_container(config)
     case = RuleContext(plain, read_settings(plain)[0], None, None, ())
-    rules = (algorithm.advantages, algorithm.losses, algorithm.correction)
+    rules = (algorithm.advantages, algorithm.losses, algorithm.correction, names.names)
     return {problem.setting for rule in rules for problem in rule(case)}
 
 

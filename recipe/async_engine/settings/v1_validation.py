@@ -11,7 +11,7 @@ from recipe.async_engine.settings.rules import memory, micro_batches, parallel
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.servers import SERVERS, log_prob_servers, proximal_log_probs
 from recipe.async_engine.settings.sections import SHARED, RolloutResources, Settings, Weights, read_settings
-from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
+from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT, well_formed
 
 MANAGER = "recipe.async_engine.verl_v1.agent_loops.ScoringAgentLoopManager"
 SEPARATE = "separate_async"
@@ -36,7 +36,9 @@ def judge_v1(
     config: Mapping[str, Any], trainer: str, available: Resources | None = None, files: Sequence[FileFact] = ()
 ) -> tuple[list[Problem], RuleContext]:
     """All problems of a v1 trainer's configuration, and what the rules looked at."""
-    settings, problems = read_settings(config)
+    config, problems = well_formed(config, misses=False)
+    settings, own = read_settings(config)
+    problems += own
     context = RuleContext(config, settings, None, available, files)
     if not problems:
         problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]

@@ -179,12 +179,16 @@ EXPECTED: Mapping[str, Expected] = {
 ABSENT = object()
 
 
-def well_formed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The configuration with a harmless value for each setting of a wrong type, and these as problems."""
+def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
+    """The configuration with a harmless value for each setting of a wrong type, and these as problems.
+
+    Args:
+        misses: whether settings that have to be there and are not are problems too.
+    """
     repaired, problems = _not_too_deep(config)
     for setting, expected in EXPECTED.items():
         value = lookup(repaired, setting, ABSENT)
-        if value is ABSENT and expected.needed:
+        if value is ABSENT and expected.needed and misses:
             problems.append(Problem(setting, "null", expected.allowed, expected.advice))
         elif value is not ABSENT and not expected.fits(value):
             problems.append(Problem(setting, render(value), expected.allowed, expected.advice))

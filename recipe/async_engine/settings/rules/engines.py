@@ -11,6 +11,7 @@ from recipe.async_engine.settings.plan import replica_size, rollout_accelerators
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import rewards
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.rules.names import UNTRIED_ENGINES
 from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
@@ -236,7 +237,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
                 advice = f"vLLM has no sleep mode on a CPU; set ++{setting}=False."
                 yield context.problem(setting, "false where trainer.device=cpu", advice)
     separate = context.settings.async_training.placement != SHARED
-    if separate and context.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", "nixl", "hccl"):
+    if separate and context.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", *UNTRIED_ENGINES):
         advice = (
             "It needs an accelerator; set the backend to recipe_gloo and custom_backend_module to"
             " recipe.async_engine.weights.gloo_engine."
