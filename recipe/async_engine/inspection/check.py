@@ -160,7 +160,7 @@ def look(
         *names.untried(context),
         *learning.trains_nothing(context),
     )
-    warnings = [*memory.warnings(context), *said, *notices(context, _verls_own(context))]
+    warnings = [*memory.warnings(context), *said, *_without_effect(context)]
     return Findings(problems, warnings, context)
 
 
@@ -187,10 +187,11 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     return None if found == Resources(None) else found
 
 
-def _verls_own(context: RuleContext) -> dict[str, Any]:
-    """Every setting as verl has it, by the file that comes with it; nothing where another verl has no such file."""
+def _without_effect(context: RuleContext) -> list[str]:
+    """By every setting as verl has it, in the file that comes with it; without that there is nothing to compare."""
     engine = str(context.get("model_engine", "dp"))
-    return _defaults("" if engine == "dp" else f"_{engine}")
+    defaults = _defaults("" if engine == "dp" else f"_{engine}")
+    return list(notices(context, defaults)) if defaults else []
 
 
 @functools.lru_cache

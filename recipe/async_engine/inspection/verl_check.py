@@ -64,6 +64,8 @@ def external_names(context: RuleContext) -> list[Problem]:
     if not unusual(context):
         return []
     for setting in (EXTERNAL, MODULE):
+        if setting == MODULE and context.get(MODULE) in OWN_ENGINES:
+            continue
         try:
             import_external_libs(context.get(setting))
         except Exception as error:  # whatever a user's module does
