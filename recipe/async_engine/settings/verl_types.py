@@ -7,7 +7,7 @@ This package's own settings have their types in `sections`.
 Shown by tests/integration/test_config_fuzz.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +208,9 @@ def _not_too_deep(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Probl
 
 
 def _too_deep(node: Any, above: str = "", level: int = 0) -> Iterator[str]:
-    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, Mapping | list):
+        items = node.items() if isinstance(node, Mapping) else enumerate(node)
     for name, value in items:
         if level == DEEPEST or (isinstance(node, Mapping) and not isinstance(name, str)):
             yield above

@@ -49,6 +49,10 @@ def _described_loops(context: RuleContext) -> Sequence[str]:
     return next((fact.columns for fact in files if fact.columns is not None), ())
 
 
+def _takes_torchs(section: str) -> Callable[[RuleContext], bool]:
+    return lambda context: bool(context.get(f"{section}.optim.optimizer_impl") == "torch.optim")
+
+
 @dataclass(frozen=True, slots=True)
 class Name:
     """A setting whose value verl looks up late.
@@ -89,7 +93,7 @@ NAMES: tuple[Name, ...] = (
         ("dapo", "gdpo", "naive", "rate_limited", "remote"),
         "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER",
         external=False,
-        used=lambda context: context.get("reward.reward_manager.source", "register") == "register",
+        used=lambda context: bool(context.get("reward.reward_manager.source", "register") == "register"),
     ),
     Name(
         f"{ROLLOUT}.agent.default_agent_loop",
@@ -120,7 +124,7 @@ NAMES: tuple[Name, ...] = (
             f"{section}.optim.optimizer",
             ("Adam", "AdamW", "SGD"),
             "torch.optim:__dict__",
-            used=lambda context, section=section: context.get(f"{section}.optim.optimizer_impl") == "torch.optim",
+            used=_takes_torchs(section),
         )
         for section in (ACTOR, "critic")
     ),
