@@ -5,9 +5,10 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.logprobs import bypass, corrected, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.rules import algorithm
 from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
 
 WEIGHTS = "recipe.async_engine.weights"
@@ -33,7 +34,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
         places = plan.engine_places // plan.rollout_replicas
         tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)
-        _log_probs(config, plan.proximal)
+        derive_loss(config, plan.proximal)
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
@@ -72,12 +73,12 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
         engine.engine_kwargs[engine.backend] = derived | dict(engine.engine_kwargs.get(engine.backend) or {})
 
 
-def _log_probs(config: Any, source: Proximal) -> None:
+def derive_loss(config: Any, source: Proximal) -> None:
     """Before the workers are given their configuration: the loss is theirs."""
     loss = config.actor_rollout_ref.actor.policy_loss
     correction = config.algorithm.rollout_correction
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)
-    if source is Proximal.LOGLINEAR:
-        loss.loss_mode, loss.rollout_correction = loglinear.LOSS, correction
-    elif source is Proximal.BYPASS and loss.loss_mode == "vanilla":
-        loss.loss_mode, loss.rollout_correction = bypass.LOSS, correction
+    if correction.bypass_mode:
+        chosen = algorithm.chosen_loss(loss.loss_mode, correction.get("loss_type"), source)
+        loss.rollout_correction = {**correction, corrected.CHOSEN: chosen}
+        loss.loss_mode = bypass.LOSS if source is Proximal.BYPASS else loglinear.LOSS
