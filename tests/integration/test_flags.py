@@ -16,9 +16,11 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
+from recipe.async_engine.flags.arguments import FlagError, take_arguments
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.settings.validation import validate
 
@@ -123,3 +125,33 @@ def test_log_prob_servers_beside_verls_trainer_are_refused_where_nothing_would_a
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
     ]
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (1, 8)),
+        (["rollout.nnodes=2", "rollout.n_gpus_per_node=4"], (2, 4)),
+        ([f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"], (2, 4)),
+        # verl takes the trainer's, where a script leaves it out.
+        ([f"{ROLLOUT}.nnodes=2", "trainer.n_gpus_per_node=2"], (2, 2)),
+        ([f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "rollout.nnodes=2"], (2, 4)),
+    ],
+)
+def test_generation_has_the_accelerators_that_a_script_of_either_kind_gives_it(
+    mode: str, given: list[str], expected: tuple[int, int]
+) -> None:
+    config = composed(*GRPO_GSM8K, f"+recipe={mode}", *given)
+    take_arguments(config, mode)
+    assert (config.rollout.nnodes, config.rollout.n_gpus_per_node) == expected
+    assert read_settings(plain(config))[1] == []
+
+
+def test_accelerators_that_both_kinds_of_settings_name_differently_are_refused() -> None:
+    config = composed(*GRPO_GSM8K, "+recipe=fully_async", f"{ROLLOUT}.nnodes=2", "rollout.nnodes=1")
+    with pytest.raises(FlagError, match=r"rollout\.nnodes=1 and actor_rollout_ref\.rollout\.nnodes=2 both say"):
+        take_arguments(config, "fully_async")

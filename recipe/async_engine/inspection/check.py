@@ -34,7 +34,7 @@ from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.packages import MODULES
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import algorithm, batches, engines, memory
+from recipe.async_engine.settings.rules import algorithm, batches, engines, memory, stock
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
@@ -144,7 +144,8 @@ def look(
         from recipe.async_engine.inspection.verl_check import verl_problems
 
         problems += verl_problems(context, problems)
-    said = (*batches.tight_bound(context), *engines.early_ends(context), *algorithm.without_effect(context))
+    said = (*batches.tight_bound(context), *engines.early_ends(context))
+    said += (*algorithm.without_effect(context), *stock.without_effect(context))
     warnings = [*memory.warnings(context), *said, *_without_effect(context)]
     return Findings(problems, warnings, context)
 

@@ -21,6 +21,7 @@ from recipe.async_engine.settings.rules import (
     parallel,
     rewards,
     servers,
+    stock,
 )
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup, read_settings
@@ -54,6 +55,8 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.builtin_task,
     data.files,
     data.saving,
+    stock.classes,
+    stock.memory_share,
     memory.memory,
 )
 

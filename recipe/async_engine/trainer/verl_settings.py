@@ -27,6 +27,9 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         shared = plan.settings.async_training.placement == SHARED
         resources = config.trainer if shared else config.rollout
         rollout.nnodes, rollout.n_gpus_per_node = resources.nnodes, resources.n_gpus_per_node
+        if not shared and rollout.get("standalone_gpu_memory_utilization") is not None:
+            # As stock's fully-async rollouter does (fully_async_rollouter.py:113).
+            rollout.gpu_memory_utilization = rollout.standalone_gpu_memory_utilization
         if shared:
             # verl's name for handing weights over within one place.
             rollout.checkpoint_engine.backend = "naive"
