@@ -19,6 +19,7 @@ from hydra_plugins.recipe_searchpath import verl_config_folder
 from recipe.async_engine.flags.arguments import FlagError, take_arguments
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
+from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.v1_validation import read_v1
@@ -155,3 +156,14 @@ def test_accelerators_that_both_kinds_of_settings_name_differently_are_refused()
     config = composed(*GRPO_GSM8K, "+recipe=fully_async", f"{ROLLOUT}.nnodes=2", "rollout.nnodes=1")
     with pytest.raises(FlagError, match=r"rollout\.nnodes=1 and actor_rollout_ref\.rollout\.nnodes=2 both say"):
         take_arguments(config, "fully_async")
+
+
+@pytest.mark.parametrize(("mode", "share"), [("fully_async", 0.85), ("partial_rollout", 0.4)])
+def test_replicas_with_accelerators_of_their_own_have_their_own_share_of_memory(mode: str, share: float) -> None:
+    from recipe.async_engine.trainer.verl_settings import derive_verl_settings
+
+    shares = ("gpu_memory_utilization=0.4", "standalone_gpu_memory_utilization=0.85")
+    config = composed(*GRPO_GSM8K, f"+recipe={mode}", *(f"{ROLLOUT}.{given}" for given in shares))
+    take_arguments(config, mode)
+    derive_verl_settings(config, derive(plain(config), dataset_rows=4096))
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == share

@@ -68,3 +68,26 @@ def test_resources_of_another_modes_settings_are_said_to_have_no_effect() -> Non
         (said,) = stock.without_effect(context(placement, nnodes=2, n_gpus_per_node=8))
         assert said.startswith(f"{ROLLOUT}.nnodes=2, {ROLLOUT}.n_gpus_per_node=8 have no effect")
     assert list(stock.without_effect(context(top=(2, 8), nnodes=2, n_gpus_per_node=8))) == [], "they say the same"
+
+
+def profiling(steps: Any, tool: str | None, discrete: bool, enable: bool = True) -> RuleContext:
+    case = context(profiler={"enable": enable, "tool": tool, "tool_config": {"torch": {"discrete": discrete}}})
+    config = {**case.config, "global_profiler": {"steps": steps}}
+    return RuleContext(config, case.settings, None, None, ())
+
+
+@pytest.mark.parametrize("steps", [2, "2", [0], [1.5], ["2"], [True], {"a": 1}, [None]])
+def test_steps_to_profile_that_are_none_are_refused(steps: Any) -> None:
+    assert [problem.setting for problem in stock.profiled_steps(profiling(steps, "torch", True))] == [
+        "global_profiler.steps"
+    ]
+
+
+def test_engines_that_verl_would_not_profile_are_said_to_be_left_out() -> None:
+    for steps in (None, [], [2, 3]):
+        assert list(stock.profiled_steps(profiling(steps, "torch", True))) == []
+        assert list(stock.without_effect(profiling(steps, "torch", True))) == []
+    assert list(stock.without_effect(profiling([2], "torch", False, enable=False))) == []
+    assert "discrete=true alone" in next(stock.without_effect(profiling([2], "torch", False)))
+    for tool in ("nsys", None):
+        assert f"not {tool}" in next(stock.without_effect(profiling([2], tool, True)))

@@ -57,6 +57,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     data.saving,
     stock.classes,
     stock.memory_share,
+    stock.profiled_steps,
     memory.memory,
 )
 

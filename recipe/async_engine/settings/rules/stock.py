@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over settings by which stock verl's users put classes of their own, or resources, in place of its own."""
+"""Rules over settings of stock verl's features: classes in place of its own, resources, profiles."""
 
 from collections.abc import Iterator
 
@@ -42,8 +42,27 @@ def memory_share(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(setting, "a number > 0 and <= 1, or null", advice)
 
 
+def profiled_steps(context: RuleContext) -> Iterator[Problem]:
+    """verl asks whether a step is among them."""
+    setting, steps = "global_profiler.steps", context.get("global_profiler.steps")
+    if steps is not None and not (isinstance(steps, list | tuple) and all(map(is_count, steps))):
+        yield context.problem(setting, "a list of steps from 1 on, or null", "Write [2], or [2,3].")
+
+
 def without_effect(context: RuleContext) -> Iterator[str]:
-    """Settings of resources and memory that are another mode's."""
+    """What is another mode's, or is asked for in a way in which verl leaves it out."""
+    profiler = f"{ROLLOUT}.profiler"
+    tool = context.get(f"{profiler}.tool")
+    if context.get("global_profiler.steps") and context.get(f"{profiler}.enable"):
+        if tool not in ("torch", "npu"):
+            yield f"{profiler}.enable=true has no effect: verl profiles rollout engines with torch or npu, not {tool}"
+        elif not context.get(f"{profiler}.tool_config.{tool}.discrete"):
+            needed = f"{profiler}.tool_config.{tool}.discrete=true"
+            yield f"{profiler}.enable=true has no effect: verl profiles rollout engines with {needed} alone"
+    yield from _resources(context)
+
+
+def _resources(context: RuleContext) -> Iterator[str]:
     rollout, shared = context.settings.rollout, context.settings.async_training.placement == SHARED
     asked, default = (rollout.nnodes, rollout.n_gpus_per_node), RolloutResources()
     trainers = tuple(context.get(f"trainer.{name}") for name in SIZES)
