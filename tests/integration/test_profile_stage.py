@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 
 from recipe.async_engine.trainer import profile_stage
 from recipe.async_engine.trainer.profile_stage import ProfileStage
+from recipe.async_engine.trainer.startup import Startup
 
 
 class Server:
@@ -87,3 +88,29 @@ def test_engine_that_cannot_be_profiled_costs_no_run(
 ) -> None:
     assert "trainer stops, hook" in profiled(monkeypatch, [2], in_a_row=False, error=RayActorError())
     assert "may not have a trace of this step (start_profile)" in caplog.text
+
+
+class Adapted(Startup):
+    """A trainer of adapters with a KL term, whose reference policy is the actor without them; no process starts."""
+
+    def __init__(self, profiled: list[str]) -> None:
+        self.use_reference_policy, self.ref_in_actor, self.use_critic, self.global_steps = True, True, False, 1
+        self.workers: Any = SimpleNamespace(
+            start_profile=lambda **_: profiled.append("start"), stop_profile=lambda **how: profiled.append(str(how))
+        )
+
+    def _init_resource_pools(self) -> None:
+        pass
+
+    _create_worker_classes = _init_worker_groups = _init_resource_pools
+
+    def _init_models(self) -> None:
+        self.actor_rollout_wg = self.workers
+
+
+def test_adapters_with_a_reference_policy_are_profiled_once() -> None:
+    trainer = Adapted(profiled := [])
+    trainer.start_training()
+    trainer._start_profiling(True)
+    trainer._stop_profiling(True, run_command=True)
+    assert profiled == ["start", "{'run_command': True}"]
