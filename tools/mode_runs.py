@@ -156,7 +156,7 @@ def training(steps: Iterable[dict[str, Any]], origin: float) -> list[Span]:
     for step in steps:
         version, ended = int(step["fully_async/count/current_param_version"]), origin + step["wall_seconds"]
         began = ended - step["timing_s/step"] + step["timing_s/gen"]
-        spans.append(Span(TRAIN, version, began, ended - step["timing_s/param_sync"]))
+        spans.append(Span(TRAIN, version, began, ended - step["timing_s/update_weights"]))
         spans.append(Span(SYNC, version, ended - step["fully_async/weight_sync/seconds"], ended))
     return spans
 

@@ -25,7 +25,7 @@ METRICS = {
     "timing_s/step": 2.0,
     "fully_async/trained_samples": 32,
     "critic/score/mean": 0.625,
-    "fully_async/staleness/oldest_token_mean": 1.25,
+    "training/off_policy/trajectory_staleness_worst/mean": 1.25,
 }
 
 

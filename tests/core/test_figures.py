@@ -22,7 +22,7 @@ FIGURES = {
     "fully_async/rollouter/generating_trajectories": 14,
     "fully_async/rollouter/slots": 16,
     "fully_async/rollouter/occupancy": 0.83,
-    "fully_async/rollouter/idle_ratio": 0.05,
+    "fully_async/rollouter/idle_share": 0.05,
     "fully_async/rollouter/groups_running": 3,
     "fully_async/rollouter/groups_ready": 2,
     "fully_async/rewards/scoring": 4,

@@ -46,7 +46,7 @@ def test_the_trainer_works_between_its_wait_for_a_batch_and_its_weight_sync() ->
         "wall_seconds": 10.0,
         "timing_s/step": 8.0,
         "timing_s/gen": 3.0,
-        "timing_s/param_sync": 2.0,
+        "timing_s/update_weights": 2.0,
         "fully_async/weight_sync/seconds": 0.5,
         "fully_async/count/current_param_version": 4,
     }

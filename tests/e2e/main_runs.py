@@ -14,6 +14,7 @@ import pytest
 import torch
 from accounts import check_if_recorded
 from main_process import run_module, short_run
+from metric_names import missing, undocumented
 from surroundings import shared_forks, user_environment, with_helpers
 
 from recipe.async_engine.task import TaskPaths
@@ -121,7 +122,15 @@ def run_main(
     sys.stdout.write(f"{finished.stdout}\n{trainer_log(overrides)}\n")  # pytest shows it where a test fails
     run = FinishedRun(finished.returncode, finished.stdout, folder)
     check_if_recorded(run)
+    check_metrics(run)
     return run
+
+
+def check_metrics(run: FinishedRun) -> None:
+    """docs/metrics.md has what a run wrote, and a run what it says."""
+    if run.returncode == 0 and (run.folder / "metrics.jsonl").exists() and run.metrics:
+        names = {name for step in run.metrics for name in step}
+        assert undocumented(names) == [] and missing(names) == []
 
 
 def as_module(main: str, environment: dict[str, str]) -> tuple[str, dict[str, str]]:

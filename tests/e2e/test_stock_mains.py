@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import stock_overrides as stock
+from metric_names import row_of, rows
 
 from recipe.async_engine.task import TaskPaths
 
@@ -25,7 +26,10 @@ def run_main(main: str, overrides: list[str], out_dir: Path) -> tuple[str, list[
     environment = stock.stock_environment(CHECKOUT) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     finished = stock.forked_main(main, overrides, out_dir, environment, RUN_S)
     assert finished.returncode == 0, finished.stdout[-8000:]
-    return finished.stdout, stock.read_metrics(metrics)
+    steps = stock.read_metrics(metrics)
+    # docs/metrics.md has a row for each.
+    assert sorted(name for step in steps for name in step if row_of(name, rows()) is None) == []
+    return finished.stdout, steps
 
 
 @pytest.mark.e2e

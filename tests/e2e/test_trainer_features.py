@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's synchronous trainer has beside GRPO, in the asynchronous modes: short runs on the built-in task."""
+"""What verl's trainers have beside GRPO, in the asynchronous modes: short runs on the built-in task."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,28 @@ def train(main: str, task: TaskPaths, folder: Path, ray_dir: Path, *overrides: s
     return run
 
 
+def profiled(folder: Path) -> list[str]:
+    """Profile the second step, of trainer and engine, on a CPU."""
+    sections = [f"actor_rollout_ref.{part}.profiler" for part in ("actor", "ref", "rollout")]
+    return [
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[2]",
+        f"global_profiler.save_path={folder / 'profiles'}",
+        f"global_profiler.finish_hook_cmd='echo $VERL_PROFILE_SAVE_PATH >> {folder / 'hooks'}'",
+        *(f"{section}.enable=true" for section in sections),
+        *(f"{section}.tool_config.torch.contents=[cpu]" for section in sections),
+        "actor_rollout_ref.rollout.profiler.tool_config.torch.discrete=true",
+    ]
+
+
+def check_profiles(folder: Path) -> None:
+    traces = [str(file.relative_to(folder / "profiles")) for file in (folder / "profiles").rglob("*.json*")]
+    assert any("rollout_replica_0" in trace for trace in traces), traces
+    assert any("rollout_replica" not in trace for trace in traces), traces
+    # Once of each kind of training worker: actor and reference policy.
+    assert (folder / "hooks").read_text().splitlines() == [str(folder / "profiles")] * 2
+
+
 @pytest.mark.e2e
 def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,6 +58,9 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
     monkeypatch.setenv("TENSORBOARD_DIR", str(boards))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("TOLD_OF_CHECKPOINTS", str(tmp_path / "told.jsonl"))
+    # In an hour, which a checkpoint is said to take.
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 3600))
     run = train(
         ONE_STEP_OFF,
         task,
@@ -50,7 +76,16 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
         "data.train_max_samples=8",
         "trainer.total_epochs=2",
         "trainer.logger=[console,tensorboard,wandb]",
+        "trainer.save_freq=100",
+        "trainer.esi_redundant_time=3600",
+        "trainer.checkpoint_callback_class=told_of_checkpoints.Told",
+        *profiled(tmp_path),
     )
+    check_profiles(tmp_path)
+    # In each step, none of which was due.
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    folders = [str(tmp_path / "run" / f"global_step_{step}") for step in (1, 2, 3)]
+    assert told == [[step, folder, False, True] for step, folder in enumerate(folders, 1)]
     assert all(math.isfinite(step["actor/reward_kl_penalty"]) for step in run.metrics)
     assert any(step["actor/reward_kl_penalty"] != 0 for step in run.metrics)
     assert all("global_seqlen/balanced_max" in step for step in run.metrics)

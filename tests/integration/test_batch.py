@@ -89,17 +89,22 @@ def test_staleness_is_told_by_oldest_token_by_all_tokens_and_by_newest_token() -
     metrics = staleness_metrics(batch, version=3, bound=2)
     assert metrics == {
         "fully_async/staleness/oldest_token_max": 2,
-        "fully_async/staleness/oldest_token_mean": (2 + 0 + 1 + 1) / 4,
         "fully_async/staleness/token_mean": (2 * 2 + 2 * 1 + 1 * 1) / 9,
-        "fully_async/staleness/newest_token_mean": (0 + 0 + 1 + 1) / 4,
         "fully_async/staleness/bound": 2,
         "fully_async/sampled_tokens": 9,
-        "fully_async/count/stale_trajectory_processed": 3,
+        "fully_async/count/stale_trajectory_processed": 2,
         "fully_async/partial/total_partial_num": 1,
         "fully_async/partial/partial_ratio": 0.25,
         "fully_async/partial/max_partial_span": 2,
         "fully_async/partial/inexact_version_ratio": 0.25,
+        **of_all("trajectory_spans", (3 + 1 + 1 + 1) / 4, 3, 1),
+        **of_all("trajectory_staleness", (0 + 0 + 1 + 1) / 4, 1, 0),
+        **of_all("trajectory_staleness_worst", (2 + 0 + 1 + 1) / 4, 2, 0),
     }
+
+
+def of_all(name: str, *values: float) -> dict[str, float]:
+    return {f"training/off_policy/{name}/{of}": value for of, value in zip(("mean", "max", "min"), values, strict=True)}
 
 
 def test_token_past_the_bound_is_refused_whatever_the_other_tokens_are() -> None:

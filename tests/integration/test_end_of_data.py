@@ -20,6 +20,9 @@ class Ending(AsyncPPOTrainer):
         self.logged: list[tuple[dict[str, Any], int]] = []
         self.logger = SimpleNamespace(log=lambda data, step: self.logged.append((dict(data), step)))
         self.saving = SimpleNamespace(is_over=False)
+        self.profiled: list[tuple[int, bool]] = []
+        end = lambda step, is_last: self.profiled.append((step, is_last))  # noqa: E731
+        self.profiling: Any = SimpleNamespace(begin=lambda step: None, end=end)
         self.timeline, self.stopped_by, self.global_steps = Timeline(time.monotonic, 1), None, 5
 
     def _next_groups(self) -> DataProto | None:
@@ -33,3 +36,4 @@ def test_last_validation_is_logged_when_the_data_run_out() -> None:
     trainer = Ending()
     assert trainer._step() is None
     assert trainer.logged == [({"val-core/task/reward/mean@1": 0.75}, 5)]
+    assert trainer.profiled == [(6, True)], "the step whose batch was waited for"

@@ -19,10 +19,12 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
-from recipe.async_engine.flags.arguments import CHOSEN, MAIN, FlagError, check_main, settle
+from recipe.async_engine.flags.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
+from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError
+from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.settings.validation import validate
 
@@ -220,3 +222,44 @@ def test_of_several_runs_each_is_judged_and_a_mode_that_would_be_off_is_refused(
     assert "task False" not in finished.stdout
     assert finished.returncode == 1
     assert "in a multirun: trainer.use_v1=false has no effect" in finished.stderr
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (1, 8)),
+        (["rollout.nnodes=2", "rollout.n_gpus_per_node=4"], (2, 4)),
+        ([f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"], (2, 4)),
+        # verl takes the trainer's, where a script leaves it out.
+        ([f"{ROLLOUT}.nnodes=2", "trainer.n_gpus_per_node=2"], (2, 2)),
+        ([f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "rollout.nnodes=2"], (2, 4)),
+    ],
+)
+def test_generation_has_the_accelerators_that_a_script_of_either_kind_gives_it(
+    mode: str, given: list[str], expected: tuple[int, int]
+) -> None:
+    config = composed(*GRPO_GSM8K, f"+recipe={mode}", *given)
+    take_arguments(config, mode)
+    assert (config.rollout.nnodes, config.rollout.n_gpus_per_node) == expected
+    assert read_settings(plain(config))[1] == []
+
+
+def test_accelerators_that_both_kinds_of_settings_name_differently_are_refused() -> None:
+    config = composed(*GRPO_GSM8K, "+recipe=fully_async", f"{ROLLOUT}.nnodes=2", "rollout.nnodes=1")
+    with pytest.raises(FlagError, match=r"rollout\.nnodes=1 and actor_rollout_ref\.rollout\.nnodes=2 both say"):
+        take_arguments(config, "fully_async")
+
+
+@pytest.mark.parametrize(("mode", "share"), [("fully_async", 0.85), ("partial_rollout", 0.4)])
+def test_replicas_with_accelerators_of_their_own_have_their_own_share_of_memory(mode: str, share: float) -> None:
+    from recipe.async_engine.trainer.verl_settings import derive_verl_settings
+
+    shares = ("gpu_memory_utilization=0.4", "standalone_gpu_memory_utilization=0.85")
+    config = composed(*GRPO_GSM8K, f"+recipe={mode}", *(f"{ROLLOUT}.{given}" for given in shares))
+    take_arguments(config, mode)
+    derive_verl_settings(config, derive(plain(config), dataset_rows=4096))
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == share

@@ -55,6 +55,7 @@ class Saving:
 
     root: Path
     stage: SaveStage
+    told: list[int]
     payload: int = 1
 
     def begin(self, step: int) -> None:
@@ -70,11 +71,14 @@ class Saving:
 
 
 def saving_in(root: Path, limit_s: float = SOON) -> Saving:
+    told: list[int] = []
     config = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"}
     plan: Any = SimpleNamespace(settings=SimpleNamespace(async_training=AsyncTraining()))
     saved = RunState(OmegaConf.create({"trainer": config}), plan, {})
     saved.find()
-    return Saving(root, SaveStage(saved, Timeline(time.monotonic), limit_s, lambda what: nullcontext()))
+    return Saving(
+        root, SaveStage(saved, Timeline(time.monotonic), limit_s, lambda what: nullcontext(), told.append), told
+    )
 
 
 def complete(root: Path, step: int) -> bool:
@@ -91,7 +95,9 @@ def test_training_goes_on_while_payloads_are_written_and_a_resumed_run_sees_the_
     assert (folder / "model.pt").read_text() == str(threading.get_ident()), "verl's save is the trainer's own"
     assert not (folder / MARKER).exists() and not (tmp_path / TRACKER).exists()
     store.may_answer.set()
+    assert saving.told == []
     saving.stage.finish()
+    assert saving.told == [2], "when it is complete"
     assert complete(tmp_path, 2) and (tmp_path / TRACKER).read_text() == "2"
     assert store.on_thread.isdisjoint({threading.get_ident()})
     loaded = rollout_state.load(str(folder))
@@ -133,6 +139,7 @@ def test_one_that_fails_is_told_at_the_next_step_with_its_own_error_and_costs_no
     saving.begin(6)
     saving.stage.complete()  # of a run that fails: its own error is the one to report
     assert not saving.stage.is_over and complete(tmp_path, 2)
+    assert saving.told == [2]
 
 
 class Trainer(PartialRolloutTrainer):
@@ -187,7 +194,8 @@ def test_next_one_waits_for_the_one_under_way_and_has_the_results_so_far_as_they
 @pytest.mark.parametrize("stopped_by", [None, "SIGTERM"])
 def test_partial_rollout_saves_a_version_before_the_engines_have_its_weights(stopped_by: str | None) -> None:
     trainer = Trainer(done := [], stopped_by)
-    trainer._end_version()
+    trainer._publish()
+    trainer._save_and_validate()
     assert done == ["seal", "wait for the last one", "save", "wake the engines", "validate"]
     # The last save of a run that ends without a further version: its engines have weights, and give them back.
     trainer.publisher.is_awake = True

@@ -41,7 +41,7 @@ EXPORTED: Mapping[str, Exported] = {
     f"{ROLLOUTER}groups_running": Exported("recipe_groups_running", "Prompt groups issued and not complete"),
     f"{ROLLOUTER}groups_ready": Exported("recipe_groups_ready", "Prompt groups complete and not taken"),
     f"{ROLLOUTER}occupancy": Exported("recipe_rollout_occupancy", "Share of the generation slots' time that was used"),
-    f"{ROLLOUTER}idle_ratio": Exported("recipe_rollout_idle_share", "Share of time in which nothing generated"),
+    f"{ROLLOUTER}idle_share": Exported("recipe_rollout_idle_share", "Share of time in which nothing generated"),
     "fully_async/rewards/scoring": Exported("recipe_rewards_under_way", "Trajectories whose reward is computed"),
     f"{STALENESS}token_mean": Exported("recipe_staleness_mean", "Age of the last batch's tokens in versions, mean"),
     f"{STALENESS}oldest_token_max": Exported("recipe_staleness_max", "Age of the oldest token of the last batch"),
@@ -93,7 +93,7 @@ def _rollout(figures: Figures) -> str:
         slots = f"{slots} of {of}"
     shares = [
         _said(figures, f"{ROLLOUTER}occupancy", "busy {:.0%}"),
-        _said(figures, f"{ROLLOUTER}idle_ratio", "idle {:.0%}"),
+        _said(figures, f"{ROLLOUTER}idle_share", "idle {:.0%}"),
     ]
     queue = [
         _said(figures, f"{ROLLOUTER}groups_running", "{:.0f} groups run"),

@@ -28,6 +28,7 @@ class RolloutTime:
 
     running: trajectories that generate. capacity: those that could at once, on all live replicas together; 0 while none
     is live. scoring: trajectories whose reward is being computed. waiting: whether the trainer waits for a batch.
+    seconds: accounted for.
     offered, used, idle: capacity-seconds, those of them that generated (what runs above the capacity does not count),
     and those during which nothing generated at all. scored, exposed: reward seconds, and the exposed ones among them.
     """
@@ -36,7 +37,7 @@ class RolloutTime:
         self._clock = clock
         self._levels = {"running": 0, "capacity": capacity, "scoring": 0, "waiting": 0}
         self._since = clock()
-        self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
+        self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     def set(self, **levels: int) -> None:
         """From now on these are so many."""
@@ -59,6 +60,7 @@ class RolloutTime:
         running, capacity, scoring, waiting = self._levels.values()
         now = self._clock()
         seconds, self._since = now - self._since, now
+        self.seconds += seconds
         self.offered += seconds * capacity
         self.used += seconds * min(running, capacity)
         self.scored += seconds * scoring
@@ -69,7 +71,7 @@ class RolloutTime:
     def reset(self) -> None:
         """Forget the time before now; what runs goes on running."""
         self.advance()
-        self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
+        self.seconds = self.offered = self.used = self.idle = self.scored = self.exposed = 0.0
 
     @property
     def idle_share(self) -> float:

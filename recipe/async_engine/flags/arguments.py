@@ -9,8 +9,10 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.modes import MODES
+from recipe.async_engine.settings.fields import is_count
+from recipe.async_engine.settings.rules.stock import PLACEHOLDER as MANAGER
+from recipe.async_engine.settings.sections import SHARED
 
-MANAGER = "recipe.async_engine.flags.trainer.NoAgentLoops"
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"
 """Where a flag's group says which trainer it chose."""
@@ -73,8 +75,25 @@ def take_arguments(config: DictConfig, mode: str) -> None:
         config.transfer_queue.enable = False
         # Of a synchronous DAPO script: prompts to generate at a time. Here they are issued one by one.
         config.data.gen_batch_size = None
+        if config.async_training.placement != SHARED:
+            _take_resources(config)
         if MODES[mode].counts_mini_batches:
             _count_in_mini_batches(config)
+
+
+def _take_resources(config: DictConfig) -> None:
+    """Accelerators of generation: by ``rollout``, or where verl's v1 trainers have them, or the default."""
+    asked, theirs = config.rollout, config.actor_rollout_ref.rollout
+    named_by_v1 = is_count(theirs.get("nnodes"))
+    for name, default in (("nnodes", 1), ("n_gpus_per_node", 8)):
+        of_v1 = theirs.get(name) if named_by_v1 else None
+        if asked[name] is not None and of_v1 is not None and asked[name] != of_v1:
+            raise FlagError(
+                f"rollout.{name}={asked[name]} and actor_rollout_ref.rollout.{name}={of_v1} both say where the mode "
+                "generates; leave one of them out"
+            )
+        if asked[name] is None:
+            asked[name] = default if of_v1 is None else of_v1
 
 
 def _count_in_mini_batches(config: DictConfig) -> None:

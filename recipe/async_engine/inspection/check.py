@@ -38,7 +38,7 @@ from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.packages import MODULES
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import batches, engines, learning, memory, names
+from recipe.async_engine.settings.rules import algorithm, batches, engines, learning, memory, names, stock
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
@@ -157,6 +157,8 @@ def look(
     said = (
         *batches.tight_bound(context),
         *engines.early_ends(context),
+        *algorithm.without_effect(context),
+        *stock.without_effect(context),
         *names.untried(context),
         *learning.trains_nothing(context),
     )

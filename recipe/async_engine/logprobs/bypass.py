@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss where the policy that sampled is itself the proximal one: verl's, with the mismatch metrics of every source.
+"""The loss where the policy that sampled is itself the proximal one: the chosen one, corrected.
 
-verl's trainers ask for its loss ``bypass_mode`` after the workers have been given their configuration
-(rollout_corr_helper.py:1148), so ``algorithm.rollout_correction`` had no effect there; here it is asked for before.
-Shown by tests/integration/test_loglinear.py.
+Most losses have a ratio to the proximal policy, which is the importance weight here: verl's PPO loss for this case is
+given none beside it (core_algos.py:2441), and neither are the others. `WEIGHED` are those without one. verl's trainers
+ask for their loss ``bypass_mode`` after the workers have been given their configuration (rollout_corr_helper.py:1148),
+so ``algorithm.rollout_correction`` had no effect there, and it knows two losses only. Shown by
+tests/integration/test_corrected.py and test_loglinear.py.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, register_policy_loss
+from verl.trainer.ppo.core_algos import register_policy_loss
 
-from recipe.async_engine.logprobs.mismatch import mismatch_metrics, neutral
+from recipe.async_engine.logprobs.corrected import Loss, corrected
+from recipe.async_engine.settings.rules.algorithm import has_ratio
 
 LOSS = "recipe_bypass"
 
@@ -27,11 +30,13 @@ def bypass_loss(
     loss_agg_mode: str = "token-mean",
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> Loss:
     """verl's signature of a policy loss, tensors (rows, R)."""
-    if not response_mask.any():
-        old_log_prob, advantages, response_mask = neutral(log_prob, advantages, response_mask)
-    loss, metrics = compute_policy_loss_bypass_mode(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
-    )
-    return loss, mismatch_metrics(log_prob.detach(), old_log_prob, response_mask) | metrics
+
+    def anchors(sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampled, log_prob.detach()
+
+    def takes_weights(loss: str) -> bool:
+        return not has_ratio(loss)
+
+    return corrected(anchors, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, takes_weights)

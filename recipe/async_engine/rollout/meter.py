@@ -7,7 +7,7 @@ The scheduler tells it under its lock. Shown by tests/integration/test_scheduler
 from collections import Counter
 from collections.abc import Sequence
 
-from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON, LedgerCounts
+from recipe.async_engine.core.groups import NON_FINITE_REASON, OVERDUE_REASON, UNIFORM_REASON, LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
@@ -30,6 +30,9 @@ class RolloutMeter:
 
     def __init__(self, timeline: Timeline, places: int, turns: bool) -> None:
         self._time = timeline.rollout
+        self._version_began: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+        self._of_version: dict[str, float] = {}
+        self._groups = 0
         self._places = places
         self._turns = turns
         self._interruptions = 0
@@ -41,9 +44,26 @@ class RolloutMeter:
 
     def completed(self, trajectories: Sequence[TrajectoryScored]) -> None:
         """A group is complete."""
+        self._groups += 1
         self.complete["interrupted_trajectories"] += sum(scored.interruptions > 0 for scored in trajectories)
         for name in SUMMED:
             self.complete[name] += sum(getattr(scored, name) for scored in trajectories)
+
+    def end_version(self) -> None:
+        """A version is announced: account for the time since the one before, as stock's rollouter does."""
+        self._time.advance()
+        now = self._time.seconds, self._time.offered, self._time.idle, self._groups
+        seconds, offered, idle, groups = (
+            after - before for after, before in zip(now, self._version_began, strict=True)
+        )
+        self._version_began = now
+        share = idle / offered if offered > 0 else 0.0
+        self._of_version = {
+            "fully_async/rollouter/version_time": seconds,
+            "fully_async/rollouter/active_time": seconds * (1.0 - share),
+            "fully_async/rollouter/idle_ratio": share,
+            "fully_async/rollouter/step_generated_samples": groups,
+        }
 
     def begin_turn(self) -> None:
         """A generation turn begins."""
@@ -72,7 +92,7 @@ class RolloutMeter:
             "fully_async/rollouter/generating_trajectories": prompts.running_trajectories,
             "fully_async/rollouter/groups_running": groups.running,
             "fully_async/rollouter/groups_ready": groups.ready,
-            "fully_async/rollouter/idle_ratio": self._time.idle_share,
+            "fully_async/rollouter/idle_share": self._time.idle_share,
             "fully_async/rollouter/occupancy": self._time.occupancy,
             "fully_async/rewards/scoring": self._time.scoring,
             "fully_async/rewards/seconds": self._time.scored,
@@ -81,5 +101,9 @@ class RolloutMeter:
             "fully_async/ledger/filtered_uniform": groups.filtered_by_reason.get(UNIFORM_REASON, 0),
             "fully_async/ledger/non_finite": groups.filtered_by_reason.get(NON_FINITE_REASON, 0)
             + groups.failed_by_reason.get(NON_FINITE_REASON, 0),
+            "fully_async/count/total_generated_samples": self._groups,
+            "fully_async/count/staleness_samples": groups.live,
+            "fully_async/count/dropped_stale_samples": groups.filtered_by_reason.get(OVERDUE_REASON, 0),
+            **self._of_version,
             **(turns if self._turns else {}),
         }

@@ -581,6 +581,7 @@ class RolloutScheduler:
     async def _announced(self) -> int:
         with self._changed:
             version = self.ledger.announce()
+            self._meter.end_version()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
         # Whoever announces a version waits for this, and takes no batch meanwhile.

@@ -152,7 +152,7 @@ class Display:
         samples = metrics.get("fully_async/trained_samples")
         shown = {
             "reward": metrics.get("critic/score/mean"),
-            "staleness": metrics.get("fully_async/staleness/oldest_token_mean"),
+            "staleness": metrics.get("training/off_policy/trajectory_staleness_worst/mean"),
             "samples/s": samples / seconds if samples and seconds else None,
             "val": next((v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k), None),
         }

@@ -41,6 +41,7 @@ from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
+from recipe.async_engine.run.profiled import under_nsight, write_timeline
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
@@ -226,7 +227,7 @@ class _Run:
         # Beside the main where that node has a CPU: the loss of either ends the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = ray.remote(concurrency_groups={"beside": 2, "live": 1})(TaskRunner)
-        runner = actor.options(num_cpus=1, scheduling_strategy=here).remote()
+        runner = actor.options(num_cpus=1, scheduling_strategy=here, **under_nsight(self.config)).remote()
         stop, beat = (method.options(concurrency_group="beside").remote for method in (runner.stop, runner.beat))
         events = runner.run.options(num_returns="streaming").remote(
             OmegaConf.to_container(self.config, resolve=True), trainer_class, self._timeouts
@@ -256,6 +257,7 @@ class _Run:
         self._last_resort.allow("ending the run's processes and writing its summary", END_S)
         steps = {
             "ending stopped processes": self._started.end_stopped,
+            "writing Ray's timeline": lambda: write_timeline(self.config),
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
             "writing summary.json": lambda: self.record.close(self._peak),

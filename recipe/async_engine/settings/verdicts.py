@@ -21,6 +21,8 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
 V1 = "trainer.v1"
+PLACEHOLDER = "recipe.async_engine.flags.trainer.NoAgentLoops"
+"""What a flag has stock verl's task runner make in place of an agent-loop manager."""
 QUEUE = "nothing goes through TransferQueue here"
 
 
@@ -130,6 +132,13 @@ TABLE: tuple[Verdict, ...] = (
         allowed="null",
     ),
     *_refused(
+        "Trajectories run one by one in this package's own workers, which no other manager can drive. Agent loops of your"
+        f" own go by {ROLLOUT}.agent.agent_loop_config_path, in every mode; remove the setting.",
+        f"{ROLLOUT}.agent.agent_loop_manager_class",
+        allowed="null",
+        refuses=lambda name: name not in (None, PLACEHOLDER),
+    ),
+    *_refused(
         "Other accelerators were never tried with this package; use verl's own trainers.",
         "trainer.device",
         allowed="cuda or cpu",
@@ -230,6 +239,11 @@ TABLE: tuple[Verdict, ...] = (
         *("rollout.nnodes", "rollout.n_gpus_per_node", *ENGINES_RESOURCES),
         here=shared,
         quiet=(1, 8),
+    ),
+    *_none(
+        "no replica has accelerators of its own in this mode",
+        f"{ROLLOUT}.standalone_gpu_memory_utilization",
+        here=shared,
     ),
     *_none("both sides share their accelerators in this mode", "actor_rollout_ref.hybrid_engine", here=shared),
     *_none(

@@ -12,7 +12,7 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -51,12 +51,13 @@ from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStag
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.made_with import made_with
-from recipe.async_engine.trainer.probe import Probe, ordinary_tokens
+from recipe.async_engine.trainer.profile_stage import ProfileStage
 from recipe.async_engine.trainer.publish_stage import PublishStage
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.rehearsal import Rehearsal
-from recipe.async_engine.trainer.save_stage import SaveStage
+from recipe.async_engine.trainer.save_stage import SaveStage, instance_expires, teller
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
+from recipe.async_engine.trainer.step_metrics import StepMetrics
 from recipe.async_engine.trainer.trackers import Trackers
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
@@ -107,7 +108,12 @@ class AsyncPPOTrainer(Startup):
         self.scheduler: RolloutScheduler | None = None
         self.figures: FiguresStage | None = None
         self._interrupted_tokens = TokenAccount()
-        self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched)
+        tell = teller(config, self)
+        self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched, tell)
+        self.profiling = ProfileStage(
+            config.global_profiler, self._asked, self._start_profiling, self._stop_profiling, self.timeouts.weight_sync
+        )
+        self.step_metrics = StepMetrics(config, self.plan)
         self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         limit = self.plan.settings.async_training.max_skipped_updates
@@ -239,25 +245,30 @@ class AsyncPPOTrainer(Startup):
         self.reward_tensor, self.reward_extra_infos_dict = None, {}
         if self.saving.is_over:
             self.saving.finish()
+        self.profiling.begin(self.global_steps + 1)
         with marked_timer("step", self.timing_raw):
             with self.timeline.phase("wait"), marked_timer("gen", self.timing_raw, color="red"):
                 groups = self._fetched_groups()
             if groups is None:
-                if self.stopped_by is None:
-                    self.is_last_step = True
-                    self._save_and_validate()
-                    self.logger.log(data=self.metrics, step=self.global_steps)
+                self._end_without_batch()
                 return None
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
-            self._begin_profile()
+            self.profiling.train(self.global_steps)
             with self.timeline.phase("train"):
                 batch = self._train(groups)
-            self._end_version()
-        self._fit_stop_profile()
+            self.profiling.end(self.global_steps, self.is_last_step)
+            if ends_version := self.ledger.batches_left == 0:
+                self._publish()
+        # A mode may save before its weights go to the engines.
+        self.timing_raw["step"] -= self.timing_raw.get("save_checkpoint", 0.0)
+        self.max_steps_duration = max(self.max_steps_duration, self.timing_raw["step"])
+        self._save_if_instance_expires()
+        if ends_version or self.is_last_step:
+            self._save_and_validate()
         self._fit_collect_metrics(batch)
         self._fit_experimental(batch)
-        self.metrics["fully_async/trained_samples"] = len(batch)
+        self.metrics.update(self.step_metrics.of_step(batch, self.metrics, self.timing_raw))
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
         self.metrics.update(self.fleet.metrics(self.ledger.announced))
@@ -294,6 +305,7 @@ class AsyncPPOTrainer(Startup):
         batch = self._assemble(groups)
         self.record.ages(batch, self.ledger.version)
         self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
+        self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
         # From here on they are a column.
         del batch.non_tensor_batch[VERSION_RUNS]
         batch = self.train_on(batch)
@@ -317,13 +329,13 @@ class AsyncPPOTrainer(Startup):
         batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
         return batch
 
-    def _end_version(self) -> None:
-        """Publish, save and validate if the step was the last one of its version, or of the run."""
-        if self.ledger.batches_left == 0:
-            self._publish()
-        elif not self.is_last_step:
-            return
-        self._save_and_validate()
+    def _end_without_batch(self) -> None:
+        """No further batch can form."""
+        self.profiling.end(self.global_steps + 1, is_last=True)
+        if self.stopped_by is None:
+            self.is_last_step = True
+            self._save_and_validate()
+            self.logger.log(data=self.metrics, step=self.global_steps)
 
     def _save_and_validate(self) -> None:
         """What is due at this version, or at the end of the run, and has not been done at this step yet."""
@@ -362,20 +374,7 @@ class AsyncPPOTrainer(Startup):
         """Have the run's processes show that the way of the weights works, if they are to; returns metrics."""
         if not rehearses(self.config, self.plan.settings.async_training):
             return {}
-        rollout = self.config.actor_rollout_ref.rollout
-        self.rehearsal = self.rehearsal_class(
-            self.fleet,
-            self.actor_rollout_wg,
-            self.plan.trainer_ranks,
-            self.ledger.version,
-            Probe(rollout, ordinary_tokens(self.tokenizer), self.timeouts.rehearsal),
-            rollout,
-            self._compute_old_log_prob,
-            self.published.in_use if self.is_within_version else nullcontext,
-            self.timeouts.rehearsal,
-            # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
-            position_rows=4 if hasattr(self.processor, "get_rope_index") else 1,
-        )
+        self.rehearsal = self.rehearsal_class.of(self)
         self.rehearsal.run()
         return self.rehearsal.result.metrics()
 
@@ -385,6 +384,12 @@ class AsyncPPOTrainer(Startup):
         """Save the run if a checkpoint is due at this version, or at the end of the run."""
         if self._is_due(self.config.trainer.save_freq):
             self.save_once()
+
+    def _save_if_instance_expires(self) -> None:
+        """Save at once, and completely, where the machine's time is nearly over, if the run saves any checkpoint."""
+        if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
+            self.save_once()
+            self.saving.finish()
 
     def save_once(self) -> None:
         """Save the run unless this step has been saved."""
@@ -428,11 +433,6 @@ class AsyncPPOTrainer(Startup):
         self.unchanged.total = snapshot.get("unchanged_versions", 0)
         return snapshot["groups"]
 
-    def _begin_profile(self) -> None:
-        steps = self.config.global_profiler.steps
-        self.curr_step_profile = steps is not None and self.global_steps in steps
-        self._fit_start_profile()
-
     def _validate_now(self) -> dict[str, float]:
         """Validate the published weights, on the replicas, beside the generation that goes on."""
         with (
@@ -469,7 +469,7 @@ class AsyncPPOTrainer(Startup):
             "unchanged_versions": self.unchanged.total,
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
-            "rollout_idle_share": rollout.get("fully_async/rollouter/idle_ratio"),
+            "rollout_idle_share": rollout.get("fully_async/rollouter/idle_share"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
             "rehearsal": None if self.rehearsal is None else self.rehearsal.result.summary(),
             "account": self.record.summary(),

@@ -95,7 +95,7 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     """Ages in versions of the batch's sampled tokens, trained at ``version``.
 
     Returns:
-        By oldest token and token-weighted, beside verl's own by newest token; shares are of trajectories.
+        By oldest token, token-weighted, and by trajectory as verl has them; shares are of trajectories.
 
     Raises:
         StalenessViolation: a token is older than ``bound``. Nothing has been trained then.
@@ -120,16 +120,27 @@ def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, f
     spans = oldest - newest
     return {
         "fully_async/staleness/oldest_token_max": int(oldest.max()),
-        "fully_async/staleness/oldest_token_mean": float(oldest.mean()),
         "fully_async/staleness/token_mean": int(ages @ counts) / max(1, int(counts.sum())),
-        "fully_async/staleness/newest_token_mean": float(newest.mean()),
         "fully_async/staleness/bound": bound,
         "fully_async/sampled_tokens": int(counts.sum()),
-        "fully_async/count/stale_trajectory_processed": int((oldest > 0).sum()),
+        "fully_async/count/stale_trajectory_processed": int((newest > 0).sum()),
         "fully_async/partial/total_partial_num": int((spans > 0).sum()),
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
         "fully_async/partial/max_partial_span": int(spans.max()),
         "fully_async/partial/inexact_version_ratio": 1.0 - float(np.mean(batch.non_tensor_batch["exact_versions"])),
+        **_of_all("trajectory_spans", spans + 1),
+        **_of_all("trajectory_staleness", newest),
+        **_of_all("trajectory_staleness_worst", oldest),
+    }
+
+
+def _of_all(name: str, values: np.ndarray) -> dict[str, float]:
+    """A quantity of each trajectory, under the names of verl's v1 trainers."""
+    prefix = f"training/off_policy/{name}"
+    return {
+        f"{prefix}/mean": float(values.mean()),
+        f"{prefix}/max": int(values.max()),
+        f"{prefix}/min": int(values.min()),
     }
 
 

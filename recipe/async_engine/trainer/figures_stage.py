@@ -62,7 +62,6 @@ class FiguresStage:
             "fully_async/count/current_param_version": self._ledger.version,
             "fully_async/count/announced_version": self._ledger.announced,
             "fully_async/count/live_replicas": self._live_replicas(),
-            "fully_async/trainer/idle_ratio": shares.get("wait", 0.0),
             **{f"{SHARE}{phase}": share for phase, share in shares.items()},
             **self._scheduler.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},

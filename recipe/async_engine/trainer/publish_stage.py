@@ -125,7 +125,7 @@ class PublishStage:
     @contextmanager
     def _paused(self, metrics: Metrics, timing: Timing) -> Iterator[None]:
         """Time that a publication takes from training."""
-        with self._timeline.phase("sync"), marked_timer("param_sync", timing, color="red"):
+        with self._timeline.phase("sync"), marked_timer("update_weights", timing, color="red"):
             began = time.monotonic()
             yield
             metrics[PAUSED] = metrics.get(PAUSED, 0.0) + time.monotonic() - began

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import ray
 import torch
@@ -42,7 +42,7 @@ from recipe.async_engine.core.rehearsed import (
 )
 from recipe.async_engine.trainer.beside import Beside
 from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe
+from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe, ordinary_tokens
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion
 from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 from recipe.async_engine.weights.worker import WeightLoadError
@@ -101,6 +101,24 @@ class Rehearsal:
         self._workers, self._ranks, self._rollout = workers, ranks, rollout
         self._log_probs, self._position_rows = log_probs, position_rows
         self.result = Rehearsed()
+
+    @classmethod
+    def of(cls, trainer: Any) -> Self:
+        """That of an `AsyncPPOTrainer` whose first version is published."""
+        rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
+        return cls(
+            trainer.fleet,
+            trainer.actor_rollout_wg,
+            trainer.plan.trainer_ranks,
+            trainer.ledger.version,
+            Probe(rollout, ordinary_tokens(trainer.tokenizer), timeout_s),
+            rollout,
+            trainer._compute_old_log_prob,
+            trainer.published.in_use if trainer.is_within_version else nullcontext,
+            timeout_s,
+            # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
+            position_rows=4 if hasattr(trainer.processor, "get_rope_index") else 1,
+        )
 
     def run(self) -> None:
         """Rehearse; ``result`` says what was found, also if it raises RehearsalFailed."""

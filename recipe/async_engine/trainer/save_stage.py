@@ -7,6 +7,9 @@ commits. One is under way at a time: the next one, and the end of the run, wait 
 ``async_training.timeouts.checkpoint`` seconds, and one that fails or is late ends the run with its own error, at the
 latest when the next step begins. A run that fails meanwhile completes it first, if it can. Shown by
 tests/integration/test_save_stage.py, tests/e2e/test_faults.py and test_disks.py.
+
+verl's v1 trainers call ``trainer.checkpoint_callback_class`` after each checkpoint; here it is called, on the trainer's
+thread, when one is complete, and what it raises ends the run, as there. It has to be done within that time too.
 """
 
 from __future__ import annotations
@@ -16,11 +19,34 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
+from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
+
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.trainer.beside import Beside
-from recipe.async_engine.trainer.checkpoints import CheckpointTimeout, RunState
+from recipe.async_engine.trainer.checkpoints import CheckpointTimeout, RunState, folder_of
 
 logger = logging.getLogger(__name__)
+
+
+def teller(config: Any, trainer: Any) -> Callable[[int], None]:
+    """Tells the user's checkpoint callback, if there is one, of the checkpoint of a step."""
+    callback = build_checkpoint_callback(config)
+
+    def tell(step: int) -> None:
+        folder = str(folder_of(config.trainer.default_local_dir, step))
+        callback.on_save(trainer=trainer, global_step=step, checkpoint_dir=folder, async_save=False)
+
+    return tell
+
+
+def instance_expires(config: Any, longest_step_s: float) -> bool:
+    """Whether this machine's time is so nearly over that verl would save now (``trainer.esi_redundant_time``)."""
+    try:
+        return should_save_ckpt_esi(longest_step_s, redundant_time=config.trainer.esi_redundant_time)
+    except (ValueError, OverflowError, OSError) as error:
+        logger.warning("when this instance expires cannot be read from its environment: %s", error)
+        return False
 
 
 class SaveStage:
@@ -31,6 +57,7 @@ class SaveStage:
         timeline: the trainer's.
         limit_s: seconds that a checkpoint may take in all.
         watched: what keeps the deadline of a wait, whose name it is given.
+        committed: told the step of each checkpoint that is complete.
 
     Attributes:
         step: of the checkpoint that was begun last, or resumed from; -1: none.
@@ -42,6 +69,7 @@ class SaveStage:
         timeline: Timeline,
         limit_s: float,
         watched: Callable[[str], AbstractContextManager[None]],
+        committed: Callable[[int], None],
     ) -> None:
         def late(step: int) -> CheckpointTimeout:
             return CheckpointTimeout(
@@ -49,8 +77,8 @@ class SaveStage:
                 "(async_training.timeouts.checkpoint); raise it if the disk of trainer.default_local_dir is slow"
             )
 
-        self._saved, self._timeline, self._watched = saved, timeline, watched
-        self._writing: Beside[None] = Beside("checkpoint", limit_s, late)
+        self._saved, self._timeline, self._watched, self._committed = saved, timeline, watched, committed
+        self._writing: Beside[int] = Beside("checkpoint", limit_s, late)
         self.step = -1
 
     @property
@@ -66,12 +94,19 @@ class SaveStage:
         with self._watched("writing a checkpoint"):
             write_rest = self._saved.save(step, snapshot, save_training_side)
         self.step = step
-        self._writing.begin(step, write_rest)
+
+        def write() -> int:
+            write_rest()
+            return step
+
+        self._writing.begin(step, write)
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun last is complete."""
         with self._timeline.phase("save"), self._watched("writing a checkpoint"):
-            self._writing.wait()
+            step = self._writing.wait()
+            if step is not None:
+                self._committed(step)
 
     def complete(self) -> None:
         """The run fails: the checkpoint under way is completed all the same, if it can be."""

@@ -49,6 +49,7 @@ class StagedTrainer(SeparateRayPPOTrainer):
     # Of the step under way.
     metrics: dict[str, Any]
     timing_raw: dict[str, float]
+    max_steps_duration: float
 
     def train_on(self, batch: DataProto) -> DataProto:
         """Train one assembled batch."""

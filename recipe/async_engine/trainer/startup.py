@@ -239,6 +239,9 @@ class Startup(StagedTrainer):
         self._create_worker_classes()
         self._init_worker_groups()
         self._init_models()
+        if self.ref_in_actor:
+            # As verl's first trainer, whose profiling asks for it (ray_trainer.py:907, 1134).
+            self.ref_policy_wg = self.actor_rollout_wg
 
     def _create_actor_rollout_classes(self) -> None:
         pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)

@@ -5,9 +5,10 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.logprobs import bypass, loglinear
+from recipe.async_engine.logprobs import bypass, corrected, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.rules import algorithm
 from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
 
 WEIGHTS = "recipe.async_engine.weights"
@@ -26,6 +27,9 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         shared = plan.settings.async_training.placement == SHARED
         resources = config.trainer if shared else config.rollout
         rollout.nnodes, rollout.n_gpus_per_node = resources.nnodes, resources.n_gpus_per_node
+        if not shared and rollout.get("standalone_gpu_memory_utilization") is not None:
+            # As stock's fully-async rollouter does (fully_async_rollouter.py:113).
+            rollout.gpu_memory_utilization = rollout.standalone_gpu_memory_utilization
         if shared:
             # verl's name for handing weights over within one place.
             rollout.checkpoint_engine.backend = "naive"
@@ -33,7 +37,7 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
         places = plan.engine_places // plan.rollout_replicas
         tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)
-        _log_probs(config, plan.proximal)
+        derive_loss(config, plan.proximal)
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:
@@ -72,12 +76,12 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
         engine.engine_kwargs[engine.backend] = derived | dict(engine.engine_kwargs.get(engine.backend) or {})
 
 
-def _log_probs(config: Any, source: Proximal) -> None:
+def derive_loss(config: Any, source: Proximal) -> None:
     """Before the workers are given their configuration: the loss is theirs."""
     loss = config.actor_rollout_ref.actor.policy_loss
     correction = config.algorithm.rollout_correction
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)
-    if source is Proximal.LOGLINEAR:
-        loss.loss_mode, loss.rollout_correction = loglinear.LOSS, correction
-    elif source is Proximal.BYPASS and loss.loss_mode == "vanilla":
-        loss.loss_mode, loss.rollout_correction = bypass.LOSS, correction
+    if correction.bypass_mode:
+        chosen = algorithm.chosen_loss(loss.loss_mode, correction.get("loss_type"), source)
+        loss.rollout_correction = {**correction, corrected.CHOSEN: chosen}
+        loss.loss_mode = bypass.LOSS if source is Proximal.BYPASS else loglinear.LOSS

@@ -9,7 +9,7 @@ from recipe.async_engine.settings.memory.engines import ROLLOUT, dtype_bytes, lo
 from recipe.async_engine.settings.memory.items import GIB, MIB, Item
 from recipe.async_engine.settings.memory.model import ModelShape
 from recipe.async_engine.settings.plan import replica_size
-from recipe.async_engine.settings.sections import lookup
+from recipe.async_engine.settings.sections import SHARED, lookup
 
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # What a vLLM engine keeps while it sleeps (context, graphs, NCCL): 0.8 GiB alone and 2.4 with tensor parallelism were
@@ -45,8 +45,16 @@ def rollout_engine(config: Mapping[str, Any], shape: ModelShape) -> Engine:
     # Of a tied embedding there is one copy, as in the model's files.
     weights = item * (dense // tensor + shape.expert_parameters // spread)
     heads = max(1, shape.kv_heads // tensor)
-    share = float(lookup(config, f"{ROLLOUT}.gpu_memory_utilization") or 0.5)
+    own = standalone_share(config)
+    share = own if own is not None else float(lookup(config, f"{ROLLOUT}.gpu_memory_utilization") or 0.5)
     return Engine(weights, share, 2 * shape.layers * heads * shape.head_dim * item)
+
+
+def standalone_share(config: Mapping[str, Any]) -> float | None:
+    """Of an accelerator that a replica has to itself, where it is set apart from `gpu_memory_utilization`."""
+    share = lookup(config, f"{ROLLOUT}.standalone_gpu_memory_utilization")
+    separate = lookup(config, "async_training.placement") != SHARED
+    return float(share) if separate and isinstance(share, int | float) else None
 
 
 def asleep(config: Mapping[str, Any]) -> Item:

@@ -39,6 +39,26 @@ REJECTIONS = (
     *(f"seq_{over}_k{number}" for over in ("sum", "mean") for number in (1, 2, 3)),
     *("seq_max_k2", "seq_max_k3"),
 )
+# Losses whose ratio to the proximal policy is the importance weight itself where that is the policy that sampled.
+RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
+# Names by which verl asks for its PPO loss.
+PPO = ("vanilla", "bypass_mode")
+LOSS_TYPES = ("ppo_clip", "reinforce")
+
+
+def has_ratio(loss: str) -> bool:
+    """Whether a loss has a ratio to the proximal policy; one of the user's is said to have none.
+
+    It is given the weights that were asked for.
+    """
+    return loss in RATIO_LOSSES
+
+
+def chosen_loss(mode: str, loss_type: str | None, source: Proximal) -> str:
+    """The loss that trains where it is corrected in itself: by ``loss_mode``, or by ``loss_type`` beside verl's own."""
+    if mode not in PPO:
+        return mode
+    return "reinforce" if loss_type == "reinforce" and source is Proximal.BYPASS else "vanilla"
 
 
 def advantages(context: RuleContext) -> Iterator[Problem]:
@@ -86,8 +106,7 @@ def _token_baseline(context: RuleContext, estimator: str) -> Iterator[Problem]:
 
 
 def losses(context: RuleContext) -> Iterator[Problem]:
-    setting = f"{ACTOR}.policy_loss.loss_mode"
-    mode = str(context.get(setting, "vanilla"))
+    setting, mode = f"{ACTOR}.policy_loss.loss_mode", _loss(context)
     if mode.startswith("recipe_"):
         advice = "It is derived from async_training.proximal_log_probs: set that, and remove this."
         yield context.problem(setting, "a loss of verl's, or one that you registered", advice)
@@ -102,6 +121,9 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 def correction(context: RuleContext) -> Iterator[Problem]:
     """What verl would find out at the first batch, or with the sources that correct in the loss at the first update."""
     section = "algorithm.rollout_correction"
+    if context.get(f"{section}.rollout_is") not in (None, "token", "sequence"):
+        yield context.problem(f"{section}.rollout_is", "token, sequence or null", "null applies no weights.")
+    yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
     if rejection is None:
         return
@@ -112,6 +134,42 @@ def correction(context: RuleContext) -> Iterator[Problem]:
     elif context.get(f"{section}.rollout_rs_threshold") is None:
         allowed = f"a threshold, or one for each of {rejection}, separated by commas"
         yield context.problem(f"{section}.rollout_rs_threshold", allowed, f"Set it, or {section}.rollout_rs=null.")
+
+
+def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
+    """What a loss that is corrected in itself would not do."""
+    if proximal_source(context.config, context.settings) is not Proximal.BYPASS:
+        return
+    mode, loss_type = _loss(context), context.get(f"{section}.loss_type", "ppo_clip")
+    if loss_type not in LOSS_TYPES:
+        yield context.problem(f"{section}.loss_type", f"one of {', '.join(LOSS_TYPES)}", "verl has no other.")
+    elif loss_type == "reinforce" and mode not in PPO:
+        advice = f"It names a loss, and so does {ACTOR}.policy_loss.loss_mode={mode}: choose one of them."
+        yield context.problem(f"{section}.loss_type", f"ppo_clip with {ACTOR}.policy_loss.loss_mode={mode}", advice)
+    if context.get(f"{section}.rollout_is") and mode not in PPO and has_ratio(mode):
+        advice = (
+            f"With log-probs by bypass the ratio of {mode} is to the policy that sampled, which is the importance "
+            f"weight already: set null, or {section}.bypass_mode=false, where weights apply to every loss. Rejection "
+            "(rollout_rs) applies to every loss in both."
+        )
+        yield context.problem(f"{section}.rollout_is", f"null with {ACTOR}.policy_loss.loss_mode={mode}", advice)
+
+
+def without_effect(context: RuleContext) -> Iterator[str]:
+    """As verl's: its PPO loss computes weights and reports them."""
+    section = "algorithm.rollout_correction"
+    level = context.get(f"{section}.rollout_is")
+    if proximal_source(context.config, context.settings) is not Proximal.BYPASS or not level:
+        return
+    if _loss(context) in PPO and context.get(f"{section}.loss_type", "ppo_clip") == "ppo_clip":
+        yield (
+            f"{section}.rollout_is={level} is reported and not applied: with log-probs by bypass PPO's ratio is the "
+            f"importance weight. Set {section}.bypass_mode=false for weights beside it"
+        )
+
+
+def _loss(context: RuleContext) -> str:
+    return str(context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"))
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage that profiles the steps of ``global_profiler.steps``, by verl's own profilers.
+
+Contract: a profiled step is profiled from the wait for its batch to the end of its training, before its weights are
+published: the rollout engines that ``rollout.profiler`` selects from the beginning, the training workers from where
+they begin. With ``profile_continuous_steps`` steps in a row are one trace. The finish hook runs once, after the last of
+these steps, or the run's last one if that is profiled. A replica that cannot be profiled costs its own trace, and no
+run. Shown by tests/integration/test_profile_stage.py and tests/e2e/test_trainer_features.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from verl.workers.rollout.replica import RolloutReplica
+
+from recipe.async_engine.weights.replica_set import generates
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileStage:
+    """See the module's contract; the trainer's thread calls it.
+
+    Args:
+        profiler: the section ``global_profiler``.
+        replicas: those of now.
+        start: starts the training workers' profilers if it is given true (`RayPPOTrainer._start_profiling`).
+        stop: stops them likewise, and runs the finish hook if ``run_command`` (`RayPPOTrainer._stop_profiling`).
+        timeout_s: for replicas to answer.
+    """
+
+    def __init__(
+        self,
+        profiler: Any,
+        replicas: Callable[[], Iterable[RolloutReplica]],
+        start: Callable[[bool], None],
+        stop: Callable[..., None],
+        timeout_s: float,
+    ) -> None:
+        self._steps = frozenset(profiler.steps or ())
+        self._in_a_row = bool(profiler.profile_continuous_steps)
+        self._replicas, self._start, self._stop, self._timeout_s = replicas, start, stop, timeout_s
+        self._engines = self._workers = False
+
+    def begin(self, step: int) -> None:
+        """This step's batch is waited for."""
+        if step in self._steps and not self._engines:
+            self._engines = True
+            self._ask("start_profile")
+
+    def train(self, step: int) -> None:
+        """The step's training begins."""
+        if step in self._steps and not self._workers:
+            self._workers = True
+            self._start(True)
+
+    def end(self, step: int, is_last: bool) -> None:
+        """The step's training is over, or there is no batch for it."""
+        if self._in_a_row and step + 1 in self._steps and not is_last:
+            return
+        if self._workers:
+            self._workers = False
+            self._stop(True, run_command=is_last or step == max(self._steps))
+        if self._engines:
+            self._engines = False
+            self._ask("stop_profile")
+
+    def _ask(self, method: str) -> None:
+        servers = [server for replica in self._replicas() if generates(replica) for server in replica.servers]
+        try:
+            ray.get([getattr(server, method).remote() for server in servers], timeout=self._timeout_s)
+        except (GetTimeoutError, RayError) as error:
+            logger.warning("rollout engines may not have a trace of this step (%s): %s", method, error)

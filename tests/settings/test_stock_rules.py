@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes and resources that stock verl's users put in place of its own: refused, taken, or said to have no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.async_engine.settings.memory.generation import standalone_share
+from recipe.async_engine.settings.rules import stock
+from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.sections import read_settings
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def context(placement: str = "separate", top: tuple[int, int] = (1, 8), **rollout: Any) -> RuleContext:
+    config = {
+        "async_training": {"placement": placement},
+        "rollout": dict(zip(stock.SIZES, top, strict=True)),
+        "trainer": {"nnodes": 1, "n_gpus_per_node": 4},
+        # verl's defaults: the latter is an interpolation of the trainer's.
+        "actor_rollout_ref": {"rollout": {"nnodes": 0, "n_gpus_per_node": 4, **rollout}},
+    }
+    return RuleContext(config, read_settings(config)[0], None, None, ())
+
+
+def refused(**rollout: Any) -> list[str]:
+    return [problem.setting for rule in (stock.classes, stock.memory_share) for problem in rule(context(**rollout))]
+
+
+@pytest.mark.parametrize("manager", ["mine.Manager", "verl.experimental.agent_loop.AgentLoopManager", ""])
+def test_managers_that_would_not_be_made_are_refused(manager: str) -> None:
+    assert refused(agent={"agent_loop_manager_class": manager}) == [f"{ROLLOUT}.agent.agent_loop_manager_class"]
+    assert refused(checkpoint_manager_class=manager) == [f"{ROLLOUT}.checkpoint_manager_class"]
+
+
+def test_nothing_is_refused_where_nothing_is_asked_for_or_a_flag_has_set_it() -> None:
+    assert refused(agent={"agent_loop_manager_class": None}, checkpoint_manager_class=None) == []
+    assert refused(agent={"agent_loop_manager_class": stock.PLACEHOLDER}) == []
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.1, float("nan"), float("inf"), True, "0.8", [0.8]])
+def test_memory_shares_that_are_none_are_refused(share: Any) -> None:
+    assert refused(standalone_gpu_memory_utilization=share) == [f"{ROLLOUT}.standalone_gpu_memory_utilization"]
+
+
+def test_share_of_standalone_replicas_counts_where_there_are_some() -> None:
+    for share in (0.85, 1):
+        case = context(standalone_gpu_memory_utilization=share)
+        assert refused(standalone_gpu_memory_utilization=share) == []
+        assert standalone_share(case.config) == share and list(stock.without_effect(case)) == []
+    shared = context("shared", standalone_gpu_memory_utilization=0.85)
+    assert standalone_share(shared.config) is None
+    (said,) = stock.without_effect(shared)
+    assert said.startswith(f"{ROLLOUT}.standalone_gpu_memory_utilization=0.85 has no effect")
+    assert standalone_share(context().config) is None
+
+
+def test_resources_of_another_modes_settings_are_said_to_have_no_effect() -> None:
+    assert list(stock.without_effect(context())) == list(stock.without_effect(context("shared"))) == []
+    (said,) = stock.without_effect(context("shared", top=(2, 8)))
+    assert said.startswith("rollout.nnodes=2, rollout.n_gpus_per_node=8 have no effect")
+    # As many as the trainer has: a preset's, or what somebody has thought of.
+    assert list(stock.without_effect(context("shared", top=(1, 4)))) == []
+    for placement in ("separate", "shared"):
+        (said,) = stock.without_effect(context(placement, nnodes=2, n_gpus_per_node=8))
+        assert said.startswith(f"{ROLLOUT}.nnodes=2, {ROLLOUT}.n_gpus_per_node=8 have no effect")
+    assert list(stock.without_effect(context(top=(2, 8), nnodes=2, n_gpus_per_node=8))) == [], "they say the same"
+
+
+def profiling(steps: Any, tool: str | None, discrete: bool, enable: bool = True) -> RuleContext:
+    case = context(profiler={"enable": enable, "tool": tool, "tool_config": {"torch": {"discrete": discrete}}})
+    config = {**case.config, "global_profiler": {"steps": steps}}
+    return RuleContext(config, case.settings, None, None, ())
+
+
+@pytest.mark.parametrize("steps", [2, "2", [0], [1.5], ["2"], [True], {"a": 1}, [None]])
+def test_steps_to_profile_that_are_none_are_refused(steps: Any) -> None:
+    assert [problem.setting for problem in stock.profiled_steps(profiling(steps, "torch", True))] == [
+        "global_profiler.steps"
+    ]
+
+
+def test_engines_that_verl_would_not_profile_are_said_to_be_left_out() -> None:
+    for steps in (None, [], [2, 3]):
+        assert list(stock.profiled_steps(profiling(steps, "torch", True))) == []
+        assert list(stock.without_effect(profiling(steps, "torch", True))) == []
+    assert list(stock.without_effect(profiling([2], "torch", False, enable=False))) == []
+    assert "discrete=true alone" in next(stock.without_effect(profiling([2], "torch", False)))
+    for tool in ("nsys", None):
+        assert f"not {tool}" in next(stock.without_effect(profiling([2], tool, True)))
