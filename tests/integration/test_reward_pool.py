@@ -190,7 +190,7 @@ async def test_function_that_cannot_be_loaded_fails_with_its_own_error(tmp_path:
     path.write_text("import no_such_module\n")
     pool = ScoringPool(str(path), "compute_score", {}, 1, timeout_s=30.0)
     try:
-        with pytest.raises(RewardRaised, match="^ModuleNotFoundError: No module named 'no_such_module'") as raised:
+        with pytest.raises(RewardRaised, match="No module named 'no_such_module'") as raised:
             await pool.start()
         assert f'File "{path}", line 1' in raised.value.__notes__[0]
     finally:

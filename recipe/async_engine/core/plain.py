@@ -50,23 +50,22 @@ def plain(value: Any, what: str) -> Any:
     return _Converter().convert(value, what, 0)
 
 
+Where = str | tuple[Any, str | int]
+"""A place in a value: its name, or the place around it and the key in that."""
+
+
 class _Converter:
     """One conversion, and how much of `MOST` is left for it."""
 
     def __init__(self) -> None:
         self._left = MOST
 
-    def _count(self, size: int, where: str) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise NotPlain(f"{where} is too large: more than {MOST:,} values and characters together")
-
-    def convert(self, value: Any, where: str, depth: int) -> Any:
+    def convert(self, value: Any, where: Where, depth: int) -> Any:
         self._count(1, where)
-        if depth > DEEPEST:
-            raise NotPlain(f"{where} is nested deeper than {DEEPEST} levels, or contains itself")
         if value is None or isinstance(value, bool):
             return value
+        if depth > DEEPEST:
+            raise NotPlain(f"{_place(where)} is nested deeper than {DEEPEST} levels, or contains itself")
         if isinstance(value, Enum):
             return self.convert(value.value, where, depth + 1)
         if isinstance(value, str):
@@ -74,25 +73,32 @@ class _Converter:
             return readable(str.__str__(value))
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
-                raise NotPlain(f"{where} is an int of {value.bit_length()} bits, at most {LARGEST_BITS} can be given")
+                bits = value.bit_length()
+                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} can be given")
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
         if isinstance(value, Mapping):
             named = {self._key(key, where): part for key, part in value.items()}
-            return {key: self.convert(part, f"{where}[{key!r}]", depth + 1) for key, part in named.items()}
+            return {key: self.convert(part, (where, key), depth + 1) for key, part in named.items()}
         if isinstance(value, list | tuple | AbstractSet):
-            return [self.convert(part, f"{where}[{place}]", depth + 1) for place, part in enumerate(value)]
+            self._count(len(value), where)
+            return [self.convert(part, (where, place), depth + 1) for place, part in enumerate(value)]
         return self._by_its_methods(value, where, depth)
 
-    def _key(self, key: Any, where: str) -> str:
+    def _count(self, size: int, where: Where) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise NotPlain(f"{_place(where)} is too large: more than {MOST:,} values and characters together")
+
+    def _key(self, key: Any, where: Where) -> str:
         if not isinstance(key, str | Number | None):
-            raise NotPlain(f"{where} has a key of type {_type_name(key)}: keys are text or numbers")
+            raise NotPlain(f"{_place(where)} has a key of type {_type_name(key)}: keys are text or numbers")
         text = readable(str(key))
-        self._count(len(text), where)
+        self._count(len(text) + 1, where)
         return text
 
-    def _by_its_methods(self, value: Any, where: str, depth: int) -> Any:
+    def _by_its_methods(self, value: Any, where: Where, depth: int) -> Any:
         try:
             if hasattr(type(value), "tolist"):
                 self._count(int(getattr(value, "nbytes", 0)) // 8, where)
@@ -102,11 +108,19 @@ class _Converter:
         except NotPlain:
             raise
         except Exception as error:  # whatever its methods raise
-            raise NotPlain(f"{where}, of type {_type_name(value)}, cannot be converted: {told(error)}") from error
+            words = f"{_place(where)}, of type {_type_name(value)}, cannot be converted: {told(error)}"
+            raise NotPlain(words) from error
         raise NotPlain(
-            f"{where} is of type {_type_name(value)}, which other processes cannot be given: numbers, text, booleans, "
-            "None, and lists and dicts of them can be"
+            f"{_place(where)} is of type {_type_name(value)}, which other processes cannot be given: numbers, text, "
+            "booleans, None, and lists and dicts of them can be"
         )
+
+
+def _place(where: Where) -> str:
+    if isinstance(where, str):
+        return where
+    outer, part = where
+    return f"{_place(outer)}[{part!r}]"
 
 
 def told(error: BaseException) -> str:

@@ -2,10 +2,10 @@
 """Synchronous reward functions in processes of their own, each call with a time limit.
 
 Contract. `ScoringPool.score` gives what the function returns, as plain values, or raises `RewardRaised` with the words
-of what it raised. A call that does not return in time, or whose process dies (memory, a crash in native code) or answers
-with what is no answer, raises an error that says so; the process is ended with everything that it has started, and
-replaced. Each process has a socket of its own: no call is affected by another one's process, and the event loop never
-waits for one. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
+of what it raised. A call that does not return in time, or whose process dies (memory, a crash in native code) or gives
+something else than an answer, raises an error that says so; the process is ended with everything that it has started,
+and replaced. Each process has a socket of its own: no call is affected by another one's process, and the event loop
+never waits for one. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
 import asyncio
@@ -46,6 +46,8 @@ COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 LINE_BYTES = 16 * MOST
 """Of an answer: JSON says a character in 12 bytes at most, and a float in 25."""
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
+ATTEMPTS = 4
+"""To start a process."""
 LAST_WORD_S = 1.0
 """For the end of a process whose socket is closed, or an answer of one that has ended, to be seen."""
 
@@ -232,8 +234,17 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
     """A scoring process, and this end of the socket to it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = context.Process(target=scorer.serve, args=(theirs, *arguments))
-        process.start()
+        for left in reversed(range(ATTEMPTS)):
+            process = context.Process(target=scorer.serve, args=(theirs, *arguments))
+            try:
+                process.start()
+                break
+            except (OSError, EOFError):
+                # The process that these are forked from, which a reward function can end, is replaced when it is gone.
+                if not left:
+                    ours.close()
+                    raise
+                time.sleep(LAST_WORD_S / ATTEMPTS)
     return process, ours
 
 

@@ -41,7 +41,8 @@ OUT_OF_MEMORY = 112
 """Exit status of a process that had no memory left to say so."""
 
 # A reward function may put others in their places.
-_exit, _getpid, _dumps, _setitimer = os._exit, os.getpid, json.dumps, signal.setitimer
+_exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
+_dumps, _loads = json.dumps, pickle.loads
 
 _loaded: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -85,7 +86,7 @@ def serve(
     calls = channel.makefile("rb")
     while header := calls.read(HEADER):
         arguments = calls.read(int.from_bytes(header, "big"))
-        _answer(channel, lambda: score(load(path, name), {**pickle.loads(arguments), **settings}))  # noqa: B023
+        _answer(channel, lambda: score(load(path, name), {**_loads(arguments), **settings}))  # noqa: B023
 
 
 def end_with(pipe: int) -> None:
@@ -117,10 +118,17 @@ def checked(result: Any) -> Any:
         raise NotPlain("the reward function gave a coroutine: one that awaits has to be an `async def` itself")
     given = plain(result, "what the reward function gave")
     if not isinstance(given, dict):
-        return given[0] if isinstance(given, list) and len(given) == 1 and hasattr(result, "tolist") else given
+        return number_of(result, given)
     if "score" not in given:
         keys = ", ".join(list(given)[:10]) or "none"
         raise NotPlain(f"the reward function gave a dict without 'score'; its keys: {keys}")
+    return {**given, "score": number_of(result["score"], given["score"])}
+
+
+def number_of(value: Any, given: Any) -> Any:
+    """A score as a plain value, ``given`` by `plain`; an array or tensor of one number is that number, as for verl."""
+    while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
+        given = given[0]
     return given
 
 
@@ -138,13 +146,13 @@ def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
         _exit(0)
     # An alarm that the call has left would end a later one.
     _setitimer(signal.ITIMER_REAL, 0)
-    channel.sendall(_dumps(answer).encode() + b"\n")
+    _sendall(channel, _dumps(answer).encode() + b"\n")
 
 
 def _tell_and_end(channel: socket.socket, own: int, error: MemoryError) -> None:
     try:
         if _getpid() == own:
-            channel.sendall(_dumps({FULL: told(error)}).encode() + b"\n")
+            _sendall(channel, _dumps({FULL: told(error)}).encode() + b"\n")
     finally:
         _exit(OUT_OF_MEMORY)
 
