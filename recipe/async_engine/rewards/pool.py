@@ -140,10 +140,9 @@ class ScoringPool:
         # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
         # memory, and past the import at which the function is loaded for all.
         multiprocessing.set_executable(sys.executable)
-        if (folder := sockets_folder()) is not None:
-            # As its `get_temp_dir` would (multiprocessing/util.py:142).
-            temporary = tempfile.mkdtemp(prefix="pymp-", dir=folder)
-            multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
+        # As its `get_temp_dir` would (multiprocessing/util.py:142).
+        temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
+        multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([scorer.__name__])
         alive, self._alive = self._context.Pipe(duplex=False)
