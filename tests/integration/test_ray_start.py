@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def deep(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def links(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's links are made."""
     folder = Path(tempfile.mkdtemp(prefix="r-"))
     monkeypatch.setattr(sockets, "LINKS", str(folder / "{user}"))
     yield folder
@@ -39,7 +41,7 @@ def links(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def raylet(tmp_path: Path) -> subprocess.Popen[bytes]:
+def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A child of this process that has this name."""
     program = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     child = subprocess.Popen([program, "60"])
@@ -133,6 +135,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temp_dir", [True, False], ids=["ray's own folder", "TMPDIR alone"])
 def test_ray_starts_in_folders_of_any_length(temp_dir: bool, deep: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(deep), "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -125,13 +125,34 @@ def _place(where: Where) -> str:
 
 def told(error: BaseException) -> str:
     """Name of its class and its message, of its first cause too; see the module's contract."""
-    first = error
-    seen = {id(error)}
-    while (cause := _CAUSE.__get__(first)) is not None and id(cause) not in seen:
-        first = cause
-        seen.add(id(cause))
+    first = _first(error)
     words = _told_alone(error)
     return words if first is error else f"{words} (caused by {_told_alone(first)})"
+
+
+def origin(error: BaseException) -> str:
+    """What an error came from that was raised while a user's file was loaded: its first cause, and where; maybe "".
+
+    The place is the last one in the traceback that is not in the libraries of the interpreter, with a word on what
+    dataclasses say of a file that was loaded under no module's name.
+    """
+    first = _first(error)
+    if first is error:
+        return ""
+    frames = traceback.extract_tb(first.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith("<")]
+    place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{_told_alone(first)}{place}{postponed(traced(first))}"
+
+
+def postponed(trace: str) -> str:
+    """What to do about a traceback that ends in dataclasses, or ""."""
+    if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
+        return ""
+    return (
+        " (verl loads such a file without entering it in sys.modules, where dataclasses look postponed annotations up: "
+        "leave out `from __future__ import annotations` there, or move the class to a module that the file imports)"
+    )
 
 
 def traced(error: BaseException) -> str:
@@ -145,6 +166,15 @@ def traced(error: BaseException) -> str:
 def readable(text: str) -> str:
     """Text that can be written anywhere: lone surrogates and NUL as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+
+
+def _first(error: BaseException) -> BaseException:
+    """Where the chain of causes begins; a chain may be a circle."""
+    seen = {id(error)}
+    while (cause := _CAUSE.__get__(error)) is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(cause))
+    return error
 
 
 def _told_alone(error: BaseException) -> str:

@@ -46,6 +46,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
         found = os.lstat(links)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise NotADirectoryError(f"{links} is not a folder that only this user may write to")
+        os.makedirs(folder, exist_ok=True)
         try:
             os.symlink(os.path.abspath(folder), link)
         except FileExistsError:

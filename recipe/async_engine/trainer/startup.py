@@ -27,6 +27,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
@@ -140,7 +141,7 @@ def _result(name: str, part: Future[Any]) -> Any:
         said = re.sub(r"\x1b\[\d*m", "", str(error))
         # Of a chain of exceptions the first one is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
-        words = f"{cause[0]}\n" if cause and error.actor_init_failed else ""
+        words = f"{cause[0]}{postponed(said)}\n" if cause else ""
         raise WorkerNotMade(f"{name} could not be made: {words}{said}") from error
 
 
