@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's file that cannot be loaded where it is needed ends the start with that file's own error, by name and place."""
+"""A file of the user that cannot be loaded where it is needed ends the start with its own error, name and place."""
 
 from __future__ import annotations
 

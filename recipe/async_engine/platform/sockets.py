@@ -4,7 +4,7 @@
 Contract: a folder of any length can hold sockets by way of `short`, a link to it that stays and is used again; what is
 written there lies in the folder itself. Ray ends processes without a last word, so that what they would remove stays.
 With Ray's sockets it stays beside Ray's logs of the run, and goes with them. Shown by
-tests/integration/test_sockets.py and tests/e2e/test_one_step_off.py.
+tests/integration/test_ray_start.py and tests/e2e/test_one_step_off.py.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class TaskRunner:
             for metrics in steps:
                 yield trainer.account(), metrics
         except (Exception, SystemExit) as raised:  # reported as the run's end, whatever it is
-            failure = watch.blamed(raised)
+            failure = watch.blamed(raised) if isinstance(raised, Exception) else raised
             came_from = origin(failure) if trainer is None else ""
             error = {
                 "name": type(failure).__name__,
