@@ -26,6 +26,7 @@ from test_reward_pool import answer, reward_config
 from recipe.async_engine.rewards import scorer
 from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
+from recipe.async_engine.rollout.soundness import NonFiniteReward, check_reward
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 ERRORS = {RAISED: RewardRaised, DIED: RewardProcessDied, LATE: RewardTimeout}
@@ -156,3 +157,9 @@ async def test_rate_limited_call_that_takes_too_long_fails_by_name(monkeypatch: 
         found = await scored_by(worker, "hangs")
     assert type(found) is RewardRaised
     assert "within 1 s (reward.timeout)" in str(found)
+
+
+@pytest.mark.parametrize("score", ["0.5", b"1", None, [1.0], {"a": 1}, math.nan, 10**400])
+def test_score_that_is_no_number_is_none_for_a_batch(score: Any) -> None:
+    with pytest.raises(NonFiniteReward, match="gave reward="):
+        check_reward(score, {}, ())
