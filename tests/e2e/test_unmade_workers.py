@@ -11,11 +11,13 @@ from main_runs import FULLY_ASYNC, run_main, small
 
 from recipe.async_engine.task import TaskPaths
 
-MISSING = "# The package is missing.\nimport not_installed_here\n"
+MISSING = "# The package of the line below is missing.\nimport not_installed_here\n"
+# What the check before the start looks for in the file, without running it.
+DEFINES = "\n\ndef compute_score(**arguments):\n    return 1.0\n\n\nclass Own:\n    pass\n"
 MISSED = ("No module named 'not_installed_here'", "user_file.py", "2")
 EXITS = "import sys\nsys.exit('set JUDGE_KEY first')\n"
 POSTPONED = (
-    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Own:\n    x: int\n"
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Judged:\n    x: int\n"
 )
 ROLLOUT = "actor_rollout_ref.rollout"
 REWARD = "reward.custom_reward_function.path={file}"
@@ -45,7 +47,7 @@ def test_start_ends_with_the_error_of_the_users_file(
 ) -> None:
     text, overrides, words = CASES[case]
     file, loops = tmp_path / "user_file.py", tmp_path / "loops.yaml"
-    file.write_text(text)
+    file.write_text(text + DEFINES)
     loops.write_text("- name: own\n  _target_: user_file.Own\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asked = [override.format(file=file, loops=loops) for override in overrides]
