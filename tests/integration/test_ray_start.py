@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from omegaconf import OmegaConf
 from ray._private import services
 
 from recipe.async_engine.platform import sockets
 from recipe.async_engine.platform.sockets import LONGEST_PATH, NoShortPath, short
-from recipe.async_engine.run.ray_start import patience, shorten_folders
+from recipe.async_engine.run.ray_start import patience, shorten_folders, start_own
 
 
 @pytest.fixture
@@ -80,6 +81,34 @@ def test_node_that_will_not_be_known_is_given_up(
     with patience(0.5 if over == "the time is over" else 60.0), pytest.raises(RuntimeError, match="No node info"):
         services.get_node("address", "id")
     assert time.monotonic() - began < 30
+
+
+def test_start_that_ray_gives_up_is_made_again_without_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+    kept = subprocess.Popen(["sleep", "60"])
+
+    def init(**arguments: object) -> None:
+        if len(left) < 2:
+            left.append(subprocess.Popen(["sleep", "60"]))
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "init", init)
+    try:
+        start_own({}, 60.0)
+        assert len(left) == 2
+        assert [process.wait(10) for process in left] == [-9, -9]
+        assert kept.poll() is None
+        with pytest.raises(ValueError, match="of another kind"):
+            monkeypatch.setattr(ray, "init", lambda: (_ for _ in ()).throw(ValueError("of another kind")))
+            start_own({}, 60.0)
+        left.clear()
+        monkeypatch.setattr(ray, "init", init)
+        with pytest.raises(Exception, match="timed out during startup"):
+            start_own({}, 0.0)
+    finally:
+        for process in (*left, kept):
+            process.kill()
+            process.wait()
 
 
 def test_sockets_fit_into_a_folder_of_any_length(deep: Path) -> None:

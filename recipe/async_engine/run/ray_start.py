@@ -7,11 +7,12 @@ tests/integration/test_ray_start.py.
 """
 
 import json
+import logging
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -24,9 +25,13 @@ from recipe.async_engine.platform.detect import LOG_LEVEL, PlatformChoice
 from recipe.async_engine.platform.sockets import short
 from recipe.async_engine.prefork.run import Prefork
 
+logger = logging.getLogger(__name__)
+
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
 """Variables that say where Ray, vLLM, multiprocessing and this package put files, sockets among them."""
 ASK_AGAIN_S = 0.2
+GIVEN_UP = "timed out during startup"
+"""In Ray's message (ray/_private/node.py:440), also where its node has ended, in vain waiting for processes of its own."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
@@ -65,10 +70,39 @@ def start_ray(
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
     forks = {} if prefork is None else prefork.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
-    with patience(config.async_training.timeouts.startup if own else 0.0):
-        ray.init(**arguments, runtime_env={**defaults, **forks, **asked, "env_vars": variables})
+    arguments["runtime_env"] = {**defaults, **forks, **asked, "env_vars": variables}
+    if own:
+        start_own(arguments, config.async_training.timeouts.startup)
+    else:
+        ray.init(**arguments)
     if prefork is not None:
         prefork.joined(ray.get_runtime_context().get_job_id())
+
+
+def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
+    """``ray.init`` with these arguments, again where Ray has given up the node that it starts, up to ``startup_s``."""
+    deadline = time.monotonic() + startup_s
+    before = set(psutil.Process().children())
+    while True:
+        try:
+            with patience(max(0.0, deadline - time.monotonic())):
+                ray.init(**arguments)
+                return
+        except Exception as error:  # Ray has no class for it
+            if GIVEN_UP not in str(error) or time.monotonic() >= deadline:
+                raise
+        logger.warning("Ray has given up its own start: it is started once more")
+        begun = set(psutil.Process().children()) - before
+        for process in [child for parent in begun for child in (*_below(parent), parent)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _below(parent: psutil.Process) -> list[psutil.Process]:
+    try:
+        return parent.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager
@@ -92,6 +126,7 @@ def patience(startup_s: float) -> Iterator[None]:
 
     if startup_s:
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(startup_s)))
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", str(int(startup_s)))
         os.environ.setdefault("RAY_agent_register_timeout_ms", str(int(1000 * startup_s)))
     services.get_node = get_node
     try:
