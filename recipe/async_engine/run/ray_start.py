@@ -31,7 +31,7 @@ FOLDERS = ("RAY_TMPDIR", "TMPDIR")
 """Variables that say where Ray, vLLM, multiprocessing and this package put files, sockets among them."""
 ASK_AGAIN_S = 0.2
 GIVEN_UP = "timed out during startup"
-"""In Ray's message (ray/_private/node.py:440), also where its node has ended, in vain waiting for processes of its own."""
+"""In Ray's message (ray/_private/node.py:440), also where its node has ended, having waited for its own processes."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
