@@ -108,8 +108,10 @@ def fresh_ray(**settings: int) -> Iterator[None]:
     """
     import ray
 
+    from recipe.async_engine.run.ray_start import patience
+
     forks = shared_forks(usual_environment())
-    with ray_folder() as folder, ray_starts_forks(str(forks)):
+    with ray_folder() as folder, ray_starts_forks(str(forks)), patience(300.0):
         ray.shutdown()  # Ray starts itself where a test before has called it without one
         ray.init(
             include_dashboard=False,

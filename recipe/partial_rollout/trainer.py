@@ -42,9 +42,9 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
             self.timeouts.startup,
         )
         rollout = started["the agent loops"]
-        side_by_side(
-            {"the rollout engines": lambda: rollout.replicas.launch(self.actor_rollout_wg)}, self.timeouts.startup
-        )
+        timeout_s = self.timeouts.startup
+        engines = {"the rollout engines": lambda: rollout.replicas.launch(self.actor_rollout_wg)}
+        side_by_side({**engines, **rollout.workers(timeout_s)}, timeout_s)
         self.use_rollout(rollout)
         self.publisher.ranks_agree = self.config.actor_rollout_ref.actor.strategy != "megatron"
         self.publisher.pause()

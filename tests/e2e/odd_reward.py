@@ -13,7 +13,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from odd_rewards import WAYS as WAYS_OF_REWARDS
+
 EVERY = 4
+HARMLESS = ("reward hangs once", "reward leaks", "answer garbage", "prints megabytes", "forks and both return")
+"""What ends as a finite score of an answer that was sampled: it may be trained."""
+TABLE = (
+    "rate limit",
+    "own base",
+    "exit",
+    "stop iteration",
+    "leaves at once",
+    "circle",
+    "text",
+    "closes files",
+    "kills its parent",
+    "prints megabytes",
+    "forks and both return",
+)
+"""Ways of `odd_rewards`."""
 WAYS = (
     "reward NaN",
     "reward raises",
@@ -26,6 +44,7 @@ WAYS = (
     "log-prob NaN",
     "log-prob -inf",
     "log-probs missing",
+    *TABLE,
 )
 LEAK_BYTES = 96 << 20
 
@@ -47,6 +66,8 @@ def compute_score(
         time.sleep(3600)
     if how == "reward leaks":
         _kept.append(bytearray(LEAK_BYTES))
+    if how in TABLE:
+        return WAYS_OF_REWARDS[how].do()
     if how == "reward no number":
         return {"score": "ten"}
     wrong = {"reward NaN": math.nan, "reward infinite": math.inf}

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.platform.detect import Machine, cluster_to_join
-from recipe.async_engine.run import driver
+from recipe.async_engine.run import driver, ray_start
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_describes_a_ray_of_its_own_is_left_out_by_name(monkeypatch: pytest
 def test_variables_that_the_submitted_job_has_are_not_set_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "2"}}}
     monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(job))
-    assert driver._not_the_jobs({"OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}) == {"VERL_PLATFORM": "cpu"}
+    assert ray_start._not_the_jobs({"OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}) == {"VERL_PLATFORM": "cpu"}
 
 
 def test_variables_are_taken_out_of_the_configuration_and_written_nowhere(

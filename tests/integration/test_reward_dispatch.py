@@ -121,6 +121,42 @@ async def test_call_goes_to_the_worker_that_has_the_fewest() -> None:
         task.cancel()
 
 
+async def test_worker_whose_calls_fail_at_once_is_not_preferred_for_being_idle() -> None:
+    """The broken one is always idle, the other has ever more calls."""
+
+    class Broken(Worker):
+        calls = 0
+
+        def compute_score(self, data: Any) -> asyncio.Future[dict[str, Any]]:
+            self.calls += 1
+            failed: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            failed.set_exception(RuntimeError("its pool is broken"))
+            return failed
+
+    broken, sound = Broken(), Worker()
+    dispatch = least_busy_worker([Handle(broken), Handle(sound)])
+    tasks = [(await begin(dispatch, 1))[0] for _ in range(200)]
+    assert broken.calls <= 10
+    assert len(sound.waiting) == 200 - broken.calls
+    for waiting in sound.waiting:
+        waiting.set_result({"reward_score": 1.0})
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results.count({"reward_score": 1.0}) == 200 - broken.calls
+
+
+async def test_worker_that_failed_once_has_its_share_again() -> None:
+    workers = [Worker(), Worker()]
+    dispatch = least_busy_worker([Handle(worker) for worker in workers])
+    (failed,) = await begin(dispatch, 1)
+    workers[0].waiting[0].set_exception(ValueError("one answer"))
+    with pytest.raises(ValueError, match="one answer"):
+        await failed
+    tasks = await begin(dispatch, 10)
+    assert [len(worker.waiting) for worker in workers] == [6, 5]
+    for task in tasks:
+        task.cancel()
+
+
 async def test_dead_worker_is_asked_no_more_and_its_caller_gets_the_error() -> None:
     dead, alive = Worker(ActorDiedError()), Worker()
     dispatch = least_busy_worker([Handle(dead), Handle(alive)])

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from recipe.async_engine.rewards import scorer, scoring_worker
-from recipe.async_engine.rewards.pool import RewardProcessDied, RewardTimeout, ScoringPool
+from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
@@ -78,22 +78,11 @@ def main_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pool(function: Path, main_file: None) -> Iterator[ScoringPool]:
+async def pool(function: Path, main_file: None) -> AsyncIterator[ScoringPool]:
     pool = ScoringPool(str(function), "compute_score", {"weight": 0.5}, 1, LIMIT_S, memory_bytes=512 << 20)
-    asyncio.run(warm(pool))
+    await pool.start()
     yield pool
     pool.close()
-
-
-async def warm(pool: ScoringPool) -> None:
-    """The first process takes longer than a call may."""
-    for _ in range(30):
-        try:
-            await pool.score(solution_str="")
-            return
-        except RewardTimeout:
-            continue
-    raise AssertionError("no scoring process came up")
 
 
 async def test_score_is_the_functions_with_its_settings_from_another_process(pool: ScoringPool) -> None:
@@ -109,8 +98,8 @@ async def test_score_is_the_functions_with_its_settings_from_another_process(poo
         ("loops", RewardTimeout, r"gave nothing within 2 s \(async_training\.timeouts\.reward\)"),
         ("dies", RewardProcessDied, "ended, exit status 3"),
         ("fills memory", RewardProcessDied, "ended, out of memory .*reward_memory_gib"),
-        ("raises", KeyError, "no such case"),
-        ("times out", RuntimeError, "the judge did not answer"),
+        ("raises", RewardRaised, "^KeyError: 'no such case'"),
+        ("times out", RewardRaised, "^TimeoutError: the judge did not answer"),
     ],
 )
 async def test_failing_call_costs_itself_alone(
@@ -119,7 +108,6 @@ async def test_failing_call_costs_itself_alone(
     with pytest.raises(error, match=message) as raised:
         await pool.score(solution_str=what)
     assert type(raised.value) is error
-    await warm(pool)
     assert (await pool.score(solution_str=""))["score"] == 0.5
 
 
@@ -140,7 +128,6 @@ async def test_process_that_is_ended_is_replaced_without_loading_the_function_ag
     before = await pool.score(solution_str="")
     with pytest.raises(RewardTimeout):
         await pool.score(solution_str="loops")
-    await warm(pool)
     after = await pool.score(solution_str="")
     assert before["pid"] != after["pid"]
     assert before["loaded"] == after["loaded"]
@@ -164,14 +151,13 @@ async def test_call_that_was_given_up_in_the_queue_does_not_run(pool: ScoringPoo
     calls = [asyncio.create_task(pool.score(solution_str="loops")) for _ in range(4)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, RewardTimeout) for result in results)
-    await warm(pool)
     assert pool.stats["pending"] == 0
 
 
 async def test_prints_go_nowhere_and_counts_are_kept(pool: ScoringPool, capfd: pytest.CaptureFixture[str]) -> None:
     scored = pool.stats["scored"]
     await pool.score(solution_str="prints")
-    with pytest.raises(KeyError):
+    with pytest.raises(RewardRaised):
         await pool.score(solution_str="raises")
     assert (pool.stats["scored"] - scored, pool.stats["failed"], pool.stats["pending"]) == (1, 1, 0)
     assert pool.stats["seconds"] > 0
@@ -181,7 +167,7 @@ async def test_prints_go_nowhere_and_counts_are_kept(pool: ScoringPool, capfd: p
 async def test_calls_run_beside_each_other_and_the_loop_goes_on(function: Path, main_file: None) -> None:
     pool = ScoringPool(str(function), "compute_score", {}, 2, timeout_s=60.0)
     try:
-        await warm(pool)
+        await pool.start()
         ticks = 0
 
         async def tick() -> None:
@@ -204,8 +190,9 @@ async def test_function_that_cannot_be_loaded_fails_with_its_own_error(tmp_path:
     path.write_text("import no_such_module\n")
     pool = ScoringPool(str(path), "compute_score", {}, 1, timeout_s=30.0)
     try:
-        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-            await pool.score(solution_str="")
+        with pytest.raises(RewardRaised, match="No module named 'no_such_module'") as raised:
+            await pool.start()
+        assert f'File "{path}", line 1' in raised.value.__notes__[0]
     finally:
         pool.close()
 

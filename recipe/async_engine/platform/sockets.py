@@ -1,22 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's processes put their sockets: with Ray's own of this session, and not in the system's temporary folder.
+"""Where a run's processes put their sockets: with Ray's own of this session, under paths that Linux takes.
 
-Ray ends processes without a last word, so that what they would remove stays. There it stays beside Ray's logs of the
-run, and goes with them. Shown by tests/e2e/test_one_step_off.py.
+Contract: a folder of any length can hold sockets by way of `short`, a link to it that stays and is used again; what is
+written there lies in the folder itself. Ray ends processes without a last word, so that what they would remove stays.
+With Ray's sockets it stays beside Ray's logs of the run, and goes with them. Shown by
+tests/integration/test_ray_start.py and tests/e2e/test_one_step_off.py.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
+import tempfile
+
 import ray
+
+from recipe.async_engine.core.errors import RecipeError
 
 LONGEST_PATH = 107
 """Bytes of a socket's path that Linux takes (unix(7))."""
 LONGEST_NAME = 40
 """Bytes of what vLLM (a UUID) and multiprocessing (a folder and a file) put there."""
+LONGEST_OF_RAY = 72
+"""Bytes of what Ray puts into a temporary folder: ``ray``, its session's name, ``sockets`` and a file."""
+LINKS = "/tmp/recipe-{user}"
 
 
-def sockets_folder() -> str | None:
-    """Ray's on this node; None where Ray is not running, or where paths in it would be too long."""
+class NoShortPath(RecipeError):
+    """A folder's path is too long for sockets, and no link to it can be made."""
+
+
+def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
+    """The folder, or a link to it where paths of ``room`` more bytes in it would be too long for sockets.
+
+    Raises:
+        NoShortPath: the links' folder is not this user's alone.
+    """
+    if len(folder.encode()) + 1 + room <= LONGEST_PATH:
+        return folder
+    links = LINKS.format(user=os.getuid())
+    link = os.path.join(links, hashlib.sha256(folder.encode()).hexdigest()[:12])
+    try:
+        os.makedirs(links, mode=0o700, exist_ok=True)
+        found = os.lstat(links)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise NotADirectoryError(f"{links} is not a folder that only this user may write to")
+        os.makedirs(folder, exist_ok=True)
+        try:
+            os.symlink(os.path.abspath(folder), link)
+        except FileExistsError:
+            if os.readlink(link) != os.path.abspath(folder):
+                raise
+    except OSError as error:
+        raise NoShortPath(
+            f"{folder} is too long for sockets, whose paths have {LONGEST_PATH} bytes at most, and no link to it can "
+            f"be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray's, to a shorter folder"
+        ) from error
+    return link
+
+
+def sockets_folder() -> str:
+    """Ray's on this node; where Ray is not running, or paths in it would be too long, the system's temporary one."""
     node = ray._private.worker._global_node
     folder = None if node is None else str(node.get_sockets_dir_path())
-    return folder if folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH else None
+    fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH
+    return folder if folder is not None and fits else short(tempfile.gettempdir(), LONGEST_NAME)

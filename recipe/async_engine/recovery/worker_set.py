@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 180.0
 # Of ``answer_s``: the pause between two questions.
 ASK_EVERY = 0.1
+PASSED_OVER_AT_MOST = 64
 
 
 class WorkerDied(RecipeError):
@@ -65,6 +66,8 @@ class WorkerSet:
         self.silent: set[str] = set()
         self.lives: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._passed_over: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
@@ -76,10 +79,19 @@ class WorkerSet:
         return not self.actors and not self._returning
 
     def choose(self, but: str | None = None) -> str | None:
-        """The one with the fewest calls, other than ``but`` if there is another; None if all are lost."""
+        """The one with the fewest calls, other than ``but`` if there is another; None if all are lost.
+
+        One whose calls fail (:meth:`note`) is passed over the longer, the more of them have in a row.
+        """
         candidates = [name for name in self.actors if name not in self.silent and name != but]
         anyone = candidates or self.actors or self._returning
-        return min(anyone, key=lambda name: (self.load[name], self._calls[name]), default=None)
+        passed_over, self._passed_over = self._passed_over, +(self._passed_over - Counter(self._passed_over.keys()))
+        return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)
+
+    def note(self, name: str, failed: bool) -> None:
+        """How a call of this worker ended."""
+        self._failed[name] = self._failed[name] + 1 if failed else 0
+        self._passed_over[name] = min(2 ** self._failed[name], PASSED_OVER_AT_MOST) if failed else 0
 
     @asynccontextmanager
     async def one(self, name: str) -> AsyncIterator[Any]:

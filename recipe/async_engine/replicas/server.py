@@ -82,8 +82,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         # Read by the engine's worker, for the name of the socket that weights come through.
         os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
         choose_runner(os.environ)
-        if (folder := sockets_folder()) is not None:
-            os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):

@@ -2,9 +2,9 @@
 """Which reward worker scores an answer: the one with the fewest calls of this process. verl takes one at random.
 
 Contract: what a call raises, its caller gets; a further attempt goes to another worker than one that died or does not
-answer, if there is another (`recovery/worker_set.py`). A worker is asked whether it answers when a call of it was given
-up. Where none can be asked a call waits for one; the caller has the deadline. A DataProto travels as arrays. Shown by
-tests/integration/test_reward_dispatch.py.
+answer, if there is another (`recovery/worker_set.py`), and one whose calls fail is not preferred for being idle. A
+worker is asked whether it answers when a call of it was given up. Where none can be asked a call waits for one; the
+caller has the deadline. A DataProto travels as arrays. Shown by tests/integration/test_reward_dispatch.py.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _arrived(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, An
 def least_busy_worker(actors: Sequence[Any]) -> Any:
     """Stands in for a handle of verl's reward workers; see the module's contract. Used on one event loop."""
     workers = WorkerSet("reward", actors, ANSWER_S * random.uniform(1.0, 1.5))
+    last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
         """verl's ``RewardLoopWorker.compute_score``; raises NoRewardWorker, or WorkerDied if the worker did."""
@@ -90,15 +91,24 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
         try:
             if name is not None:
                 async with workers.one(name) as worker:
-                    return await worker.compute_score.remote(InTransit(data))
-        except WorkerDied:
+                    answer = await worker.compute_score.remote(InTransit(data))
+                workers.note(name, failed=False)
+                return answer
+        except WorkerDied as error:
+            last[:] = [error]
             # It may have been waited for in vain, and have been the last one.
             if not workers.lost:
                 raise
+        except Exception:
+            if name is not None:
+                workers.note(name, failed=True)
+            raise
         except asyncio.CancelledError:
             # Past its deadline, usually.
             workers.doubt(name)
             raise
-        raise NoRewardWorker("every reward worker has died; the first one's error is in the log above")
+        raise NoRewardWorker(
+            f"every reward worker has died; the last one: {last[0] if last else 'before its first call'}"
+        )
 
     return as_handle("compute_score", score)

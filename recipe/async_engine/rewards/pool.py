@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synchronous reward functions in processes of their own, each call with a time limit.
 
-Contract. `ScoringPool.score` gives what the function returns, or raises what it raised. A call that does not return in
-time, or whose process dies (memory, a crash in native code), raises an error that says so; the process is ended with
-everything that it has started, and replaced. Other calls are not affected, and the event loop never waits for one.
-Shown by tests/integration/test_reward_pool.py.
+Contract. `ScoringPool.score` gives what the function returns, as plain values, or raises `RewardRaised` with the words
+of what it raised. A call that does not return in time, or whose process dies (memory, a crash in native code) or gives
+something else than an answer, raises an error that says so; the process is ended with everything that it has started,
+and replaced. Each process has a socket of its own: no call is affected by another one's process, and the event loop
+never waits for one. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import MOST, told
 from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.rewards import scorer
+
+
+class RewardRaised(RecipeError):
+    """A reward function raised, or gave what is no reward; the message is its own, a note has its traceback."""
 
 
 class RewardTimeout(RecipeError):
@@ -36,10 +43,72 @@ class RewardProcessDied(RecipeError):
 
 COUNTS = ("pending", "scored", "failed", "timed_out", "died", "seconds")
 """Of one pool: calls under way, what became of the others, and their seconds, the wait for a process included."""
+LINE_BYTES = 16 * MOST
+"""Of an answer: JSON says a character in 12 bytes at most, and a float in 25."""
+NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
+ATTEMPTS = 4
+"""To start a process."""
+LAST_WORD_S = 1.0
+"""For the end of a process whose socket is closed, or an answer of one that has ended, to be seen."""
+
+
+class _Process:
+    """A scoring process and the socket to it, on one event loop."""
+
+    def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(process.sentinel, self._notice)
+
+    def _notice(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._ended.set()
+        # What it has started may hold the socket open.
+        self._loop.call_later(LAST_WORD_S, self._reader.feed_eof)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.is_set() and not self._reader.at_eof()
+
+    async def line(self, call: bytes | None = None) -> dict[str, Any]:
+        """Its answer to a call, or its greeting; RewardProcessDied if there is none."""
+        if call is not None:
+            self._writer.write(len(call).to_bytes(scorer.HEADER, "big") + call)
+        try:
+            answer = json.loads(await self._reader.readuntil())
+            if isinstance(answer, dict) and answer.keys() & {scorer.RESULT, scorer.RAISED}:
+                return answer
+            said = answer[scorer.FULL]
+        except (asyncio.IncompleteReadError, OSError):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), LAST_WORD_S)
+            raise RewardProcessDied(self._why()) from None
+        except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
+            why = "was ended: something else than its answer was written to the socket for that"
+            raise RewardProcessDied(why) from None
+        raise RewardProcessDied(f"ended, {NO_MEMORY}: {said}")
+
+    def _why(self) -> str:
+        status = self._process.exitcode
+        if status is None:
+            return "was ended: it closed the socket that it answers by"
+        if status == scorer.OUT_OF_MEMORY:
+            return f"ended, {NO_MEMORY}"
+        return f"ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
+
+    def end(self) -> None:
+        """End it with everything that it has started: it leads a session of its own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.remove_reader(self._process.sentinel)
+            self._writer.transport.abort()
 
 
 class ScoringPool:
-    """Processes that call one reward function.
+    """Processes that call one reward function. All calls are of one event loop.
 
     Args:
         path, name: of the function: its file, or ``pkg://module``.
@@ -60,48 +129,50 @@ class ScoringPool:
     ) -> None:
         self.stats: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._what = f"{name} of {path}"
-        self._settings = dict(settings)
         self._timeout_s = timeout_s
-        self._pids: set[int] = set()
+        self._count = processes
+        self._places = asyncio.Semaphore(processes)
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
         # Else multiprocessing runs the main script again in every child, which under Ray is Ray's worker.
         sys.modules["__main__"].__dict__.pop("__file__", None)
         os.environ[scorer.PRELOAD] = json.dumps([path, name])
         # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
         # memory, and past the import at which the function is loaded for all.
         multiprocessing.set_executable(sys.executable)
-        if (folder := sockets_folder()) is not None:
-            # As its `get_temp_dir` would (multiprocessing/util.py:142).
-            temporary = tempfile.mkdtemp(prefix="pymp-", dir=folder)
-            multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([scorer.__name__])
-        self._started = context.SimpleQueue()
-        alive, self._alive = context.Pipe(duplex=False)
-        arguments = [path, name, memory_bytes, self._started, alive]
-        self._pool = ProcessPool(processes, initializer=scorer.begin, initargs=arguments, context=context)
+        # As its `get_temp_dir` would (multiprocessing/util.py:142).
+        temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
+        multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([scorer.__name__])
+        alive, self._alive = self._context.Pipe(duplex=False)
+        self._arguments = alive, path, name, dict(settings), memory_bytes
+        atexit.register(self.close)
+
+    async def start(self) -> None:
+        """Start all processes, so that no call waits for that; RewardRaised if the function cannot be loaded."""
+        self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
-        """What the reward function gives for verl's arguments; RewardTimeout, RewardProcessDied, or what it raised."""
+        """What the reward function gives for verl's arguments, as plain values.
+
+        Raises:
+            RewardRaised, RewardTimeout, RewardProcessDied: see there.
+        """
         began = time.monotonic()
         self.stats["pending"] += 1
-        future = self._pool.schedule(scorer.score, args=[self._settings, arguments], timeout=self._timeout_s)
         try:
-            # Its end cancels the call, which ends its process, or takes it out of the queue.
-            result = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                result = await self._ask(_pickled(arguments))
         except TimeoutError:
             self.stats["timed_out"] += 1
-            self._sweep()
             raise RewardTimeout(
                 f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
                 "(async_training.timeouts.reward): its process was ended, or none was free"
             ) from None
-        except ProcessExpired as error:
+        except RewardProcessDied as error:
             self.stats["died"] += 1
-            self._sweep()
-            why = "out of memory (async_training.reward_memory_gib)"
-            if error.exitcode != scorer.OUT_OF_MEMORY:
-                why = f"exit status {error.exitcode}: {why}, or a crash in native code"
-            raise RewardProcessDied(f"the process of the reward function {self._what} ended, {why}") from None
+            raise RewardProcessDied(f"the process of the reward function {self._what} {error}") from None
         except Exception:
             self.stats["failed"] += 1
             raise
@@ -113,24 +184,87 @@ class ScoringPool:
 
     def close(self) -> None:
         """End every process."""
-        self._pool.stop()
-        self._pool.join(timeout=10)
-        self._sweep()
+        atexit.unregister(self.close)
+        for process in (*self._idle, *self._busy):
+            process.end()
+        self._idle.clear()
 
-    def _sweep(self) -> None:
-        """Kill what ended scoring processes have left: each one led a session of its own."""
-        while not self._started.empty():
-            self._pids.add(self._started.get())
-        for pid in list(self._pids):
-            if not _is_alive(pid):
-                self._pids.discard(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+    async def _ask(self, call: bytes) -> Any:
+        async with self._places:
+            process = await self._free()
+            self._busy.add(process)
+            try:
+                answer = await process.line(call)
+            except BaseException:  # it died, or the call was given up
+                process.end()
+                raise
+            finally:
+                self._busy.discard(process)
+            self._idle.append(process)
+        return _result(answer)
+
+    async def _free(self) -> _Process:
+        """A process without a call: one that has been there longest, or a new one."""
+        while self._idle:
+            process = self._idle.pop(0)
+            if process.is_alive:
+                return process
+            # It died after its last call: what that has left, or a signal.
+            process.end()
+        return await self._start()
+
+    async def _start(self) -> _Process:
+        starting = asyncio.get_running_loop().run_in_executor(None, _started, self._context, self._arguments)
+        try:
+            started, channel = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_started)
+            raise
+        process = _Process(started, *await asyncio.open_connection(sock=channel, limit=LINE_BYTES))
+        try:
+            _result(await process.line())
+        except BaseException:
+            process.end()
+            raise
+        return process
 
 
-def _is_alive(pid: int) -> bool:
+def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
+    """A scoring process, and this end of the socket to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for left in reversed(range(ATTEMPTS)):
+            process = context.Process(target=scorer.serve, args=(theirs, *arguments))
+            try:
+                process.start()
+                break
+            except (OSError, EOFError):
+                # The process that these are forked from, which a reward function can end, is replaced when it is gone.
+                if not left:
+                    ours.close()
+                    raise
+                time.sleep(LAST_WORD_S / ATTEMPTS)
+    return process, ours
+
+
+def _end_started(starting: "asyncio.Future[tuple[Any, socket.socket]]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        process, channel = starting.result()
+        process.kill()
+        channel.close()
+
+
+def _pickled(arguments: dict[str, Any]) -> bytes:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return pickle.dumps(arguments)
+    except Exception as error:  # a user's data set, agent loop or tool may have put anything there
+        raise RewardRaised(f"what the reward function is called with cannot be pickled: {told(error)}") from error
+
+
+def _result(answer: dict[str, Any]) -> Any:
+    if (words := answer.get(scorer.RAISED)) is None:
+        return answer.get(scorer.RESULT)
+    raised = RewardRaised(words)
+    if trace := answer.get(scorer.TRACE):
+        raised.add_note(trace)
+    raise raised

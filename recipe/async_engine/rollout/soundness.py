@@ -45,6 +45,8 @@ class NonFiniteReward(NonFinite, RewardError):
 
 def is_number(value: Any) -> bool:
     """Whether a batch can hold the value: tensors of rewards and log-probs are float32."""
+    if isinstance(value, str | bytes):
+        return False
     try:
         return abs(float(value)) <= FLOAT32_MAX
     except (TypeError, ValueError, OverflowError):

@@ -17,7 +17,6 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
@@ -45,6 +44,7 @@ from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
+from recipe.async_engine.core.plain import told, traced
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
@@ -53,6 +53,7 @@ from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rewards.dispatch import least_busy_worker
+from recipe.async_engine.rewards.pool import RewardRaised
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
@@ -129,6 +130,9 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
+        if (default := self.rollout_config.agent.default_agent_loop) in _agent_loop_registry:
+            # Its module's own error, at the start.
+            _loop_maker(default)
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -482,8 +486,9 @@ def filter_metric(config: Any) -> str | None:
 def _explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
     """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
     what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    failed = kind(f"{words}{type(what).__name__}: {what}")
-    failed.add_note("".join(traceback.format_exception(error)).rstrip())
+    # The reward's own words, and no name of this package's before them.
+    failed = kind(f"{words}{what if isinstance(what, RewardRaised) else told(what)}")
+    failed.add_note(traced(error))
     return failed
 
 

@@ -6,14 +6,12 @@ and its traceback on standard error, a non-zero exit status and a summary that n
 neither torch nor verl on the CPU platform: start-up is bound by imports.
 """
 
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,13 @@ from typing import Any
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.platform.detect import (
-    LOG_LEVEL,
-    PlatformChoice,
-    choose_platform,
-    cluster_to_join,
-    inspect_machine,
-)
+from recipe.async_engine.platform.detect import PlatformChoice, choose_platform, cluster_to_join, inspect_machine
 from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
 from recipe.async_engine.prefork.run import Prefork
 from recipe.async_engine.run.display import Display
@@ -42,6 +33,7 @@ from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.profiled import under_nsight, write_timeline
+from recipe.async_engine.run.ray_start import shorten_folders, start_ray
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
@@ -115,6 +107,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     began = time.time() if began is None else began
     check_not_shadowed()
     ray_init = config.ray_kwargs.ray_init
+    shorten_folders(ray_init)
     where = os.environ, inspect_machine(ray_init.get("_temp_dir")), ray_init.get("address")
     choice = choose_platform(*where, device=config.trainer.device)
     os.environ.update(choice.environment)
@@ -213,7 +206,7 @@ class _Run:
             if _may_fork(self.config, self.choice):
                 self._prefork = Prefork()
         joins = not self.ray_of_its_own and not ray.is_initialized()
-        _start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
+        start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
         self._started.look_for_needed()
         if joins:
             check(self.config, available=cluster_resources())
@@ -365,40 +358,3 @@ def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
         )
         return False
     return True
-
-
-def _start_ray(
-    config: DictConfig, choice: PlatformChoice, prefork: Prefork | None, given: Mapping[str, str], own: bool
-) -> None:
-    """Start Ray, or join a cluster; the platform travels to a cluster's workers by ``runtime_env``.
-
-    Args:
-        given: environment variables for the workers, where they cannot inherit them.
-        own: whether Ray is started here, so that its processes inherit this one's environment.
-    """
-    if ray.is_initialized():
-        return
-    arguments = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-    if own and arguments.get("include_dashboard") is False:
-        # Events of tasks are for the dashboard; Ray's control process keeps them, 100 MiB for 1,000 small steps.
-        arguments["_system_config"] = {"task_events_report_interval_ms": 0} | (arguments.get("_system_config") or {})
-    if choice.is_cpu:
-        defaults: dict[str, Any] = {"env_vars": {} if own else dict(choice.environment)}
-    else:
-        from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-
-        defaults = get_ppo_ray_runtime_env(config)
-        defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
-    # verl's configuration has a py_executable of null.
-    asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
-    forks = {} if prefork is None else prefork.runtime_env
-    variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
-    ray.init(**arguments, runtime_env={**defaults, **forks, **asked, "env_vars": variables})
-    if prefork is not None:
-        prefork.joined(ray.get_runtime_context().get_job_id())
-
-
-def _not_the_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what ``ray job submit --runtime-env-json`` has set already, which Ray refuses to be told twice."""
-    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env", {}).get("env_vars", {})
-    return {name: value for name, value in environment.items() if name not in job}

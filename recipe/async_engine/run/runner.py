@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
+from recipe.async_engine.core.plain import origin
 from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.sections import Timeouts
@@ -90,11 +91,12 @@ class TaskRunner:
             yield Began(trainer.global_steps, trainer.account())
             for metrics in steps:
                 yield trainer.account(), metrics
-        except Exception as raised:  # reported as the run's end, whatever it is
-            failure = watch.blamed(raised)
+        except (Exception, SystemExit) as raised:  # reported as the run's end, whatever it is
+            failure = watch.blamed(raised) if isinstance(raised, Exception) else raised
+            came_from = origin(failure) if trainer is None else ""
             error = {
                 "name": type(failure).__name__,
-                "message": str(failure),
+                "message": f"{failure} (caused by {came_from})" if came_from else str(failure),
                 "traceback": "".join(traceback.format_exception(failure)),
             }
         if trainer is not None:

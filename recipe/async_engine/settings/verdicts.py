@@ -132,8 +132,8 @@ TABLE: tuple[Verdict, ...] = (
         allowed="null",
     ),
     *_refused(
-        "Trajectories run one by one in this package's own workers, which no other manager can drive. Agent loops of your"
-        f" own go by {ROLLOUT}.agent.agent_loop_config_path, in every mode; remove the setting.",
+        "Trajectories run one by one in this package's own workers, which no other manager can drive. Agent loops of"
+        f" your own go by {ROLLOUT}.agent.agent_loop_config_path, in every mode; remove the setting.",
         f"{ROLLOUT}.agent.agent_loop_manager_class",
         allowed="null",
         refuses=lambda name: name not in (None, PLACEHOLDER),

@@ -10,26 +10,30 @@ Shown by tests/e2e/test_fully_async.py, test_model_engine.py and test_critic.py.
 """
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError, RayTaskError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.model_engine.launch import launch
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.platform.ports import rendezvous_ports
 from recipe.async_engine.recovery.clean_up import clear_replica
+from recipe.async_engine.recovery.control import sign_of_life
 from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.replicas.manager import ReplicaManager
 from recipe.async_engine.replicas.reservation import Reservations
@@ -47,6 +51,10 @@ from recipe.async_engine.weights.snapshot import widest
 
 class StartupTimeout(RecipeError):
     """Not everything came up within ``async_training.timeouts.startup``."""
+
+
+class WorkerNotMade(RecipeError):
+    """A process of the run could not be made: what its constructor raised, an import that failed in it for example."""
 
 
 class TrainerGroup(RayWorkerGroup):
@@ -75,6 +83,17 @@ class RolloutSide:
     agents: TrajectoryManager
     rewards: ScoringManager
 
+    def workers(self, timeout_s: float) -> dict[str, Callable[[], Any]]:
+        """Parts of the start for `side_by_side`: return once all workers are made, or raise what one has raised."""
+
+        def are_made() -> None:
+            ray.get([sign_of_life(worker).remote() for worker in self.agents.agent_loop_workers], timeout=timeout_s)
+
+        return {
+            "the agent-loop workers": are_made,
+            "the reward workers": partial(self.rewards.until_ready, timeout_s),
+        }
+
 
 def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
     """Create the rollout side up to the replicas' servers, which are to be launched."""
@@ -93,7 +112,8 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
 
     Raises:
         StartupTimeout: one of them is not done in time; the message names it.
-        Exception: whatever the first part to fail raised.
+        WorkerNotMade: the first part to fail did because a process could not be made.
+        Exception: whatever else it raised.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
     began = time.monotonic()
@@ -101,7 +121,7 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
     # Threads that still wait for a process are left to it: the job ends, and its processes with it.
     pool.shutdown(wait=False, cancel_futures=True)
-    results = {name: future.result() for name, future in futures.items() if future in done}
+    results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
         late = [name for name, future in futures.items() if future in pending]
         raise StartupTimeout(
@@ -110,6 +130,19 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
             "rollout.n_gpus_per_node ask for"
         )
     return results
+
+
+def _result(name: str, part: Future[Any]) -> Any:
+    try:
+        return part.result()
+    except RayTaskError:
+        raise
+    except RayActorError as error:
+        said = re.sub(r"\x1b\[\d*m", "", str(error))
+        # Of a chain of exceptions the first one is the cause.
+        cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
+        words = f"{cause[0]}{postponed(said)}\n" if cause else ""
+        raise WorkerNotMade(f"{name} could not be made: {words}{said}") from error
 
 
 class Startup(StagedTrainer):
@@ -180,7 +213,8 @@ class Startup(StagedTrainer):
     def _start_rollout(self) -> RolloutSide:
         """Up to the replicas' servers, which hold no weights yet."""
         side = start_agents(self.config, self.reservations)
-        side.replicas.launch()
+        timeout_s = self.timeouts.startup
+        side_by_side({"the rollout servers": side.replicas.launch, **side.workers(timeout_s)}, timeout_s)
         return side
 
     def use_rollout(self, rollout: RolloutSide) -> None:

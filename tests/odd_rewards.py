@@ -1,0 +1,669 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that raise, return, hang, fork, print, exit, allocate and monkeypatch, as a table, and one that is right.
+
+The file of a reward function: `compute_score` goes wrong in the way that the answer's text, or ``way`` of its
+``extra_info``, names. The table `WAYS` says what each call comes to, for tests: a score, or what the error says. No way
+does more than it has to: the machine is the tests'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import ctypes
+import dataclasses
+import decimal
+import enum
+import fractions
+import gc
+import io
+import json
+import math
+import os
+import pickle
+import queue
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SCORED, RAISED, DIED, LATE = "scored", "raised", "died", "late"
+
+
+class Way(NamedTuple):
+    """What a way does, and what its call comes to.
+
+    Attributes:
+        ends: one of the four above.
+        says: of a score, its value; of an error, what its message has.
+        alone: whether it may also harm later calls in its own process, which docs/rewards.md allows.
+    """
+
+    do: Callable[[], Any]
+    ends: str
+    says: Any
+    alone: bool = False
+
+
+WAYS: dict[str, Way] = {}
+HARMLESS: list[str] = []
+"""Ways that only raise or return something: also for functions that run in a reward worker itself."""
+
+
+def way(name: str, ends: str, says: Any, alone: bool = False) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Put a function into the table."""
+
+    def put(do: Callable[[], Any]) -> Callable[[], Any]:
+        WAYS[name] = Way(do, ends, says, alone)
+        return do
+
+    return put
+
+
+def raises(name: str, error: Callable[[], BaseException], says: str, ends: str = RAISED) -> None:
+    """Put a way into the table that raises what ``error`` makes."""
+
+    def do() -> Any:
+        raise error()
+
+    WAYS[name] = Way(do, ends, says)
+    HARMLESS.append(name)
+
+
+def returns(name: str, make: Callable[[], Any], score: Any = None, refused: str | None = None) -> None:
+    """Put a way into the table that returns what ``make`` makes: with this score, or refused with these words."""
+    WAYS[name] = Way(make, SCORED if refused is None else RAISED, score if refused is None else refused)
+    HARMLESS.append(name)
+
+
+# -- exceptions
+
+
+class OwnError(Exception):
+    """Of the reward's own file."""
+
+
+class PicklesOneWay(Exception):
+    """As many libraries' errors of HTTP: pickled by its one argument, made of three."""
+
+    def __init__(self, message: str, response: Any, body: Any) -> None:
+        super().__init__(message)
+        self.response, self.body = response, body
+
+
+class Unpicklable(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class FailingReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("reduce says no")
+
+
+class FailingText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class ExitingText(Exception):
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+class NoText(Exception):
+    def __str__(self) -> Any:  # type: ignore[override]
+        return 42
+
+
+class OwnBase(BaseException):
+    pass
+
+
+class OddMeta(type):
+    @property
+    def __name__(cls) -> Any:  # type: ignore[override]
+        raise RuntimeError("no name")
+
+
+class OddlyNamed(Exception, metaclass=OddMeta):
+    pass
+
+
+def with_cause() -> BaseException:
+    error = OwnError("the judge gave up")
+    error.__cause__ = ConnectionResetError("the line was cut")
+    return error
+
+
+def local_class() -> BaseException:
+    class Local(Exception):
+        pass
+
+    return Local("of a function")
+
+
+def own_circle() -> BaseException:
+    error = OwnError("a circle")
+    error.__cause__ = error
+    return error
+
+
+raises("own class", lambda: OwnError("own words"), "OwnError: own words")
+raises("rate limit", lambda: PicklesOneWay("429 slow down", object(), None), "PicklesOneWay: 429 slow down")
+raises("unpicklable", lambda: Unpicklable("has a lock"), "Unpicklable: has a lock")
+raises("reduce fails", lambda: FailingReduce("whatever"), "FailingReduce: whatever")
+raises("text fails", FailingText, "FailingText: <its message cannot be shown: ValueError>")
+raises("text exits", ExitingText, "ExitingText: <its message cannot be shown: SystemExit>")
+raises("text is none", NoText, "NoText: <its message cannot be shown: TypeError>")
+raises("own base", lambda: OwnBase("base words"), "OwnBase: base words")
+raises("odd metaclass", lambda: OddlyNamed("odd"), "OddlyNamed: odd")
+raises("local class", local_class, "Local: of a function")
+raises("with a cause", with_cause, "the judge gave up.*caused by ConnectionResetError: the line was cut")
+raises("its own cause", own_circle, "OwnError: a circle")
+raises("exit", lambda: SystemExit("leaving"), "SystemExit: leaving")
+raises("exit of a number", lambda: SystemExit(0), "SystemExit: 0")
+raises("interrupt", lambda: KeyboardInterrupt("ctrl-c"), "KeyboardInterrupt: ctrl-c")
+raises("generator exit", GeneratorExit, "GeneratorExit")
+raises("stop iteration", lambda: StopIteration(3), "StopIteration: 3")
+raises("stop async iteration", StopAsyncIteration, "StopAsyncIteration")
+raises("cancelled", asyncio.CancelledError, "CancelledError")
+raises("timeout", lambda: TimeoutError("judge"), "TimeoutError: judge")
+raises("asyncio timeout", asyncio.TimeoutError, "TimeoutError")
+raises("broken pipe", lambda: BrokenPipeError("pipe"), "BrokenPipeError: pipe")
+raises("end of file", lambda: EOFError("eof"), "EOFError: eof")
+raises("pickling", lambda: pickle.PicklingError("pickled words"), "PicklingError: pickled words")
+raises("unpickling", lambda: pickle.UnpicklingError("unpickled"), "UnpicklingError: unpickled")
+raises("memory error of its own", lambda: MemoryError("the judge's memory"), "out of memory.*the judge's memory", DIED)
+raises("huge message", lambda: ValueError("x" * 5_000_000), r"ValueError: xxx.*5,000,000 characters")
+raises("surrogates", lambda: ValueError("bad \udc80 text"), r"ValueError: bad \\udc80 text")
+raises("nul", lambda: ValueError("a\0b"), r"ValueError: a\\x00b")
+raises("bytes", lambda: ValueError(b"\xff"), "ValueError: b'.xff'")
+raises("a group", lambda: ExceptionGroup("several", [OwnError("one"), OwnError("two")]), "ExceptionGroup: several")
+raises("unicode error", lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError")
+raises("os error", lambda: FileNotFoundError(2, "no such file", "/tests.json"), "FileNotFoundError.*/tests.json")
+raises("assertion", AssertionError, "AssertionError")
+raises("not implemented", lambda: NotImplementedError("later"), "NotImplementedError: later")
+raises("module", lambda: ModuleNotFoundError("No module named 'sympy_extra'"), "sympy_extra")
+
+
+@way("missing import", RAISED, "No module named 'not_installed_here'")
+def missing_import() -> Any:
+    import not_installed_here
+
+    return not_installed_here
+
+
+@way("recursion", RAISED, "RecursionError")
+def recursion() -> Any:
+    return recursion()
+
+
+@way("raises no exception", RAISED, "TypeError: exceptions must derive")
+def raises_no_exception() -> Any:
+    text: Any = "text"
+    raise text
+
+
+@way("finally returns", SCORED, 0.5)
+def finally_returns() -> Any:
+    try:
+        raise ValueError("lost")
+    finally:
+        return 0.5  # noqa: B012
+
+
+@way("own event loop", SCORED, 0.25)
+def own_event_loop() -> Any:
+    async def judge() -> float:
+        await asyncio.sleep(0)
+        return 0.25
+
+    return asyncio.run(judge())
+
+
+@way("event loop in an event loop", RAISED, r"asyncio.run\(\) cannot be called from a running event loop")
+def loop_in_loop() -> Any:
+    async def inner() -> float:
+        return 1.0
+
+    async def outer() -> float:
+        judged = inner()
+        try:
+            return asyncio.run(judged)
+        finally:
+            judged.close()
+
+    return asyncio.run(outer())
+
+
+# -- results
+
+
+class Points(enum.Enum):
+    FULL = 1.0
+
+
+class Grade(enum.IntEnum):
+    PASS = 1
+
+
+class Bare:
+    """Nothing that another process could know."""
+
+
+class FailingFloat:
+    def __float__(self) -> float:
+        raise OwnError("no float")
+
+
+class SelfListing:
+    def tolist(self) -> Any:
+        return self
+
+
+class FailingItems(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise OwnError("no items")
+
+
+# verl loads the file as no module that dataclasses could look postponed annotations up in.
+Report = dataclasses.make_dataclass("Report", [("score", float, 1.0)])
+
+
+Pair = namedtuple("Pair", ["score", "why"])
+
+
+def circle() -> Any:
+    found: dict[str, Any] = {"score": 1.0}
+    found["self"] = found
+    return found
+
+
+def deep() -> Any:
+    found: list[Any] = []
+    for _ in range(500):
+        found = [found]
+    return {"score": 1.0, "deep": found}
+
+
+async def judged_later() -> float:
+    return 1.0
+
+
+returns("float", lambda: 0.5, 0.5)
+returns("int", lambda: 1, 1)
+returns("bool", lambda: True, True)
+returns("nan", lambda: math.nan, math.nan)
+returns("infinite", lambda: -math.inf, -math.inf)
+returns("none", lambda: None, None)
+returns("numpy float", lambda: np.float32(0.5), 0.5)
+returns("numpy bool", lambda: np.bool_(True), True)
+returns("numpy array of one", lambda: np.array([0.5]), 0.5)
+returns("array of none", lambda: np.array(0.25), 0.25)
+returns("decimal", lambda: decimal.Decimal("0.5"), 0.5)
+returns("fraction", lambda: fractions.Fraction(1, 2), 0.5)
+returns("enum", lambda: Points.FULL, 1.0)
+returns("int enum", lambda: Grade.PASS, 1)
+returns("text", lambda: "0.5", "0.5")
+returns("list", lambda: [1.0, 2.0], [1.0, 2.0])
+returns("pair", lambda: Pair(1.0, "right"), [1.0, "right"])
+returns("dict", lambda: {"score": 0.5, "acc": True, "why": "fits", "parts": [1, {"a": None}]}, 0.5)
+returns("ordered dict", lambda: OrderedDict(score=0.5), 0.5)
+returns("default dict", lambda: defaultdict(list, score=0.5), 0.5)
+returns("user dict", lambda: UserDict(score=0.5), 0.5)
+returns("keys of numbers", lambda: {"score": 0.5, 1: "a", None: "b", np.int64(2): "c"}, 0.5)
+returns("set", lambda: {"score": 0.5, "tags": {"a"}}, 0.5)
+returns("array in a report", lambda: {"score": 0.5, "all": np.arange(3)}, 0.5)
+returns("surrogates in a report", lambda: {"score": 0.5, "why": "bad \udc80"}, 0.5)
+returns("empty dict", dict, refused="a dict without 'score'; its keys: none")
+returns("dict without score", lambda: {"reward": 1.0}, refused="a dict without 'score'; its keys: reward")
+returns("key of a tuple", lambda: {"score": 1.0, (1, 2): 3}, refused="has a key of type tuple")
+returns("bare object", lambda: {"score": 1.0, "judge": Bare()}, refused=r"gave\['judge'\] is of type Bare")
+returns("bare score", Bare, refused="gave is of type Bare")
+returns("data class", Report, refused="is of type Report")
+returns("local object", lambda: {"score": 1.0, "f": lambda: 1}, refused=r"gave\['f'\] is of type function")
+returns("class", lambda: Bare, refused="is of type type")
+returns("module", lambda: {"score": 1.0, "m": json}, refused=r"gave\['m'\] is of type module")
+returns("lock", lambda: {"score": 1.0, "l": threading.Lock()}, refused=r"gave\['l'\] is of type lock")
+returns("file", lambda: {"score": 1.0, "f": io.StringIO()}, refused=r"gave\['f'\] is of type StringIO")
+returns("generator", lambda: (n for n in range(3)), refused="is of type generator")
+returns("coroutine", judged_later, refused="has to be an `async def` itself")
+returns("exception", lambda: OwnError("given"), refused="is of type OwnError")
+returns("bytes in a report", lambda: {"score": 1.0, "b": b"\xff"}, refused=r"gave\['b'\] is of type bytes")
+returns("complex", lambda: 1j, refused="is of type complex")
+returns("circle", circle, refused="nested deeper than 64 levels, or contains itself")
+returns("deep", deep, refused="nested deeper than 64 levels")
+returns("huge text", lambda: {"score": 1.0, "log": "x" * 20_000_000}, refused=r"gave\['log'\] is too large")
+returns("huge list", lambda: {"score": 1.0, "all": [0] * 5_000_000}, refused="too large")
+returns("huge array", lambda: {"score": 1.0, "all": np.zeros(5_000_000)}, refused=r"gave\['all'\] is too large")
+returns("huge int", lambda: 10**5000, refused="is an int of 16610 bits")
+returns("float fails", FailingFloat, refused="OwnError: no float")
+returns("lists itself", SelfListing, refused="contains itself")
+returns("items fail", lambda: FailingItems(score=1.0), refused="OwnError: no items")
+
+
+# -- what else code does
+
+
+@way("prints megabytes", SCORED, 1.0)
+def prints() -> Any:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        stream.write("x" * (4 << 20))
+    os.write(1, b"y" * (1 << 20))
+    return 1.0
+
+
+@way("asks for input", RAISED, "EOFError")
+def asks() -> Any:
+    return float(input("score? "))
+
+
+@way("hangs", LATE, "gave nothing within")
+def hangs() -> Any:
+    time.sleep(3600)
+
+
+@way("loops", LATE, "gave nothing within")
+def loops() -> Any:
+    while True:
+        pass
+
+
+@way("hangs past signals", LATE, "gave nothing within")
+def hangs_past_signals() -> Any:
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:
+            continue
+
+
+@way("stops itself", LATE, "gave nothing within")
+def stops_itself() -> Any:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@way("leaves at once", DIED, "exit status 7")
+def leaves() -> Any:
+    os._exit(7)
+
+
+@way("leaves without a status", DIED, "exit status 0")
+def leaves_well() -> Any:
+    os._exit(0)
+
+
+@way("aborts", DIED, "exit status -6")
+def aborts() -> Any:
+    os.abort()
+
+
+@way("reads address 0", DIED, "exit status -11")
+def segfaults() -> Any:
+    ctypes.string_at(0)
+
+
+@way("kills itself", DIED, "exit status -9")
+def kills_itself() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@way("kills its parent", DIED, "ended|closed")
+def kills_its_parent() -> Any:
+    os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(1)
+
+
+@way("kills its group", DIED, "exit status -9")
+def kills_its_group() -> Any:
+    os.killpg(0, signal.SIGKILL)
+
+
+@way("forks and both return", SCORED, 0.5)
+def forks() -> Any:
+    os.fork()
+    return 0.5
+
+
+@way("forks and both raise", RAISED, "of two")
+def forks_and_raises() -> Any:
+    os.fork()
+    raise OwnError("of two")
+
+
+@way("forks, the parent leaves", DIED, "exit status 9")
+def orphans() -> Any:
+    if os.fork() == 0:
+        time.sleep(3600)
+    os._exit(9)
+
+
+@way("leaves a process", SCORED, 1.0)
+def leaves_a_process() -> Any:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    return 1.0
+
+
+@way("leaves a thread", SCORED, 1.0)
+def leaves_a_thread() -> Any:
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    return 1.0
+
+
+@way("leaves a raising thread", SCORED, 1.0)
+def leaves_a_raising_thread() -> Any:
+    threading.Thread(target=lambda: 1 / 0).start()
+    return 1.0
+
+
+@way("leaves an exit", SCORED, 1.0, alone=True)
+def leaves_an_exit() -> Any:
+    threading.Timer(0.05, os._exit, [5]).start()
+    return 1.0
+
+
+@way("leaves an alarm", SCORED, 1.0)
+def leaves_an_alarm() -> Any:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return 1.0
+
+
+@way("multiprocessing", SCORED, 0.5)
+def pools() -> Any:
+    import multiprocessing
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=sender.send, args=(0.5,))
+    child.start()
+    score = receiver.recv()
+    child.join()
+    return score
+
+
+@way("fills memory", DIED, "out of memory")
+def fills_memory() -> Any:
+    blocks = []
+    while True:
+        blocks.append(bytearray(300 << 20))
+
+
+@way("fills native memory", RAISED, "MemoryError|Unable to allocate|out of memory")
+def fills_native_memory() -> Any:
+    try:
+        return np.ones(1 << 40)
+    except MemoryError as error:
+        raise OwnError(str(error)) from None
+
+
+@way("closes files", DIED, "ended|closed")
+def closes_files() -> Any:
+    os.closerange(0, 256)
+    return 1.0
+
+
+@way("closes streams", SCORED, 1.0)
+def closes_streams() -> Any:
+    for stream in (0, 1, 2):
+        os.close(stream)
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    return 1.0
+
+
+@way("writes to every file", DIED, "ended|written")
+def writes_everywhere() -> Any:
+    for number in range(3, 64):
+        try:
+            socket.socket(fileno=os.dup(number)).send(b"no answer\n{}\n")
+        except OSError:
+            continue
+    return 1.0
+
+
+@way("writes an endless line", DIED, "ended|written")
+def writes_an_endless_line() -> Any:
+    channel = next(number for number in range(3, 64) if _is_a_socket(number))
+    while True:
+        os.write(channel, b"x" * 65536)
+
+
+@way("changes folder", SCORED, 1.0)
+def changes_folder() -> Any:
+    os.chdir("/")
+    return 1.0
+
+
+@way("changes the environment", SCORED, 1.0)
+def changes_the_environment() -> Any:
+    os.environ.clear()
+    os.environ["PYTHONPATH"] = "/nowhere"
+    return 1.0
+
+
+@way("masks signals", SCORED, 1.0)
+def masks_signals() -> Any:
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+    return 1.0
+
+
+@way("starts a session", RAISED, "PermissionError|Operation not permitted")
+def starts_a_session() -> Any:
+    os.setsid()
+    return 1.0
+
+
+@way("few files", SCORED, 1.0)
+def few_files() -> Any:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return 1.0
+
+
+@way("patches builtins", DIED, "ended", alone=True)
+def patches_builtins() -> Any:
+    builtins.isinstance = builtins.str = builtins.type = None  # type: ignore[assignment, misc]
+    return {"score": 1.0}
+
+
+@way("patches json and os", SCORED, 0.5)
+def patches_json() -> Any:
+    json.dumps = os._exit = os.getpid = None  # type: ignore[assignment]
+    socket.socket.sendall = pickle.dumps = None  # type: ignore[assignment, method-assign]
+    return 0.5
+
+
+@way("empties modules", SCORED, 0.5, alone=True)
+def empties_modules() -> Any:
+    sys.modules.clear()
+    return 0.5
+
+
+@way("traces", SCORED, 0.5)
+def traces() -> Any:
+    sys.settrace(lambda *_: None)
+    sys.setprofile(None)
+    sys.setrecursionlimit(200)
+    return 0.5
+
+
+@way("no collector", SCORED, 0.5)
+def no_collector() -> Any:
+    gc.disable()
+    warnings.simplefilter("error")
+    return 0.5
+
+
+@way("another hook", RAISED, "hooked words")
+def another_hook() -> Any:
+    sys.excepthook = None  # type: ignore[assignment]
+    raise OwnError("hooked words")
+
+
+@way("nice", SCORED, 0.5)
+def nice() -> Any:
+    os.nice(5)
+    return 0.5
+
+
+@way("deadlock", LATE, "gave nothing within")
+def deadlock() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@way("waits for nobody", LATE, "gave nothing within")
+def waits_for_nobody() -> Any:
+    return queue.Queue().get()
+
+
+@way("an odd finalizer", SCORED, 0.5)
+def odd_finalizer() -> Any:
+    types.SimpleNamespace(x=_Finalized())
+    return 0.5
+
+
+class _Finalized:
+    def __del__(self) -> None:
+        raise OwnError("in the end")
+
+
+def _is_a_socket(number: int) -> bool:
+    try:
+        return Path(f"/proc/self/fd/{number}").readlink().name.startswith("socket:")
+    except OSError:
+        return False
+
+
+def compute_score(
+    data_source: str = "",
+    solution_str: str = "",
+    ground_truth: Any = None,
+    extra_info: dict[str, Any] | None = None,
+    **rest: Any,
+) -> Any:
+    """A score, or what the way does that is asked for; those that name none get 1.0."""
+    asked = WAYS.get(str((extra_info or {}).get("way", solution_str)))
+    return 1.0 if asked is None else asked.do()
+
+
+async def compute_score_later(**arguments: Any) -> Any:
+    """As `compute_score`, asynchronously."""
+    await asyncio.sleep(0)
+    return compute_score(**arguments)
