@@ -41,7 +41,7 @@ from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
-from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.record import RunRecord, exit_status
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.run.shutdown import (
@@ -80,7 +80,7 @@ class RunFailed(RecipeError):
 
 
 def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
-    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it.
+    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it, 3 with alarms.
 
     Args:
         mode: one of `MODES`.
@@ -101,6 +101,7 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         sys.exit(128 + signal.SIGINT)
     if summary["stopped_by"] is not None:
         sys.exit(128 + signal.Signals[summary["stopped_by"]])
+    sys.exit(exit_status(summary, config.async_training.alarms.exit_status))
 
 
 def run(config: DictConfig, mode: str, trainer_class: str, began: float | None = None) -> dict[str, Any]:
