@@ -156,7 +156,12 @@ def _take_environment(config: DictConfig) -> dict[str, str]:
     if variables:
         with open_dict(config):
             config.ray_kwargs.ray_init.runtime_env.env_vars = {}
-    return {str(name): str(value) for name, value in variables.items() if value is not None}
+    taken = {str(name): str(value) for name, value in variables.items() if value is not None}
+    loggers = OmegaConf.select(config, "trainer.logger")
+    if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
+        # As verl's main does (verl/trainer/main_ppo.py:52); without it that tracker says nothing.
+        taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
+    return taken
 
 
 @dataclass

@@ -127,7 +127,7 @@ class Trackers:
         """Give every tracker a row."""
         self._last_step, row = step, dict(data)
         for tracker in self._trackers:
-            tracker.ask(f"step {step}", lambda tracking: tracking.log(row, step))
+            tracker.ask(f"step {step}", partial(self._write, row, step))
 
     def log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
         """Give trackers, as verl does, answers of a validation: input, output and score of each."""
@@ -172,6 +172,12 @@ class Trackers:
         elif name == "mlflow" and name in tracking.logger:
             _end_killed_run(self._folder / MLFLOW_FILE)
         return tracking
+
+    def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
+        tracking.log(row, step)
+        if (tensorboard := tracking.logger.get("tensorboard")) is not None:
+            # It would keep rows for two minutes, and they would be lost with the process.
+            tensorboard.writer.flush()
 
     def _write_samples(self, name: str, samples: Sequence[Any], step: int, tracking: Tracking) -> None:
         self._samples[name].log([name], samples, step)
