@@ -24,6 +24,7 @@ import wandb
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.trainer.trackers import MLFLOW_FILE, TrackerFailed, Trackers
 
+HERE = Path(__file__).parent
 SCORE = "critic/score/mean"
 LIMIT_S = 60.0
 ACCOUNT: dict[str, Any] = {
@@ -92,7 +93,7 @@ def test_trackers_have_the_last_row_how_the_run_ended_and_its_status(folder: Pat
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from test_trackers import train, trackers
 run = trackers(Path(sys.argv[1]))
 train(run, 0, 7)
@@ -105,9 +106,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_that_is_killed_and_resumed_has_each_row_once_and_both_starts_their_status(folder: Path) -> None:
-    here = str(Path(__file__).parent)
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), here], env=dict(os.environ), timeout=120, check=False
+        [sys.executable, "-c", KILLED, str(folder), str(HERE), str(HERE.parent)],
+        env=dict(os.environ),
+        timeout=120,
+        check=False,
     )
     assert killed.returncode == -signal.SIGKILL
     with open(folder / "rows.jsonl", "a") as rows:

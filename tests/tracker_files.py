@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def environment(folder: Path) -> dict[str, str]:
         "WANDB_DIR": str(folder),
         "WANDB_SILENT": "true",
         "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
         "TENSORBOARD_DIR": str(folder / "tensorboard"),
         "VERL_FILE_LOGGER_PATH": str(folder / "rows.jsonl"),
     }
@@ -36,6 +38,17 @@ class Told:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     ended: dict[str, Any] = field(default_factory=dict)
     status: Any = None
+
+    def column(self, key: str) -> dict[int, float]:
+        """By step."""
+        return {step: row[key] for step, row in self.rows.items() if key in row}
+
+
+def all_of_one_run(folder: Path, key: str | None) -> dict[str, Told]:
+    """What each was told of the only run there; ``key``: of a metric that has a row for each step, if there are any."""
+    (of_wandb_run,), (of_mlflow_run,) = of_wandb(folder), of_mlflow(folder, key)
+    found = {"file": of_file(folder), "tensorboard": of_tensorboard(folder, key)}
+    return found | {"mlflow": of_mlflow_run, "wandb": of_wandb_run}
 
 
 def of_file(folder: Path) -> Told:
@@ -50,26 +63,28 @@ def of_file(folder: Path) -> Told:
     return told
 
 
-def of_tensorboard(folder: Path, key: str) -> Told:
+def of_tensorboard(folder: Path, key: str | None) -> Told:
     """``key``: of the metric whose rows are wanted."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    told = Told({event.step: {key: event.value} for event in events.Scalars(key)})
-    assert len(told.rows) == len(events.Scalars(key)), "a row is there once"
+    scalars = events.Scalars(key) if key is not None else []
+    told = Told({event.step: {str(key): event.value} for event in scalars})
+    assert len(told.rows) == len(scalars), "a row is there once"
     for text in events.Tensors("run/text_summary") if "run/text_summary" in events.Tags()["tensors"] else ():
         lines = text.tensor_proto.string_val[0].decode().splitlines()
         told.ended = dict(line.removeprefix("- ").split(": ", 1) for line in lines)
     return told
 
 
-def of_mlflow(folder: Path, key: str) -> list[Told]:
+def of_mlflow(folder: Path, key: str | None) -> list[Told]:
     """Its runs, the oldest first."""
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     client = mlflow.MlflowClient(f"file://{folder}/mlruns")
     experiments = [found.experiment_id for found in client.search_experiments()]
     found = []
     for run in client.search_runs(experiments, order_by=["attributes.start_time ASC"]):
-        history = client.get_metric_history(run.info.run_id, key)
-        rows = {metric.step: {key: metric.value} for metric in history}
+        history = client.get_metric_history(run.info.run_id, key) if key is not None else []
+        rows = {metric.step: {str(key): metric.value} for metric in history}
         assert len(rows) == len(history), "a row is there once"
         ended = {name: value for name, value in run.data.tags.items() if name.startswith("run/")}
         found.append(Told(rows, ended, run.info.status))
