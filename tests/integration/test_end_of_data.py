@@ -12,7 +12,8 @@ from verl import DataProto
 
 from recipe.async_engine.core.alarms import AlarmLimit, Alarms
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.trainer.base import AsyncPPOTrainer, NothingTrained
+from recipe.async_engine.trainer.alarm_stage import NothingTrained
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 
 class Ending(AsyncPPOTrainer):
@@ -31,31 +32,32 @@ class Ending(AsyncPPOTrainer):
         self.metrics["val-core/task/reward/mean@1"] = 0.75
 
 
-def ended(step: int, failed: int = 0, kept: int = 0, stopped_by: str | None = None) -> Ending:
-    """A trainer whose loop has ended at this step, of whose groups so many failed."""
-    trainer = Ending()
-    trainer.global_steps, trainer.stopped_by = step, stopped_by
-    trainer.plan = SimpleNamespace(batch_groups=8, total_steps=4)
-    counts = SimpleNamespace(issued=failed + kept, failed=failed, filtered=0)
-    trainer.scheduler = SimpleNamespace(counts=lambda: counts)
-    trainer.alarms = Alarms({"failed_groups": 0.5})
-    for group in range(failed + kept):
-        trainer.alarms.group_ended(group < failed)
-    return trainer
+class Ended(Ending):
+    """One whose loop ends at once, at this step, of whose groups so many failed."""
+
+    def __init__(self, step: int, failed: int = 0, kept: int = 0, stopped_by: str | None = None) -> None:
+        super().__init__()
+        self.global_steps, self.stopped_by = step, stopped_by
+        self.plan = SimpleNamespace(batch_groups=8, total_steps=4)
+        counts = SimpleNamespace(issued=failed + kept, failed=failed, filtered=0)
+        self.scheduler = SimpleNamespace(counts=lambda: counts)
+        self.alarms = Alarms({"failed_groups": 0.5})
+        for group in range(failed + kept):
+            self.alarms.group_ended(group < failed)
 
 
 def test_run_that_trained_nothing_has_failed_and_says_what_became_of_its_prompts() -> None:
     with pytest.raises(NothingTrained, match=r"no batch of 8 .* of 7 groups that were issued 5 failed and 0 were filt"):
-        ended(step=0, failed=5, kept=2)._judge_the_end()
-    ended(step=0, stopped_by="SIGTERM")._judge_the_end()
-    ended(step=4, failed=0, kept=7)._judge_the_end()
+        Ended(step=0, failed=5, kept=2).judge_the_end()
+    Ended(step=0, stopped_by="SIGTERM").judge_the_end()
+    Ended(step=4, failed=0, kept=7).judge_the_end()
 
 
 def test_run_of_few_groups_more_than_half_of_which_failed_has_failed() -> None:
     with pytest.raises(AlarmLimit, match=r"5 of the last 9 prompt groups .* more than async_training.alarms.failed_gr"):
-        ended(step=1, failed=5, kept=4)._judge_the_end()
-    trainer = ended(step=1, failed=4, kept=4)
-    trainer._judge_the_end()
+        Ended(step=1, failed=5, kept=4).judge_the_end()
+    trainer = Ended(step=1, failed=4, kept=4)
+    trainer.judge_the_end()
     assert trainer.alarms.counts == {"failed_groups": 4}
 
 

@@ -100,7 +100,7 @@ train(run, 0, 7)
 import time
 while any(tracker._asked.qsize() for tracker in run._trackers):
     time.sleep(0.1)
-time.sleep(1)
+time.sleep(3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -136,11 +136,20 @@ def test_a_run_that_is_killed_and_resumed_has_each_row_once_and_both_starts_thei
     assert scores(after) == pytest.approx({step: step / 10 for step in range(5, 10)})
     assert [told.ended.get("run/ended") for told in (before, after)] == [None, "well"]
 
+    # A damaged note, or one of another server's run, costs an earlier run its status and nothing else.
+    (folder / MLFLOW_FILE).write_text('{"run_id": "of another server"}')
     # Resumed once more, after an end: what the last start said of its end is of no row.
-    run = trackers(folder, "file", step=9)
+    run = trackers(folder, ["file", "mlflow"], step=9)
     run.log({SCORE: 1.0}, 10)
     run.finish(ACCOUNT, None, LIMIT_S)
     assert scores(tracker_files.of_file(folder)) == pytest.approx({**whole, 10: 1.0})
+
+    # Begun anew, without a checkpoint: nothing of what was there before is of this training.
+    run = trackers(folder, ["file", "tensorboard"])
+    train(run, 0, 3)
+    run.finish(ACCOUNT, None, LIMIT_S)
+    for told in (tracker_files.of_file(folder), tracker_files.of_tensorboard(folder, SCORE)):
+        assert scores(told) == pytest.approx({step: step / 10 for step in range(4)})
 
 
 class Hanging(ModuleType):
@@ -211,12 +220,14 @@ def test_tracker_that_cannot_be_set_up_refuses_the_start_and_is_named(
     monkeypatch.setattr(broken, "init", lambda **settings: (_ for _ in ()).throw(fault), raising=False)
     monkeypatch.setitem(sys.modules, "trackio", broken)
     with pytest.raises(TrackerFailed, match=f"trainer.logger: trackio cannot be set up: {type(fault).__name__}"):
-        trackers(folder, ["file", "trackio"])
+        trackers(folder, ["file", "wandb", "trackio"])
+    (told,) = tracker_files.of_wandb(folder)
+    assert (told.status, told.ended["run/ended"]) == (1, "failed"), "the others are not left open"
 
 
 def test_answers_of_a_validation_reach_the_trackers_that_take_them(folder: Path) -> None:
     run = trackers(folder)
-    run.log_generations(["mlflow", "wandb", "tensorboard", "console"], [("2 + 2", "4", 1.0)], 3)
+    run.generations.log(["mlflow", "wandb", "tensorboard", "console"], [("2 + 2", "4", 1.0)], 3)
     run.log({SCORE: 0.5}, 3)
     run.finish(ACCOUNT, None, LIMIT_S)
     (of_wandb,), (of_mlflow,) = tracker_files.of_wandb(folder), tracker_files.of_mlflow(folder, SCORE)

@@ -85,7 +85,7 @@ class RolloutScheduler:
         timeline: Timeline,
         rescore: bool = False,
         tell: Tell = ignore,
-        group_ended: Callable[[bool], BaseException | None] = lambda failed: None,
+        group_ended: Callable[[bool], AlarmLimit | None] = lambda failed: None,
     ) -> None:
         """``rescore``: have log-prob servers score each group that waits by the newest version.
 
@@ -446,7 +446,9 @@ class RolloutScheduler:
         self._abandon(run, self.ledger.filter if drops else self.ledger.fail, reason)
         self._failures_in_a_row += 1
         if not drops and (past := self._group_ended(True)) is not None:
-            self.fail(past)
+            limit = AlarmLimit(f"{past}. The last one ({run.group.prompt}) failed with: {error}")
+            limit.__cause__ = error
+            self.fail(limit)
         if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
             failed = RolloutFailed(
                 f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -264,12 +264,16 @@ class _Run:
             "ending stopped processes": self._started.end_stopped,
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
-            "writing summary.json": lambda: self.record.close(self._peak),
         }
+        said: dict[str, Callable[[], Any]] = {"writing summary.json": lambda: self.record.close(self._peak)}
         if (display := self._display) is not None:
-            steps["showing the summary"] = lambda: display.end(self.record.summary)
+            said["showing the summary"] = lambda: display.end(self.record.summary)
         try:
-            return end_in_order(steps)
+            unended = end_in_order(steps)
+            if unended is not None and self.record.summary["error"] is None:
+                message = f"the run did not end in order: {unended}"
+                self.record.fail({"name": type(unended).__name__, "message": message})
+            return unended or end_in_order(said)
         finally:
             self._last_resort.stop()
 

@@ -17,6 +17,8 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.groups import LedgerCounts
 from recipe.async_engine.settings.plan import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,10 @@ EMPTY_SHARE = 0.5
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/failed_prompts")
 """What a validation says of answers and prompts that its means are without."""
+
+
+class NothingTrained(RecipeError):
+    """The data ended before the first batch."""
 
 
 def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
@@ -76,3 +82,12 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
     """Tell of a validation's metrics."""
     alarms.note("failed_validation", any(metrics.get(name, 0) > 0 for name in WITHOUT_SCORE))
+
+
+def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> NothingTrained:
+    """What to end a run with that came to the end of its data without a step."""
+    return NothingTrained(
+        f"no batch of {plan.batch_groups} prompt groups could be formed, so nothing was trained: of {counts.issued} "
+        f"groups that were issued {counts.failed} failed and {counts.filtered} were filtered. Look at their errors "
+        "above, at the number of prompts, and at algorithm.filter_groups"
+    )

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -27,7 +26,6 @@ from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.scoring import Anchor
@@ -43,9 +41,8 @@ from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts, rehearses
-from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
-from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation
+from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of
 from recipe.async_engine.trainer.exported import PrometheusExporter
@@ -59,14 +56,10 @@ from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.trainer.save_stage import SaveStage
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
-from recipe.async_engine.trainer.trackers import Trackers
+from recipe.async_engine.trainer.trackers import Trackers, begin_tracking
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
 logger = logging.getLogger(__name__)
-
-
-class NothingTrained(RecipeError):
-    """The data ended before the first batch."""
 
 
 class AsyncPPOTrainer(Startup):
@@ -169,7 +162,8 @@ class AsyncPPOTrainer(Startup):
         self._watch = watch
         with self._watched("reading the checkpoint"):
             groups = self._load()
-        self._begin_tracking()
+        self.logger = self.trackers = begin_tracking(self.config, self.global_steps, self.timeouts.startup)
+        self.validation_generations_logger = self.trackers.generations
         self.scheduler = self._new_scheduler()
         self.record.follow(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
@@ -218,24 +212,11 @@ class AsyncPPOTrainer(Startup):
                 self.save_once()
             self.publishing.finish(self.metrics)
             self.saving.finish()
-            self._judge_the_end()
+            self.judge_the_end()
         except Exception:
             self.saving.complete()
             raise
         self.timeline.stop()
-
-    def _begin_tracking(self) -> None:
-        trainer = self.config.trainer
-        self.logger = self.trackers = Trackers(
-            trainer.logger,
-            str(trainer.project_name),
-            str(trainer.experiment_name),
-            without_secrets(OmegaConf.to_container(self.config, resolve=True)),
-            trainer.default_local_dir,
-            self.global_steps,
-            self.timeouts.startup,
-        )
-        self.validation_generations_logger = SimpleNamespace(log=self.trackers.log_generations)
 
     def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
         """Give the trackers their last rows and how the run ended; callable from any thread.
@@ -245,15 +226,10 @@ class AsyncPPOTrainer(Startup):
         if self.trackers is not None:
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
 
-    def _judge_the_end(self) -> None:
+    def judge_the_end(self) -> None:
         """Raise where what ended without an error has not done what it should."""
-        if self.global_steps == 0 and self.plan.total_steps > 0 and self.stopped_by is None:
-            counts = self.running.counts()
-            raise NothingTrained(
-                f"no batch of {self.plan.batch_groups} prompt groups could be formed, so nothing was trained: of "
-                f"{counts.issued} groups that were issued {counts.failed} failed and {counts.filtered} were filtered. "
-                "Look at their errors above, at the number of prompts, and at algorithm.filter_groups"
-            )
+        if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
+            raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
 
     @property

@@ -8,7 +8,7 @@ all within one deadline. A resumed run goes on in the files of ``file`` and ``te
 checkpoint; in other trackers each start is a run of its own, with the steps of the training.
 
 Calls of one tracker are made on one thread: MLflow and Trackio know their run by it. Shown by
-tests/integration/test_trackers.py, tests/e2e/test_trackers.py and test_disks.py.
+tests/integration/test_trackers.py, tests/e2e/test_signals.py, test_crash.py and test_disks.py.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 from recipe.async_engine.core.alarms import how_it_ended
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 """Rows that a tracker may be behind; a longer one hangs."""
+REFUSED_S = 10.0
+"""For the others where one cannot be set up."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -60,6 +65,7 @@ class _Tracker:
         except BaseException as error:
             failed = TrackerFailed(f"trainer.logger: {self.name} cannot be set up: {type(error).__name__}: {error}")
             failed.__cause__ = error
+            self.over.set()
             self.ready.set_exception(failed)
             return
         self.ready.set_result(None)
@@ -113,13 +119,22 @@ class Trackers:
         self._samples = {name: ValidationGenerationsLogger(project, experiment) for name in _listed(names)}
         self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
         self._ending = threading.Lock()
-        deadline = time.monotonic() + startup_s
+        self.generations = SimpleNamespace(log=self._log_generations)
+        """In the place of verl's logger of a validation's answers."""
+        try:
+            self._wait(startup_s)
+        except TrackerFailed as error:
+            self.finish({}, {"name": type(error).__name__, "message": str(error)}, REFUSED_S)
+            raise
+
+    def _wait(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         for tracker in self._trackers:
             try:
                 tracker.ready.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise TrackerFailed(
-                    f"trainer.logger: {tracker.name} was not set up within {startup_s:g} s "
+                    f"trainer.logger: {tracker.name} was not set up within {limit_s:g} s "
                     "(async_training.timeouts.startup)"
                 ) from None
 
@@ -129,7 +144,7 @@ class Trackers:
         for tracker in self._trackers:
             tracker.ask(f"step {step}", partial(self._write, row, step))
 
-    def log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
+    def _log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
         """Give trackers, as verl does, answers of a validation: input, output and score of each."""
         for tracker in self._trackers:
             if tracker.name in names:
@@ -164,11 +179,17 @@ class Trackers:
 
     def _set_up(self, name: str) -> Tracking:
         kept = _rows_kept(_file_of(self._project, self._experiment), self._resumed_step) if name == "file" else b""
+        if name == "wandb":
+            # By itself it would write its file every 15 s, and what it has not written is lost with the process.
+            os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         tracking = Tracking(self._project, self._experiment, [name], self._config)
         if name == "file":
             tracking.logger[name].fp.write(kept)
-        elif name == "tensorboard" and self._resumed_step > 0:
-            _leave_out_later(tracking.logger[name].writer, self._resumed_step)
+        elif name == "tensorboard":
+            writer = tracking.logger[name].writer
+            # Another folder than the run's may have other runs beside it.
+            if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
+                _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
             _end_killed_run(self._folder / MLFLOW_FILE)
         return tracking
@@ -197,6 +218,14 @@ class Trackers:
                 _end_mlflow_run(said, has_failed, self._folder / MLFLOW_FILE)
         finally:
             tracking.finish(exit_code=int(has_failed))
+
+
+def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
+    """The trackers of a run with this configuration; for the rest see `Trackers`."""
+    trainer = config.trainer
+    settings = without_secrets(OmegaConf.to_container(config, resolve=True))
+    names = str(trainer.project_name), str(trainer.experiment_name)
+    return Trackers(trainer.logger, *names, settings, trainer.default_local_dir, step, startup_s)
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:
@@ -243,12 +272,12 @@ def _is_row(line: bytes, last: int) -> bool:
         return False
 
 
-def _leave_out_later(writer: Any, step: int) -> None:
-    """Have TensorBoard leave out what earlier starts wrote past ``step``, as its ``purge_step`` does."""
+def _leave_out(writer: Any, step: int) -> None:
+    """Have TensorBoard leave out what earlier starts wrote from ``step`` on, as its ``purge_step`` does."""
     from torch.utils.tensorboard.writer import Event, SessionLog
 
-    writer.file_writer.add_event(Event(file_version="brain.Event:2"), step + 1)
-    writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
+    writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)
+    writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
 
 def _end_killed_run(file: Path) -> None:
@@ -258,11 +287,12 @@ def _end_killed_run(file: Path) -> None:
     active = mlflow.active_run()
     assert active is not None
     run = active.info.run_id
-    if file.is_file():
-        before = json.loads(file.read_text())["run_id"]
-        if before != run:
+    try:
+        if file.is_file() and (before := json.loads(file.read_text())["run_id"]) != run:
             mlflow.MlflowClient().set_terminated(before, "KILLED")
-    durable.write(file, json.dumps({"run_id": run}) + "\n")
+        durable.write(file, json.dumps({"run_id": run}) + "\n")
+    except Exception as error:  # the file is damaged, or of another tracking server
+        logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
 
 
 def _end_mlflow_run(said: Mapping[str, Any], has_failed: bool, file: Path) -> None:
