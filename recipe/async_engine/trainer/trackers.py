@@ -36,6 +36,8 @@ from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 
+Call = Callable[[Tracking], Any]
+
 BACKLOG = 4096
 """Rows that a tracker may be behind; a longer one hangs."""
 REFUSED_S = 10.0
@@ -55,7 +57,7 @@ class _Tracker:
         self.name = name
         self.ready: Future[None] = Future()
         self.over = threading.Event()
-        self._asked: queue.Queue[tuple[str, Callable[[Tracking], Any]] | None] = queue.Queue(BACKLOG)
+        self._asked: queue.Queue[tuple[str, Call] | None] = queue.Queue(BACKLOG)
         self._has_failed = False
         threading.Thread(target=self._run, args=(make,), name=f"tracker-{name}", daemon=True).start()
 
@@ -82,7 +84,7 @@ class _Tracker:
             self._has_failed = True
             logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
 
-    def ask(self, what: str, call: Callable[[Tracking], Any] | None) -> None:
+    def ask(self, what: str, call: Call | None) -> None:
         """Have ``call`` made; None: nothing more will be asked."""
         try:
             self._asked.put_nowait(None if call is None else (what, call))
