@@ -42,6 +42,8 @@ BACKLOG = 4096
 """Rows that a tracker may be behind; a longer one hangs."""
 REFUSED_S = 10.0
 """For the others where one cannot be set up."""
+LONGEST = 1000
+"""Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""
 ENDED = "run/ended"
 MLFLOW_FILE = "mlflow_run.json"
 
@@ -108,7 +110,7 @@ class Trackers:
 
     def __init__(
         self,
-        names: str | Sequence[str],
+        names: str | Sequence[str] | None,
         project: str,
         experiment: str,
         config: Mapping[str, Any] | None,
@@ -230,8 +232,8 @@ def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
     return Trackers(trainer.logger, *names, settings, trainer.default_local_dir, step, startup_s)
 
 
-def _listed(names: str | Sequence[str]) -> list[str]:
-    found = [names] if isinstance(names, str) else names
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    found = [names] if isinstance(names, str) else names or ()
     # verl's old name of it.
     return list(dict.fromkeys("wandb" if name == "tracking" else name for name in found))
 
@@ -242,7 +244,7 @@ def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[s
     validation = account.get("validation") or {}
     said = {
         ENDED: str(how_it_ended(error, alarms)),
-        "run/error": None if error is None else f"{error['name']}: {error['message']}",
+        "run/error": None if error is None else f"{error['name']}: {error['message']}"[:LONGEST],
         "run/stopped_by": account.get("stopped_by"),
         "run/alarms": ", ".join(f"{name} {alarm['count']}" for name, alarm in alarms.items()) or None,
         "run/steps": account.get("steps"),
@@ -300,6 +302,8 @@ def _end_killed_run(file: Path) -> None:
 def _end_mlflow_run(said: Mapping[str, Any], has_failed: bool, file: Path) -> None:
     import mlflow
 
-    mlflow.set_tags({name: str(value) for name, value in said.items()})
-    mlflow.end_run("FAILED" if has_failed else "FINISHED")
+    try:
+        mlflow.set_tags({name: str(value) for name, value in said.items()})
+    finally:
+        mlflow.end_run("FAILED" if has_failed else "FINISHED")
     file.unlink(missing_ok=True)
