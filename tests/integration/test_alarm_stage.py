@@ -98,14 +98,15 @@ def test_steps_whose_gradients_are_all_exactly_0_are_an_alarm(model: str, name: 
         (["E____", "__", "textE", "t"], 2),
         (["t", "textE", "Et", "text"], 0),
         (["", "", "", ""], 4),
+        (["E" * 16, "E" * 17, "t" * 17, "E" * 15 + "t"], 1),
     ],
 )
 def test_answers_without_a_token_of_text_are_counted_and_half_a_batch_of_them_is_an_alarm(
     answers: list[str], empty: int
 ) -> None:
     ids = {"E": END, "P": PAD}
-    rows = [[ids.get(letter, TEXT) for letter in answer.ljust(6, "P")] for answer in answers]
-    masks = [[int(n < len(answer) and answer[n] != "_") for n in range(6)] for answer in answers]
+    rows = [[ids.get(letter, TEXT) for letter in answer.ljust(20, "P")] for answer in answers]
+    masks = [[int(n < len(answer) and answer[n] != "_") for n in range(20)] for answer in answers]
     batch = DataProto.from_single_dict({"responses": torch.tensor(rows), "response_mask": torch.tensor(masks)})
     alarms = Alarms({"empty_answers": 2})
     for _ in range(2):

@@ -23,7 +23,8 @@ from recipe.async_engine.settings.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
-EMPTY_SHARE = 0.5
+EMPTY_SHARE, SHORT = 0.5, 16
+"""An answer of more tokens is not empty, whatever they are."""
 WINDOW_BATCHES = 4
 WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/failed_prompts")
 """What a validation says of answers and prompts that its means are without."""
@@ -60,8 +61,11 @@ def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> 
         batch: with ``responses`` and ``response_mask``, 1 for sampled tokens, (rows, R).
         special: tokens that are no text: an answer of these alone is empty.
     """
-    text = ~torch.isin(batch.batch["responses"], torch.tensor(sorted(special), dtype=torch.long))
-    empty = int((~(text & batch.batch["response_mask"].bool()).any(dim=1)).sum())
+    sampled = batch.batch["response_mask"].bool()
+    # A batch may have millions of tokens, most of them of answers that are not looked at.
+    short = sampled.sum(dim=1) <= SHORT
+    text = ~torch.isin(batch.batch["responses"][short], torch.tensor(sorted(special), dtype=torch.long))
+    empty = int((~(text & sampled[short]).any(dim=1)).sum())
     alarms.note("empty_answers", empty >= EMPTY_SHARE * len(batch))
     return {"fully_async/empty_answers": empty}
 
