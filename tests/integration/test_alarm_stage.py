@@ -148,5 +148,5 @@ def test_validation_with_prompts_that_have_no_score_is_an_alarm() -> None:
     note_validation({"val-core/task/reward/mean@1": 0.5}, alarms)
     assert rang(alarms) == {}
     note_validation({"val-aux/non_finite_scores": 2}, alarms)
-    note_validation({"val-aux/failed_prompts": 1}, alarms)
+    note_validation({"val-aux/num_failed": 1}, alarms)
     assert rang(alarms) == {"failed_validation": 2}

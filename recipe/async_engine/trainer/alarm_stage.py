@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 EMPTY_SHARE, SHORT = 0.5, 16
 """An answer of more tokens is not empty, whatever they are."""
 WINDOW_BATCHES = 4
-WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/failed_prompts")
+WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/num_failed")
 """What a validation says of answers and prompts that its means are without."""
 
 
