@@ -211,7 +211,7 @@ class Alarms:
     @property
     def counts(self) -> dict[str, int]:
         """How often each alarm that rang did, in the whole training."""
-        return {name: count for name, count in self._counts.items() if count}
+        return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
         """How often each alarm has rung so far, by the names of docs/run-record.md."""
