@@ -70,7 +70,7 @@ class Timeouts:
         " longer than the longest such call (unpickling a large batch, say).",
     )
     trackers: float = seconds(
-        60.0,
+        120.0,
         "How long the trackers (`trainer.logger`) have at a run's end, all at the same time, to take their last rows,"
         " the summary and the status. One that takes longer is left behind.",
     )
