@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from recipe.async_engine.core.alarms import FAILED_GROUPS, FEW, METRIC, WATCHED, AlarmLimit, Alarms, Ended, how_it_ended
 
 IN_A_ROW = sorted(set(WATCHED) - {FAILED_GROUPS})
+FAILED = ConnectionError("429: too many requests")
 LIMIT = st.none() | st.integers(1, 6)
 
 
@@ -66,7 +67,7 @@ def test_share_of_failed_groups_is_judged_over_the_last_ones_and_over_all_of_a_s
     alarms, size = Alarms({FAILED_GROUPS: limit}, window), max(FEW, window)
     rang = past = False
     for count, group in enumerate(failed, start=1):
-        error = alarms.group_ended(group)
+        error = alarms.group_ended(FAILED if group else None)
         share = sum(failed[count - size : count]) / size if count >= size else 0.0
         rang, past = rang or share >= 0.1, past or (limit is not None and share > limit)
         assert (error is not None) == past == ends(alarms)
@@ -78,6 +79,7 @@ def test_share_of_failed_groups_is_judged_over_the_last_ones_and_over_all_of_a_s
         alarms.finish()
     except AlarmLimit as error:
         assert past and f"async_training.alarms.failed_groups={limit:g}" in str(error)
+        assert str(FAILED) in str(error), "the user's words"
     else:
         assert not past
     assert (FAILED_GROUPS in alarms.summary()) == rang
@@ -100,12 +102,12 @@ def test_what_rang_before_a_checkpoint_is_counted_on_and_said() -> None:
     before = Alarms({})
     before.note("unchanged_weights", True)
     for _ in range(40):
-        before.group_ended(True)
+        before.group_ended(FAILED)
     after = Alarms({}, counts={**before.counts, "of another version": 7})
     assert after.counts == before.counts == {"unchanged_weights": 1, FAILED_GROUPS: 40}
     assert "before the checkpoint" in after.summary()["unchanged_weights"]["said"]
     after.note("unchanged_weights", True)
-    after.group_ended(True)
+    after.group_ended(FAILED)
     after.finish()
     assert after.counts == {"unchanged_weights": 2, FAILED_GROUPS: 41}
     assert "before the checkpoint" not in after.summary()["unchanged_weights"]["said"]

@@ -79,6 +79,7 @@ def test_more_failed_groups_than_the_limit_end_a_run(task: TaskPaths, tmp_path: 
     run = run_main(FULLY_ASYNC, overrides, tmp_path)
     assert run.returncode == 1, run.output[-8000:]
     assert run.summary["error"]["name"] == "AlarmLimit"
+    assert "429: too many requests" in run.summary["error"]["message"]
     assert "async_training.alarms.failed_groups=0.5" in run.summary["error"]["message"]
     assert run.summary["ended"] == "failed"
     assert run.summary["ledger"]["failed"] > 16

@@ -43,7 +43,7 @@ class Ended(Ending):
         self.scheduler = SimpleNamespace(counts=lambda: counts)
         self.alarms = Alarms({"failed_groups": 0.5})
         for group in range(failed + kept):
-            self.alarms.group_ended(group < failed)
+            self.alarms.group_ended(ValueError("no answer") if group < failed else None)
 
 
 def test_run_that_trained_nothing_has_failed_and_says_what_became_of_its_prompts() -> None:

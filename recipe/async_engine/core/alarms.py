@@ -26,6 +26,8 @@ ALL = "all"
 FAILED_GROUPS = "failed_groups"
 RINGS_AT = 0.1
 """The share of failed groups that is an alarm."""
+LONGEST = 500
+"""Characters of an error that are said."""
 FEW = 32
 """A share of fewer groups is only judged at a run's end."""
 
@@ -140,7 +142,7 @@ class Alarms:
         self._error: AlarmLimit | None = None
         self._window = max(FEW, window)
         self._last: deque[bool] = deque(maxlen=self._window)
-        self._failed = 0
+        self._failed, self._last_error = 0, ""
         self._failed_before = self._counts[FAILED_GROUPS]
         self._share_rings = False
 
@@ -169,10 +171,12 @@ class Alarms:
         if is_first:
             self._tell(f"alarm {name}: {self._said[name]}")
 
-    def group_ended(self, failed: bool) -> AlarmLimit | None:
-        """A prompt group failed for good, or is complete; returns the error that the run is to end with, if any."""
-        self._last.append(failed)
-        self._failed += failed
+    def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
+        """A prompt group failed for good, by ``error``, or is complete; returns what the run is to end with, if any."""
+        self._last.append(error is not None)
+        if error is not None:
+            self._failed += 1
+            self._last_error = f"{type(error).__name__}: {error}"[:LONGEST]
         if len(self._last) == self._window:
             self._judge()
         return self._error
@@ -182,7 +186,7 @@ class Alarms:
         share = failed / ended
         rang, self._share_rings = self._share_rings, share >= RINGS_AT
         watched = WATCHED[FAILED_GROUPS]
-        said = f"{failed} of the last {ended} {watched.what}"
+        said = f"{failed} of the last {ended} {watched.what}, the last of them with {self._last_error}"
         if self._share_rings:
             # All that have failed so far are what it is about.
             self._counts[FAILED_GROUPS] = self._failed_before + self._failed

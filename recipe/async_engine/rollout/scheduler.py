@@ -85,12 +85,12 @@ class RolloutScheduler:
         timeline: Timeline,
         rescore: bool = False,
         tell: Tell = ignore,
-        group_ended: Callable[[bool], AlarmLimit | None] = lambda failed: None,
+        group_ended: Callable[[BaseException | None], AlarmLimit | None] = lambda error: None,
     ) -> None:
         """``rescore``: have log-prob servers score each group that waits by the newest version.
 
         ``tell``: is told what became of trajectories and groups, on any thread. ``group_ended``: is told of each group
-        whether it failed for good or is complete, and returns the error that the run is to end with, if any.
+        that is complete (None) or failed for good (its error), and returns what the run is to end with, if anything.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -423,7 +423,7 @@ class RolloutScheduler:
         else:
             if not run.unfinished and not run.given_up:
                 self._failures_in_a_row = 0
-                self._group_ended(False)
+                self._group_ended(None)
                 self._change(lambda: self._complete(run))
 
     def _attempt_failed(self, run: GroupRun, n: int, call: TrajectoryCall, error: RecipeError) -> None:
@@ -445,10 +445,8 @@ class RolloutScheduler:
         drops = reason == NON_FINITE_REASON and self._settings.on_non_finite is OnNonFinite.DROP
         self._abandon(run, self.ledger.filter if drops else self.ledger.fail, reason)
         self._failures_in_a_row += 1
-        if not drops and (past := self._group_ended(True)) is not None:
-            limit = AlarmLimit(f"{past}. The last one ({run.group.prompt}) failed with: {error}")
-            limit.__cause__ = error
-            self.fail(limit)
+        if not drops and (past := self._group_ended(error)) is not None:
+            self.fail(past)
         if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
             failed = RolloutFailed(
                 f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "
