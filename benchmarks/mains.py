@@ -20,6 +20,8 @@ import stock_overrides as stock
 from main_process import run_module, short_run
 from surroundings import end_shared_forks, ray_folder, shared_forks, with_helpers
 
+from recipe.async_engine.run.record import WITH_ALARMS
+
 __all__ = ["Run", "end_shared_forks", "ray_folder", "run", "shared_forks", "short_run", "stock", "with_helpers"]
 
 RUN_S = 1800
@@ -85,7 +87,7 @@ def run(
         ended.set()
         watcher.join()
     result.returncode, result.output = finished.returncode, finished.stdout
-    if finished.returncode != 0:
+    if finished.returncode not in (0, WITH_ALARMS):
         sys.stderr.write(finished.stdout[-6000:])
         raise SystemExit(f"{main} ended with status {finished.returncode}")
     return result

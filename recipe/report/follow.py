@@ -24,7 +24,7 @@ from recipe.report.run import FRESH_S, summary_of, whole_steps
 POLL_S = 1.0
 LINES_S = 5.0
 """Nothing is said more often than this, other than of a step."""
-ENDED, FAILED, NONE_BEGAN = 0, 1, 2
+ENDED, FAILED, NONE_BEGAN, WITH_ALARMS = 0, 1, 2, 3
 
 Say = Callable[[str], None]
 
@@ -162,11 +162,14 @@ SHOWN = {"reward": "critic/score/mean", "seconds": "timing_s/step"}
 
 
 def _ended(summary: dict[str, Any], say: Say) -> int:
-    error = summary.get("error")
+    error, alarms = summary.get("error"), summary.get("alarms") or {}
     say(
-        f"the run {'failed' if error else 'ended'}: steps {summary.get('steps')}, versions {summary.get('versions')}, "
+        f"the run {'failed' if error else 'ended'}{' with alarms' if alarms else ''}: "
+        f"steps {summary.get('steps')}, versions {summary.get('versions')}, "
         f"{summary.get('wall_seconds') or 0:.0f} s"
     )
     if error:
         say(f"{error['name']}: {error['message']}")
-    return FAILED if error else ENDED
+    for name, alarm in alarms.items():
+        say(f"alarm {name}, {alarm['count']} {alarm['unit']}: {alarm['said']}")
+    return FAILED if error else WITH_ALARMS if alarms else ENDED

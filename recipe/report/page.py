@@ -45,7 +45,7 @@ Section = tuple[str, list[Any]]
 
 def write(run: Run, path: Path) -> None:
     """Write the report of ``run`` to ``path``."""
-    top = f"<p>{escape(what_happened(run))}</p>{advice_list(run)}{_tables(run)}"
+    top = f"<p>{escape(what_happened(run))}</p>{_alarms(run)}{advice_list(run)}{_tables(run)}"
     path.write_text(document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
 
 
@@ -96,6 +96,8 @@ def what_happened(run: Run) -> str:
     first = f"The run {how} after {steps(run)} steps and {run.until:.1f} s"
     if run.later_error is not None:
         first += f" (a later start had no record: {run.later_error})"
+    if rang := run.alarms:
+        first += f", with alarms ({', '.join(f'{name} {count}' for name, (count, _) in rang.items())})"
     if fallbacks := (run.summary.get("rehearsal") or {}).get("fallbacks"):
         first += f", with {', '.join(fallbacks)} since its rehearsal"
     by_side = sides(run.account)
@@ -185,6 +187,14 @@ def _tables(run: Run) -> str:
         '<div class="wide" tabindex="0" role="region" aria-label="The account"><table>'
         f"<tr><th>class</th><th>kind</th><th>seconds</th><th>share</th></tr>{rows}</table></div>{of_tokens}"
     )
+
+
+def _alarms(run: Run) -> str:
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="number">{count}</td><td>{escape(said)}</td></tr>'
+        for name, (count, said) in run.alarms.items()
+    )
+    return f"<h2>Alarms</h2><table><tr><th>alarm</th><th>times</th><th>what</th></tr>{rows}</table>" if rows else ""
 
 
 def _news(run: Run) -> str:

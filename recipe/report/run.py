@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recipe.async_engine.core.account import Account, Devices, Piece, close, meanwhile, pieces
+from recipe.async_engine.core.alarms import METRIC, WATCHED
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.report.advice import Advice, Facts, advise
@@ -65,6 +66,14 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         return dict(self.header.get("settings", {}))
+
+    @property
+    def alarms(self) -> dict[str, tuple[int, str]]:
+        """Those that rang: how often, and what it is about. While a run goes on, as its last step has it."""
+        if ended := self.summary.get("alarms"):
+            return {name: (alarm["count"], alarm["said"]) for name, alarm in ended.items()}
+        counts = {name: (self.metrics or [{}])[-1].get(f"{METRIC}{name}", 0) for name in WATCHED}
+        return {name: (int(count), WATCHED[name].what) for name, count in counts.items() if count}
 
     @cached_property
     def advice(self) -> list[Advice]:

@@ -15,6 +15,7 @@ from typing import TextIO
 
 import pytest
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, TRAINER_DOES
 from recipe.async_engine.run import display as display_module
 from recipe.async_engine.run.display import Bar, Display
@@ -98,7 +99,10 @@ def test_resumed_run_starts_its_bar_at_its_step() -> None:
     assert display._shown._bar.n == 5
 
 
-def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> None:
+def test_end_shows_how_it_ended_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> None:
+    alarms = Alarms({})
+    for _ in range(3):
+        alarms.note("uniform_rewards", True)
     stream = io.StringIO()
     record = RunRecord(tmp_path, "fully_async")
     record.update(
@@ -111,6 +115,7 @@ def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> Non
             "trainer_wait_share": 0.25,
             "rollout_idle_share": 0.1,
             "weight_sync_seconds": 1.5,
+            "alarms": alarms.summary(),
             "ledger": {"issued": 44, "trained": 40, "filtered": 1, "failed": 2, "live": 1},
         }
     )
@@ -121,7 +126,9 @@ def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> Non
         "peak memory 3.500 GiB",
         "validation score 0.250 -> 0.938",
         "staleness max 2, mean 0.50, bound 2; 7 trajectories interrupted",
-        "trainer waited 25% of its time, rollout idle 10% of its time, weight sync 1.5 s, updates skipped 0",
+        "trainer waited 25% of its time, rollout idle 10% of its time, weight sync 1.5 s\n",
+        "the run ended with alarms",
+        "alarm uniform_rewards, 3 steps: the answers to each prompt",
         "groups issued 44, trained 40, filtered 1, failed 2, live 1",
     ):
         assert part in text
@@ -130,6 +137,7 @@ def test_end_shows_scores_staleness_shares_and_the_ledger(tmp_path: Path) -> Non
 def test_end_of_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     stream = io.StringIO()
     new_display(stream).end(RunRecord(tmp_path, "fully_async").close(None))
+    assert "the run ended well" in stream.getvalue()
     assert "validation score not measured -> not measured" in stream.getvalue()
     assert "trainer waited not measured" in stream.getvalue()
 

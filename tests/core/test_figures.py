@@ -5,9 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from recipe.async_engine.core.figures import EXPORTED, ROLLOUT_DOES, SHARE, TRAINER_DOES, TRAINER_SHARE, sides
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.figures import (
+    EXPORTED,
+    ROLLOUT_DOES,
+    SHARE,
+    TRAINER_DOES,
+    TRAINER_SHARE,
+    percent,
+    sides,
+)
 from recipe.async_engine.core.timeline import Timeline
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,8 +65,30 @@ def test_the_four_largest_shares_are_said_and_none_that_rounds_to_nothing() -> N
         return dict(sides({f"{SHARE}{phase}": share for phase, share in shares.items()}))["trainer"]
 
     assert said(a=0.4, b=0.25, c=0.2, d=0.1, e=0.05) == "a 40%, b 25%, c 20%, d 10%"
-    assert said(a=0.995, b=0.005) == "a 100%"
+    assert said(a=0.995, b=0.005) == "a 100%, b 1%"
     assert said(a=0.994, b=0.006) == "a 99%, b 1%"
+    assert said(a=0.996, b=0.004) == "a 100%"
+
+
+@given(share=st.integers(0, 10_000).map(lambda parts: parts / 10_000) | st.floats(0, 1))
+def test_a_share_is_the_nearest_whole_percent_a_half_is_the_larger_one_and_what_is_said_is_not_0(share: float) -> None:
+    exact = Decimal(repr(share)) * 100
+    said = percent(share)
+    # Beyond what a double can say of a hundredth of a percent.
+    if abs(exact % 1 - Decimal("0.5")) > Decimal("1e-8") or exact % 1 == Decimal("0.5"):
+        assert said == f"{exact.quantize(Decimal(1), ROUND_HALF_UP)}%"
+    trainer = dict(sides({f"{SHARE}a": share})).get("trainer", "")
+    rollout = dict(sides({"fully_async/rollouter/occupancy": share}))["rollout"]
+    assert (trainer, rollout) == (f"a {said}" if said != "0%" else "", f"busy {said}")
+
+
+def test_alarms_that_rang_are_said_and_no_others() -> None:
+    alarms = Alarms({})
+    assert "alarms" not in dict(sides(alarms.metrics()))
+    alarms.note("skipped_updates", True)
+    alarms.note("unchanged_weights", True)
+    alarms.note("uniform_rewards", True)
+    assert dict(sides(alarms.metrics()))["alarms"] == "skipped_updates 1, unchanged_weights 1"
 
 
 def test_every_metric_has_its_row_in_the_documentation_and_its_place_on_the_board() -> None:

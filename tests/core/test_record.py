@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.run.record import METRICS_FILE, NON_FINITE, STEP, SUMMARY_FILE, RunRecord
+from recipe.async_engine.run.record import METRICS_FILE, NON_FINITE, STEP, SUMMARY_FILE, RunRecord, exit_status
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "run-record.md"
 PROMISED = {
@@ -74,6 +74,28 @@ def test_summary_has_every_promised_key_even_if_nothing_was_trained(tmp_path: Pa
     assert summary["staleness"].keys() == {"bound", "max", "mean"}
     assert summary["error"] is None
     assert lines_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("alarms", "error", "ended", "status"),
+    [
+        ({}, None, "well", 0),
+        ({"zero_gradients": {}}, None, "with_alarms", 3),
+        ({"zero_gradients": {}}, "X", "failed", 0),
+    ],
+)
+def test_summary_and_exit_status_say_how_a_run_ended(
+    tmp_path: Path, alarms: dict[str, Any], error: str | None, ended: str, status: int
+) -> None:
+    record = RunRecord(tmp_path, "fully_async")
+    record.update({"alarms": alarms})
+    if error is not None:
+        record.fail({"name": error, "message": "no replica is left"})
+    record.close(None)
+    assert summary_in(tmp_path)["ended"] == ended
+    # One that failed exits by its error.
+    assert exit_status(summary_in(tmp_path), says_alarms=True) == status
+    assert exit_status(summary_in(tmp_path), says_alarms=False) == 0
 
 
 def test_every_key_of_the_summary_is_documented(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def small(task: TaskPaths, folder: Path, ray_dir: Path) -> list[str]:
         *short_run(task, folder, ray_dir),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
+        # So few answers of so small a model may be alike in each of so few steps.
+        "async_training.alarms.exit_status=false",
     ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tracker_files
 from main_runs import FULLY_ASYNC, run_main, small
 
 from recipe.async_engine.task import TaskPaths
@@ -36,13 +37,18 @@ def kill_trainer(folder: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_run_killed_after_a_checkpoint_trains_every_prompt_once(task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+def test_run_killed_after_a_checkpoint_trains_every_prompt_once(
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
+    for name, value in tracker_files.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
     overrides = [
         *small(task, folder, ray_dir),
         "async_training.staleness_threshold=2",
         f"trainer.save_freq={SAVED_AT}",
         f"trainer.total_training_steps={STEPS}",
+        f"trainer.logger=[{','.join(tracker_files.NAMES)}]",
     ]
     killer = threading.Thread(target=kill_trainer, args=(folder,))
     killer.start()
@@ -61,3 +67,14 @@ def test_run_killed_after_a_checkpoint_trains_every_prompt_once(task: TaskPaths,
     final = second.rollout_state()["ledger"]
     trained = [(epoch, n) for epoch, start, stop in final["trained_prompts"] for n in range(start, stop)]
     assert len(trained) == len(set(trained)) == total
+    whole = dict(enumerate(second.column("actor/grad_norm"), 1))
+    for told in (tracker_files.of_file(tmp_path), tracker_files.of_tensorboard(tmp_path, "actor/grad_norm")):
+        assert told.column("actor/grad_norm") == pytest.approx(whole), "each step once, the last start's"
+        assert told.ended["run/ended"] == second.summary["ended"]
+    before, after = tracker_files.of_mlflow(tmp_path, "actor/grad_norm")
+    assert (before.status, after.status) == ("KILLED", "FINISHED")
+    first_run, second_run = tracker_files.of_wandb(tmp_path)
+    assert (first_run.status, second_run.status) == (None, 0)
+    later = {step: norm for step, norm in whole.items() if step > SAVED_AT}
+    for told in (after, second_run):
+        assert told.column("actor/grad_norm") == pytest.approx(later)

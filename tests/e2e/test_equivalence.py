@@ -108,6 +108,7 @@ def run_ours(main: str, task: TaskPaths, folder: Path, ray_dir: Path) -> Record:
             *setting(task, folder, ray_dir),
             "async_training.staleness_threshold=0",
             "async_training.rehearsal=true",
+            "async_training.alarms.exit_status=false",
         ],
         folder,
     )

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tracker_files
 from main_runs import FULLY_ASYNC, dying_receiver, run_main, small
 
 from recipe.async_engine.task import TaskPaths
@@ -47,17 +48,26 @@ def test_everything_that_cannot_run_is_refused_at_once_before_any_process_starts
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_reward_function_that_raises_ends_the_run_with_its_message(
-    task: TaskPaths, tmp_path: Path, ray_dir: Path
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(RAISING_REWARD)
-    overrides = [*small(task, tmp_path, ray_dir), f"reward.custom_reward_function.path={reward}"]
+    for name, value in tracker_files.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    logger = f"trainer.logger=[{','.join(tracker_files.NAMES)}]"
+    overrides = [*small(task, tmp_path, ray_dir), logger, f"reward.custom_reward_function.path={reward}"]
     run = run_main(FULLY_ASYNC, [*overrides, "trainer.total_training_steps=4"], tmp_path)
     assert run.returncode == 1
     error = run.summary["error"]
     assert error["name"] == "RolloutFailed"
     assert "the verifier has no license" in error["message"]
     assert run.output.rstrip().splitlines()[-1].startswith("RunFailed: RolloutFailed:")
+    assert run.summary["ended"] == "failed"
+    told = tracker_files.all_of_one_run(tmp_path, None)
+    for name, of_tracker in told.items():
+        assert of_tracker.ended["run/ended"] == "failed", name
+        assert "the verifier has no license" in of_tracker.ended["run/error"], name
+    assert (told["wandb"].status, told["mlflow"].status) == (1, "FAILED")
     ledger = run.summary["ledger"]
     assert ledger["trained"] == 0
     assert ledger["failed"] >= 4

@@ -228,13 +228,16 @@ def test_a_rollout_that_gets_the_frozen_base_alone_ends_the_run(
     trainer: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     """The defect of verl #7495; the learning rate of the first step is not known, so its version is not judged."""
-    overrides = [*lora(untrained_task, tmp_path, ray_dir, steps=9), *MERGED, "async_training.weights.max_unchanged=2"]
+    overrides = [
+        *lora(untrained_task, tmp_path, ray_dir, steps=9),
+        *MERGED,
+        "async_training.alarms.unchanged_weights=2",
+    ]
     run = run_main(trainer, overrides, tmp_path)
     assert run.returncode != 0
-    assert run.summary["error"]["name"] == "WeightsUnchanged"
-    assert "async_training.weights.max_unchanged=2" in run.summary["error"]["message"]
+    assert run.summary["error"]["name"] == "AlarmLimit"
+    assert "async_training.alarms.unchanged_weights=2" in run.summary["error"]["message"]
     assert run.summary["unchanged_versions"] == 2
-    # The step whose version ended the run is not reported.
     key = "fully_async/weight_sync/unchanged"
-    assert [step[key] for step in run.metrics if key in step] == [0, 1]
-    assert "versions with unchanged weights 2" in run.output
+    assert [step[key] for step in run.metrics if key in step] == [0, 1, 1]
+    assert "alarm unchanged_weights, 2 versions" in run.output

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import tracker_files
 from drilled_run import DrilledRun, drilled
 from main_runs import FULLY_ASYNC, FinishedRun, small
 
@@ -42,11 +43,15 @@ def files_with(text: str, *folders: Path) -> list[Path]:
 @pytest.mark.e2e
 @pytest.mark.chaos
 def test_sigterm_ends_a_run_with_a_checkpoint_and_no_secret_is_in_any_file(
-    task: TaskPaths, tmp_path: Path, ray_dir: Path
+    task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
+    folder, tracked = tmp_path / "run", tmp_path / "tracked"
+    tracked.mkdir()
+    for name, value in tracker_files.environment(tracked).items():
+        monkeypatch.setenv(name, value)
     overrides = [
         *small(task, folder, ray_dir),
+        f"trainer.logger=[{','.join(tracker_files.NAMES)}]",
         "trainer.save_freq=1000",
         "trainer.total_training_steps=1000",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.ANY_NAME={SECRET}",
@@ -57,8 +62,17 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_no_secret_is_in_any_file(
         assert run.processes("trainer")[0].environ()["ANY_NAME"] == SECRET, "the run's processes have it"
         assert not files_with(SECRET, tmp_path, ray_dir)
         ended = end(run, [signal.SIGTERM], END_S)
-    check_saved(ended, signal.SIGTERM)
+    stopped_at = check_saved(ended, signal.SIGTERM)
     assert not files_with(SECRET, tmp_path, ray_dir)
+    told = tracker_files.all_of_one_run(tracked, "actor/grad_norm")
+    for name, of_tracker in told.items():
+        assert list(of_tracker.rows) == [*range(stopped_at + 1)][-len(of_tracker.rows) :], name
+        assert (of_tracker.ended["run/stopped_by"], of_tracker.ended["run/ended"]) == (
+            "SIGTERM",
+            ended.summary["ended"],
+        )
+    assert ended.summary["ended"] != "failed"
+    assert (told["wandb"].status, told["mlflow"].status) == (0, "FINISHED")
     assert "(hidden)" in (folder / "config.yaml").read_text()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import tracker_files
 from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipe.async_engine.task import TaskPaths
@@ -54,10 +54,9 @@ def check_profiles(folder: Path) -> None:
 def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, validation, boards = tmp_path / "answers", tmp_path / "validation", tmp_path / "boards"
-    monkeypatch.setenv("TENSORBOARD_DIR", str(boards))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    answers, validation = tmp_path / "answers", tmp_path / "validation"
+    for name, value in tracker_files.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("TOLD_OF_CHECKPOINTS", str(tmp_path / "told.jsonl"))
     # In an hour, which a checkpoint is said to take.
     monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 3600))
@@ -75,11 +74,11 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
         "trainer.test_freq=3",
         "data.train_max_samples=8",
         "trainer.total_epochs=2",
-        "trainer.logger=[console,tensorboard,wandb]",
         "trainer.save_freq=100",
         "trainer.esi_redundant_time=3600",
         "trainer.checkpoint_callback_class=told_of_checkpoints.Told",
         *profiled(tmp_path),
+        f"trainer.logger=[console,{','.join(tracker_files.NAMES)}]",
     )
     check_profiles(tmp_path)
     # In each step, none of which was due.
@@ -96,11 +95,17 @@ def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
     # Eight prompts are two batches; the third one begins the second epoch.
     inputs = {line["input"] for line in dumped}
     assert len(inputs) == 8
-    logged = EventAccumulator(str(boards)).Reload().Scalars("actor/grad_norm")
-    assert [(event.step, pytest.approx(event.value)) for event in logged] == [
-        (step, metrics["actor/grad_norm"]) for step, metrics in enumerate(run.metrics, 1)
-    ]
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
+    norms = {step: metrics["actor/grad_norm"] for step, metrics in enumerate(run.metrics, 1)}
+    told = tracker_files.all_of_one_run(tmp_path, "actor/grad_norm")
+    assert told.keys() == set(tracker_files.NAMES)
+    for name, of_tracker in told.items():
+        assert of_tracker.column("actor/grad_norm") == pytest.approx(norms), name
+        assert of_tracker.ended["run/ended"] == run.summary["ended"] != "failed", name
+        assert float(of_tracker.ended["run/validation_last"]) == run.summary["validation"]["last"], name
+    assert (told["wandb"].status, told["mlflow"].status) == (0, "FINISHED")
+    assert any(key.startswith("val-core/") for key in told["wandb"].rows[STEPS]), (
+        "the last validation is in the last row"
+    )
 
 
 @pytest.fixture

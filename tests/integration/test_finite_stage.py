@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl import DataProto
-from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
-from recipe.async_engine.core.skipped import SkippedUpdates, UpdatesSkipped
-from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.trainer.finite_stage import LEFT_OUT, NothingFinite, leave_out
 from recipe.async_engine.trainer.staged import StagedTrainer
 
@@ -31,31 +25,11 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)})
 
 
-class Reporting(SeparateRayPPOTrainer):
-    """In place of the base's calls of the workers; ``norms`` are what they report."""
-
-    norms: Any = (1.0,)
-
-    def report(self, model: str) -> DataProto:
-        metrics = {f"{model}/grad_norm": list(self.norms), f"{model}/lr": 1e-6}
-        return DataProto.from_single_dict(data={}, meta_info={"metrics": metrics})
-
-    def _update_actor(self, batch: Any) -> DataProto:
-        return self.report("actor")
-
-    def _update_critic(self, batch: Any) -> DataProto:
-        return self.report("critic")
-
-
-class Trainer(StagedTrainer, Reporting):
+class Trainer(StagedTrainer):
     """verl's stages without its processes."""
 
-    def __init__(self, norms: Any = (1.0,)) -> None:
-        self.metrics, self.timing_raw = {}, {}
-        self.norms = norms
-        self.record = SimpleNamespace(ranks_compared=lambda seconds: nullcontext())
-        self.timeline, self.unchanged = Timeline(time.monotonic), UnchangedWeights(3)
-        self.skipped_updates = {model: SkippedUpdates(model, 3) for model in ("actor", "critic")}
+    def __init__(self) -> None:
+        self.metrics, self.timing_raw, self.alarms = {}, {}, Alarms({})
         self.reward_tensor = torch.zeros(4, 3)
         self.reward_tensor[:, 0] = torch.tensor([1.0, 0.0, 1.0, 0.0])
         self.reward_extra_infos_dict = {}
@@ -112,20 +86,6 @@ def test_reward_that_overflows_on_its_way_is_left_out_with_its_group() -> None:
     )
     assert trainer.metrics[LEFT_OUT] == 2
     assert batch.batch["response_mask"].any(dim=1).tolist() == [False, False, True, True]
-
-
-def test_skipped_updates_are_counted_by_model_and_so_many_in_a_row_end_the_run() -> None:
-    trainer = Trainer(norms=[1.0, NAN])
-    trainer._update_actor(None)
-    trainer._update_critic(None)
-    assert trainer.metrics == {"actor/skipped_updates": 1, "critic/skipped_updates": 1}
-    trainer.norms = [INF]
-    trainer._update_actor(None)
-    with pytest.raises(UpdatesSkipped, match=r"3 updates of the actor in a row were skipped .* norm .* was inf"):
-        trainer._update_actor(None)
-    trainer.norms = (2.5,)
-    trainer._update_critic(None)
-    assert trainer.skipped_updates["critic"].total == 1
 
 
 def validated(rewards: list[float], **fields: list[Any]) -> dict[str, float]:

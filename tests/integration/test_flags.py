@@ -8,18 +8,22 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
 from recipe.async_engine.flags.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
+from recipe.async_engine.flags.before_run import BeforeRun
 from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.settings.plan import derive
@@ -69,6 +73,25 @@ def test_the_arguments_of_a_script_are_kept_beside_a_flag(mode: str) -> None:
     assert flagged.trainer.v1.trainer_mode == f"recipe_{mode}"
     assert flagged.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE] == "1"
     assert "recipe" not in json.dumps(OmegaConf.to_container(stock))
+
+
+@pytest.mark.parametrize(
+    ("ended", "says", "began", "status"),
+    [("with_alarms", True, 1, 3), ("with_alarms", False, 1, 0), ("with_alarms", True, -1, 0), ("well", True, 1, 0)],
+)
+def test_a_main_with_a_flag_exits_as_the_run_ended_unless_the_summary_is_of_another(
+    tmp_path: Path, ended: str, says: bool, began: float, status: int
+) -> None:
+    folder = f"trainer.default_local_dir={tmp_path}"
+    config = composed(*GRPO_GSM8K, "+recipe=fully_async", folder, f"async_training.alarms.exit_status={says}")
+    callback, done = BeforeRun(), JobReturn(status=JobStatus.COMPLETED)
+    callback.on_run_start(composed(*GRPO_GSM8K))  # another main: nothing but the time is noted
+    callback.on_run_end(config, job_return=done)
+    (tmp_path / "summary.json").write_text(json.dumps({"ended": ended, "began": time.time() + began}))
+    with pytest.raises(SystemExit, match=str(status)) if status else nullcontext():
+        callback.on_run_end(config, job_return=done)
+    callback.on_run_end(config, job_return=JobReturn(status=JobStatus.FAILED))
+    callback.on_run_end(composed(*GRPO_GSM8K, folder), job_return=done)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.run import record
 from recipe.report import follow as following
-from recipe.report.follow import ENDED, FAILED, NONE_BEGAN, Follower, follow
+from recipe.report.follow import ENDED, FAILED, NONE_BEGAN, WITH_ALARMS, Follower, follow
 
 SOON = 60.0
 # A run as far as its folder shows it: it does what it is told, a line each.
@@ -110,6 +113,17 @@ def test_run_that_failed_says_with_what(folder: Path, run: Run) -> None:
     said: list[str] = []
     assert follow(folder, SOON, said.append) == FAILED
     assert said[-2:] == ["the run failed: steps 1, versions 1, 60 s", "NoReplicaLeft: all died"]
+
+
+def test_run_that_ended_with_alarms_says_which_and_has_a_status_of_its_own(folder: Path) -> None:
+    alarms, said = Alarms({}), list[str]()
+    alarms.note("empty_answers", True)
+    folder.mkdir()
+    summary = {"error": None, "steps": 2, "versions": 2, "wall_seconds": 60, "alarms": alarms.summary()}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert follow(folder, SOON, said.append) == WITH_ALARMS == record.WITH_ALARMS
+    assert said[-2] == "the run ended with alarms: steps 2, versions 2, 60 s"
+    assert said[-1].startswith("alarm empty_answers, 1 steps: at least half of the answers")
 
 
 def test_killed_run_is_seen_to_have_been(folder: Path, run: Run) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.events import (
     EMPTY,
     GROUPS,
@@ -176,6 +177,22 @@ def test_run_that_goes_on_one_that_was_killed_and_one_that_failed_are_told_apart
         run = load(folder)
         assert run.account.closes
         assert page(folder)
+
+
+def test_alarms_are_on_the_page_of_a_run_that_ended_and_of_one_that_goes_on(tmp_path: Path) -> None:
+    alarms = Alarms({})
+    for _ in range(3):
+        alarms.note("uniform_rewards", True)
+    run_of(tmp_path, summary={"error": None, "ended": "with_alarms", "alarms": alarms.summary()}).close()
+    text = page(tmp_path)
+    assert "with alarms (uniform_rewards 3)" in text
+    assert "<h2>Alarms</h2>" in text and "all had the same reward (3 steps in a row). Look at the reward" in text
+    going = tmp_path / "going"
+    run_of(going)
+    assert "Alarms" not in page(going)
+    with open(going / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"training/global_step": STEPS + 1, **alarms.metrics()}) + "\n")
+    assert "with alarms (uniform_rewards 3)" in page(going)
 
 
 def test_way_that_a_rehearsal_fell_back_to_is_said(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints, rollout_state
@@ -155,7 +156,8 @@ class Trainer(PartialRolloutTrainer):
         self.timeouts: Any = SimpleNamespace(checkpoint=SOON)
         self.timeline = Timeline(time.monotonic)
         self.global_steps, self.is_last_step, self._validated_at = 1, False, -1
-        self.skipped_updates, self.unchanged, self.validation = {}, SimpleNamespace(total=0), {"last": 0.5}
+        self.alarms, self.validation = Alarms({}), {"last": 0.5}
+        self.alarms.note("skipped_updates", True)
         self.publisher: Any = SimpleNamespace(is_awake=False, begin_generation=lambda: None, pause=lambda: None)
         self.publisher.release = lambda: done.append("free the engines")
         self.publishing: Any = SimpleNamespace(
@@ -183,11 +185,11 @@ def test_next_one_waits_for_the_one_under_way_and_has_the_results_so_far_as_they
     trainer.save_once()
     assert done == ["wait for the last one", "save"], "a step is saved once"
     trainer.validation["last"] = 0.9
+    trainer.alarms.note("skipped_updates", True)
     assert trainer.snapshot == {
         "groups": {},
         "validation": {"last": 0.5},
-        "unchanged_versions": 0,
-        "skipped_updates": {},
+        "alarms": {"skipped_updates": 1},
     }
 
 

@@ -30,10 +30,13 @@ class Watched:
         self.timeline = Timeline(time.monotonic)
         self.failed: list[BaseException] = []
         self.left: list[int] = []
+        self.leaving: Any = []
         self.watch = RunWatch(limit_s, folder, self.left.append)
 
     def follow(self, describe: Callable[[], str] = lambda: "who waits for whom") -> RunWatch:
-        self.watch.follow(lambda: self.timeline.silent_s, describe, self.failed.append)
+        self.watch.follow(
+            lambda: self.timeline.silent_s, describe, self.failed.append, lambda words: self.leaving.append(words)
+        )
         self.watch.start()
         return self.watch
 
@@ -72,6 +75,16 @@ def test_process_is_ended_if_its_trainer_waits_for_something_else(watched: Watch
     watched.follow()
     wait_for(lambda: watched.left)
     assert watched.left == [STATUS]
+    assert [words["name"] for words in watched.leaving] == ["Stalled"], "before it, once"
+
+
+def test_what_is_to_be_done_before_a_process_is_ended_keeps_it_no_longer_than_it_may(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "LEAVING_S", 0.1)
+    watched.leaving = SimpleNamespace(append=lambda words: threading.Event().wait())
+    watched.follow()
+    wait_for(lambda: watched.left)
 
 
 def test_run_is_ended_where_its_report_cannot_be_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.core.alarms import WATCHED
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import read_section
@@ -78,6 +79,7 @@ WHOLE = {
     "data.gen_batch_size": None,
 }
 WEIGHTS = "async_training.weights"
+ALARMS = "async_training.alarms"
 CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
 NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
@@ -324,7 +326,15 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{MODEL}.lora.rank": 8}, f"{MODEL}.lora.rank", "set actor_rollout_ref.model.lora_rank"),
         (MEGATRON | {f"{MODEL}.lora_rank": 8}, f"{MODEL}.lora_rank", "set actor_rollout_ref.model.lora.rank"),
         (MEGATRON | {f"{MODEL}.lora.rank": 8}, f"{MODEL}.lora.merge", "the frozen base"),
-        ({f"{WEIGHTS}.max_unchanged": 0}, f"{WEIGHTS}.max_unchanged", "an integer >= 1"),
+        *(
+            (
+                {f"{ALARMS}.{name}": 0},
+                f"{ALARMS}.{name}",
+                "0, or null" if name == "failed_groups" else "1, or null",
+            )
+            for name in sorted({watched.setting for watched in WATCHED.values()})
+        ),
+        ({f"{ALARMS}.exit_status": 4}, f"{ALARMS}.exit_status", "true or false"),
         (
             {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "actor_rollout_ref.model.use_remove_padding": False},
             f"{ACTOR}.ulysses_sequence_parallel_size",

@@ -8,7 +8,10 @@ does now is words, which only the terminal has. Shown by tests/core/test_figures
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import floor
 from typing import Any, NamedTuple
+
+from recipe.async_engine.core.alarms import ALL, METRIC
 
 STEP = "training/global_step"
 TRAINER_DOES, ROLLOUT_DOES = "fully_async/trainer/does", "fully_async/rollouter/does"
@@ -59,6 +62,7 @@ EXPORTED: Mapping[str, Exported] = {
     f"{SERVERS}version_lag": Exported(
         "recipe_log_prob_version_lag", "Versions that a log-prob server is behind, at most"
     ),
+    f"{METRIC}{ALL}": Exported("recipe_alarms", "How often alarms have rung so far"),
     "timing_s/step": Exported("recipe_step_seconds", "Seconds of the last step"),
     "critic/score/mean": Exported("recipe_score_mean", "Mean score of the last batch"),
 }
@@ -71,6 +75,7 @@ def sides(figures: Figures) -> list[tuple[str, str]]:
         ("trainer", _trainer(figures)),
         ("rollout", _rollout(figures)),
         ("log-probs", _joined(*(_said(figures, key, words) for key, words in SERVERS_SAY.items()))),
+        ("alarms", _alarms(figures)),
         ("staleness", _joined(*(_said(figures, key, words) for key, words in STALENESS_SAYS.items()))),
     ]
     return [(name, text) for name, text in lines if text]
@@ -81,7 +86,7 @@ def _trainer(figures: Figures) -> str:
     largest = sorted(shares.items(), key=lambda share: -share[1])[:4]
     return _joined(
         figures.get(TRAINER_DOES),
-        ", ".join(f"{phase} {share:.0%}" for phase, share in largest if share > 0.005),
+        ", ".join(f"{phase} {percent(share)}" for phase, share in largest if percent(share) != "0%"),
         _said(figures, STEP, "step {:.0f}"),
         _said(figures, f"{COUNT}current_param_version", "version {:.0f}"),
     )
@@ -92,8 +97,8 @@ def _rollout(figures: Figures) -> str:
     if slots and (of := _said(figures, f"{ROLLOUTER}slots", "{:.0f}")):
         slots = f"{slots} of {of}"
     shares = [
-        _said(figures, f"{ROLLOUTER}occupancy", "busy {:.0%}"),
-        _said(figures, f"{ROLLOUTER}idle_share", "idle {:.0%}"),
+        f"{name} {percent(figures[key])}" if figures.get(key) is not None else ""
+        for name, key in (("busy", f"{ROLLOUTER}occupancy"), ("idle", f"{ROLLOUTER}idle_share"))
     ]
     queue = [
         _said(figures, f"{ROLLOUTER}groups_running", "{:.0f} groups run"),
@@ -121,6 +126,16 @@ STALENESS_SAYS = {
     f"{STALENESS}oldest_token_max": "oldest {:.0f}",
     f"{STALENESS}bound": "bound {:.0f}",
 }
+
+
+def percent(share: float) -> str:
+    """A share in whole percent, a half upwards: ``:.0%`` rounds 0.5% and 2.5% down, and 1.5% up."""
+    return f"{floor(round(100 * share, 9) + 0.5)}%"
+
+
+def _alarms(figures: Figures) -> str:
+    rang = {key.removeprefix(METRIC): count for key, count in figures.items() if key.startswith(METRIC) and count}
+    return ", ".join(f"{name} {count:.0f}" for name, count in rang.items() if name != ALL)
 
 
 def _said(figures: Figures, key: str, words: str) -> str:

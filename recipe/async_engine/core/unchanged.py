@@ -7,30 +7,18 @@ not merged (verl #7495).
 
 Contract: a version counts as unchanged if its checksum is the previous publication's and one of its updates had a
 gradient of a finite norm above 0 and a learning rate above 0. Others (a warm-up that begins at 0, advantages that are
-all 0, updates that were skipped) are taken as they come, and neither count nor end a row. As many unchanged versions in
-a row as the limit end the run. Shown by tests/core/test_unchanged.py and, in real runs, tests/e2e/test_lora.py.
+all 0, updates that were skipped) are taken as they come, and neither count nor end a row. What so many in a row mean is
+the alarm's to say (`alarms`). Shown by tests/core/test_unchanged.py and, in real runs, tests/e2e/test_lora.py.
 """
 
 import math
 from collections.abc import Iterable
 
-from recipe.async_engine.core.errors import RecipeError
-
-LIMIT = "async_training.weights.max_unchanged"
-
-
-class WeightsUnchanged(RecipeError):
-    """So many versions in a row were published with the same weights that the rollout does not see the training."""
-
 
 class UnchangedWeights:
     """See the module's contract. A step calls :meth:`updated`, its version's last one :meth:`seal` after that."""
 
-    def __init__(self, limit: int, total: int = 0) -> None:
-        """``limit``: as many in a row end the run. ``total``: of the run so far, where it was resumed."""
-        self._limit = limit
-        self.total = total
-        self._in_a_row = 0
+    def __init__(self) -> None:
         self._learning_rate: float | None = None
         self._is_due = False
         self._due: set[int] = set()
@@ -54,29 +42,14 @@ class UnchangedWeights:
             self._due.add(version)
         self._is_due = False
 
-    def published(self, version: int, checksum: str | None) -> int:
-        """``version`` has reached the replicas, with this checksum; returns 1 if it should have been another, else 0.
+    def published(self, version: int, checksum: str | None) -> bool | None:
+        """``version`` has reached the replicas, with this checksum; whether it should have been another, None: unknown.
 
-        Raises:
-            WeightsUnchanged: it is the last of as many as the limit in a row.
+        It is unknown where none of its updates had to change it, and the checksum is as before.
         """
         was_due = any(due <= version for due in self._due)
         self._due = {due for due in self._due if due > version}
         before, self._checksum = self._checksum, checksum
         if checksum is None or checksum != before:
-            self._in_a_row = 0
-            return 0
-        if not was_due:
-            return 0
-        self._in_a_row += 1
-        self.total += 1
-        if self._in_a_row >= self._limit:
-            raise WeightsUnchanged(
-                f"{self._in_a_row} versions in a row, up to version {version}, were published with the same weights "
-                f"(checksum {checksum}) although their updates had gradients, as many as {LIMIT}={self._limit} allows: "
-                "the rollout policy stands still. What is trained does not reach the rollout (LoRA adapters that are "
-                "neither merged nor sent, a frozen module, an engine of one's own that sends something else), or the "
-                "updates are too small for the precision that the weights are sent in (bfloat16 has three digits; "
-                "every single weight must round to what it was)"
-            )
-        return 1
+            return False
+        return True if was_due else None

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
@@ -27,12 +30,28 @@ class BeforeRun(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Called before Hydra makes a folder for the run; what is changed here is what the main's task gets."""
+        self._began = time.time()
         _look(config, may_settle=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Called for each of several runs, whose task has its configuration already."""
         if config.hydra.mode == RunMode.MULTIRUN:
             _look(config, may_settle=False)
+
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Called when the main's task is over: a flag's run that ended with alarms has an exit status for it."""
+        trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
+        if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
+            return
+        from recipe.async_engine.run.record import SUMMARY_FILE, exit_status
+
+        try:
+            summary = json.loads(Path(config.trainer.default_local_dir, SUMMARY_FILE).read_text())
+            is_of_this_run = summary["began"] >= self._began
+        except (OSError, ValueError, TypeError, KeyError):  # it may be on a node whose folders are others
+            return
+        if is_of_this_run and (status := exit_status(summary, config.async_training.alarms.exit_status)):
+            sys.exit(status)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Of several runs, the settings that they have in common are shown."""

@@ -86,6 +86,9 @@ class FlaggedTrainer(PPOTrainer):
             trainer, timeouts = MODES[self.mode].trainer, self._plan.settings.async_training.timeouts
             for event in TaskRunner().run(settings, trainer, timeouts):
                 take_in(event, record, display)
+        except BaseException as error:
+            record.fail(error)
+            raise
         finally:
             summary = record.close(None)
             display.end(summary)

@@ -40,6 +40,7 @@ GRACE_S = 5.0
 LOOK_S = 1.0
 ASK_AGAIN_S = 15.0
 BLAME_S = 5.0
+LEAVING_S = 5.0
 STATUS = 70
 
 
@@ -93,12 +94,16 @@ class RunWatch:
         self._over.set()
 
     def follow(
-        self, silent_s: Callable[[], float], describe: Callable[[], str], fail: Callable[[BaseException], None]
+        self,
+        silent_s: Callable[[], float],
+        describe: Callable[[], str],
+        fail: Callable[[BaseException], None],
+        leaving: Callable[[dict[str, str]], Any] = lambda error: None,
     ) -> None:
-        """There is a trainer from now on: for how long nothing has begun or ended in it, who waits for whom, and what
-        makes its wait for a batch fail with an error.
+        """There is a trainer from now on: for how long nothing has begun or ended in it, who waits for whom, what makes
+        its wait for a batch fail with an error, and what is to be done, in `LEAVING_S`, before its process is ended.
         """
-        self._silent_s, self._describe, self._fail = silent_s, describe, fail
+        self._silent_s, self._describe, self._fail, self._leaving = silent_s, describe, fail, leaving
 
     @contextmanager
     def within(self, setting: str, limit_s: float, what: str) -> Iterator[None]:
@@ -220,7 +225,11 @@ class RunWatch:
         for step in (self._fail, self._write):
             threading.Thread(target=step, args=(error,), daemon=True).start()
         if not self._over.wait(GRACE_S):
+            words = {"name": type(error).__name__, "message": str(error)}
+            leaving = threading.Thread(target=self._leaving, args=(words,), daemon=True)
+            leaving.start()
             self._heard.wait(GRACE_S)
+            leaving.join(LEAVING_S)
             self._leave(STATUS)
 
     def _write(self, error: BaseException) -> None:

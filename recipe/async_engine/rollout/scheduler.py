@@ -30,6 +30,7 @@ from operator import attrgetter
 from typing import Any
 
 from recipe.async_engine.core.account import TokenBooks
+from recipe.async_engine.core.alarms import AlarmLimit
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
 from recipe.async_engine.core.group_filter import FilterCount
@@ -84,10 +85,12 @@ class RolloutScheduler:
         timeline: Timeline,
         rescore: bool = False,
         tell: Tell = ignore,
+        group_ended: Callable[[BaseException | None], AlarmLimit | None] = lambda error: None,
     ) -> None:
         """``rescore``: have log-prob servers score each group that waits by the newest version.
 
-        ``tell``: is told what became of trajectories and groups, on any thread.
+        ``tell``: is told what became of trajectories and groups, on any thread. ``group_ended``: is told of each group
+        that is complete (None) or failed for good (its error), and returns what the run is to end with, if anything.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -98,7 +101,7 @@ class RolloutScheduler:
         self._timeline = timeline
         self._meter = RolloutMeter(timeline, settings.places or settings.slots, settings.turns)
         self._rescore = rescore
-        self._tell = tell
+        self._tell, self._group_ended = tell, group_ended
         self.lane = Lane(time.monotonic, Class.START_UP)
         self.answer_tokens = AnswerTokens()
         self._closing = False
@@ -420,6 +423,7 @@ class RolloutScheduler:
         else:
             if not run.unfinished and not run.given_up:
                 self._failures_in_a_row = 0
+                self._group_ended(None)
                 self._change(lambda: self._complete(run))
 
     def _attempt_failed(self, run: GroupRun, n: int, call: TrajectoryCall, error: RecipeError) -> None:
@@ -441,6 +445,8 @@ class RolloutScheduler:
         drops = reason == NON_FINITE_REASON and self._settings.on_non_finite is OnNonFinite.DROP
         self._abandon(run, self.ledger.filter if drops else self.ledger.fail, reason)
         self._failures_in_a_row += 1
+        if not drops and (past := self._group_ended(error)) is not None:
+            self.fail(past)
         if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
             failed = RolloutFailed(
                 f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "
@@ -628,7 +634,7 @@ class RolloutScheduler:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            if isinstance(self._error, RolloutFailed | CannotGoOn):
+            if isinstance(self._error, RolloutFailed | CannotGoOn | AlarmLimit):
                 raise self._error
             raise RolloutFailed(f"the rollout ended with {type(self._error).__name__}: {self._error}") from self._error
 

@@ -24,12 +24,14 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from recipe.async_engine.core.figures import STEP, sides
+from recipe.async_engine.core.alarms import Ended
+from recipe.async_engine.core.figures import STEP, percent, sides
 from recipe.async_engine.core.rehearsed import table
 
 logger = logging.getLogger(__name__)
 
 PLAIN_S = 30.0
+ENDED = {Ended.WELL: "well", Ended.WITH_ALARMS: "with alarms", Ended.FAILED: "with an error"}
 COLUMNS, LINES = 90, 12
 """A window with fewer has no panel."""
 
@@ -170,16 +172,17 @@ class Display:
         with self._while_it_can_be_written():
             self._shown.close()
         ledger, staleness, validation = summary["ledger"], summary["staleness"], summary["validation"]
+        alarms = summary["alarms"]
         lines = [
+            f"the run ended {ENDED[summary['ended']]}",
+            *(f"alarm {name}, {alarm['count']} {alarm['unit']}: {alarm['said']}" for name, alarm in alarms.items()),
             f"steps {summary['steps']}, versions {summary['versions']}, wall {summary['wall_seconds']:.0f} s, "
             f"peak memory {_shown(summary['peak_memory_gib'], ' GiB')}",
             f"validation score {_shown(validation['first'])} -> {_shown(validation['last'])}",
             f"staleness max {staleness['max']}, mean {staleness['mean']:.2f}, bound {staleness['bound']}; "
             f"{summary['interrupted']} trajectories interrupted and resumed",
             f"trainer waited {_share(summary['trainer_wait_share'])}, rollout idle "
-            f"{_share(summary['rollout_idle_share'])}, weight sync {summary['weight_sync_seconds']:.1f} s, "
-            f"updates skipped {summary['skipped_updates']}, versions with unchanged weights "
-            f"{summary['unchanged_versions']}",
+            f"{_share(summary['rollout_idle_share'])}, weight sync {summary['weight_sync_seconds']:.1f} s",
             "groups " + ", ".join(f"{name} {count}" for name, count in ledger.items()),
         ]
         if summary["rehearsal"] is not None:
@@ -194,4 +197,4 @@ def _shown(value: float | None, unit: str = "") -> str:
 
 
 def _share(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.0%} of its time"
+    return "not measured" if value is None else f"{percent(value)} of its time"

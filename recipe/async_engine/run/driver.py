@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.profiled import under_nsight, write_timeline
 from recipe.async_engine.run.ray_start import shorten_folders, start_ray
-from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.record import RunRecord, exit_status
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.run.shutdown import (
@@ -73,7 +74,7 @@ class RunFailed(RecipeError):
 
 
 def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
-    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it.
+    """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it, 3 with alarms.
 
     Args:
         mode: one of `MODES`.
@@ -94,6 +95,7 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         sys.exit(128 + signal.SIGINT)
     if summary["stopped_by"] is not None:
         sys.exit(128 + signal.Signals[summary["stopped_by"]])
+    sys.exit(exit_status(summary, config.async_training.alarms.exit_status))
 
 
 def run(config: DictConfig, mode: str, trainer_class: str, began: float | None = None) -> dict[str, Any]:
@@ -149,7 +151,12 @@ def _take_environment(config: DictConfig) -> dict[str, str]:
     if variables:
         with open_dict(config):
             config.ray_kwargs.ray_init.runtime_env.env_vars = {}
-    return {str(name): str(value) for name, value in variables.items() if value is not None}
+    taken = {str(name): str(value) for name, value in variables.items() if value is not None}
+    loggers = OmegaConf.select(config, "trainer.logger")
+    if "rl_insight" in ([loggers] if isinstance(loggers, str) else loggers or ()):
+        # As verl's main does (verl/trainer/main_ppo.py:52); without it that tracker says nothing.
+        taken.setdefault("VERL_RL_INSIGHT_ENABLE", "1")
+    return taken
 
 
 @dataclass
@@ -253,12 +260,16 @@ class _Run:
             "writing Ray's timeline": lambda: write_timeline(self.config),
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
-            "writing summary.json": lambda: self.record.close(self._peak),
         }
+        said: dict[str, Callable[[], Any]] = {"writing summary.json": lambda: self.record.close(self._peak)}
         if (display := self._display) is not None:
-            steps["showing the summary"] = lambda: display.end(self.record.summary)
+            said["showing the summary"] = lambda: display.end(self.record.summary)
         try:
-            return end_in_order(steps)
+            unended = end_in_order(steps)
+            if unended is not None and self.record.summary["error"] is None:
+                message = f"the run did not end in order: {unended}"
+                self.record.fail({"name": type(unended).__name__, "message": message})
+            return unended or end_in_order(said)
         finally:
             self._last_resort.stop()
 

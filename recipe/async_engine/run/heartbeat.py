@@ -29,7 +29,7 @@ BEAT_S = 1.0
 CONTROL_S = 40.0
 CLOSE_S = 60.0
 LEAVE_S = 20.0
-"""The watch ends its process within 10 s of its last words; a stopped fork of it may keep its connections open."""
+"""The watch ends its process within 15 s of its last words; a stopped fork of it may keep its connections open."""
 
 
 class TrainerSilent(RecipeError):

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.async_engine.core.alarms import Ended, how_it_ended
 from recipe.async_engine.core.figures import STEP
 from recipe.async_engine.storage import durable
 from recipe.async_engine.storage.owner import RUN, Owner
@@ -28,6 +29,13 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 NON_FINITE = "fully_async/non_finite/metrics"
+WITH_ALARMS = 3
+"""What a main exits with after a run that ended so."""
+
+
+def exit_status(summary: Mapping[str, Any], says_alarms: bool) -> int:
+    """Of a run that ended without an error and by itself; ``says_alarms``: `async_training.alarms.exit_status`."""
+    return WITH_ALARMS if says_alarms and summary.get("ended") == Ended.WITH_ALARMS else 0
 
 
 class RunRecord:
@@ -46,6 +54,7 @@ class RunRecord:
         self._began = time.time() if began is None else began
         self.summary: dict[str, Any] = {
             "mode": mode,
+            "ended": None,
             "began": self._began,
             "steps": 0,
             "versions": 0,
@@ -54,6 +63,7 @@ class RunRecord:
             "validation": {"first": None, "last": None},
             "ledger": {"issued": 0, "trained": 0, "filtered": 0, "failed": 0, "live": 0},
             "staleness": {"bound": None, "max": 0, "mean": 0.0},
+            "alarms": {},
             "skipped_updates": 0,
             "unchanged_versions": 0,
             "interrupted": 0,
@@ -113,6 +123,7 @@ class RunRecord:
 
     def close(self, peak_memory_gib: float | None) -> dict[str, Any]:
         """Write the summary and return it, or raise OSError; the folder is free for another start either way."""
+        self.summary["ended"] = how_it_ended(self.summary["error"], self.summary["alarms"])
         self.summary["wall_seconds"] = time.time() - self._began
         self.summary["peak_memory_gib"] = peak_memory_gib
         try:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.plain import origin
-from recipe.async_engine.recovery.watch import RunWatch
+from recipe.async_engine.recovery.watch import LEAVING_S, RunWatch
 from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.sections import Timeouts
 
@@ -78,7 +78,12 @@ class TaskRunner:
             with watch.within("startup", timeouts.startup, "starting the trainer and its workers"):
                 trainer = self._trainer = self._build(config, trainer_class)
                 thread = threading.get_ident()
-                watch.follow(lambda: trainer.timeline.silent_s, lambda: describe(trainer, thread), trainer.fail)
+                watch.follow(
+                    lambda: trainer.timeline.silent_s,
+                    lambda: describe(trainer, thread),
+                    trainer.fail,
+                    lambda error: trainer.end_tracking(error, LEAVING_S),
+                )
                 if self._stopped_by is not None:
                     trainer.request_stop(self._stopped_by)
                 trainer.init_workers()
@@ -101,6 +106,7 @@ class TaskRunner:
             }
         if trainer is not None:
             trainer.end_recording(failed=error is not None)
+            trainer.end_tracking(error)
         ended = Ended({} if trainer is None else trainer.account(), error)
         watch.stop()
         yield ended

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.settings.alarms import Alarms
 from recipe.async_engine.settings.fields import field, read_section, seconds, subsection
 from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
 from recipe.async_engine.settings.problems import Problem
@@ -68,6 +69,11 @@ class Timeouts:
         " before it ends the run. It is missed by a process that is stopped, or in which one call keeps Python's lock;"
         " longer than the longest such call (unpickling a large batch, say).",
     )
+    trackers: float = seconds(
+        120.0,
+        "How long the trackers (`trainer.logger`) have at a run's end, all at the same time, to take their last rows,"
+        " the summary and the status. One that takes longer is left behind.",
+    )
     stop: float = seconds(
         900.0, "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off."
     )
@@ -115,13 +121,6 @@ class Weights:
         "With `at_swap=keep`: true lets the held answers go on with the keys and values that the old weights computed,"
         " so that their next tokens are of neither version alone; false has them computed again by the new weights.",
     )
-    max_unchanged: int = field(
-        3,
-        "The run ends after so many versions in a row whose weights arrived as those of the version before, although"
-        " their updates had gradients and a learning rate: the rollout does not see what is trained.",
-        unit="versions",
-        minimum=1,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,13 +158,6 @@ class AsyncTraining:
         " reward), or `drop`, filtered. It is not trained either way, and either way the run ends when a batch of"
         " groups in a row came to nothing.",
         choices=("fail", "drop"),
-    )
-    max_skipped_updates: int = field(
-        3,
-        "The run ends after so many updates in a row that the optimizer skipped because the norm of the gradient was"
-        " not finite; those of actor and critic are counted apart.",
-        unit="updates",
-        minimum=1,
     )
     trigger_parameter_sync_step: int = field(4, "Batches trained from one weight sync to the next.", minimum=1)
     placement: str = field(
@@ -271,6 +263,7 @@ class AsyncTraining:
         "Give the run's figures to Ray's exporter of Prometheus metrics, every second: `ray_recipe_*` on each node's"
         " metrics port (docs/operations.md).",
     )
+    alarms: Alarms = subsection(Alarms, "What is watched as a run goes.")  # noqa: RUF009 - it returns a dataclass field
     weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
     timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
     use_trainer_do_validate: bool = field(
@@ -359,6 +352,7 @@ class Settings:
 
 SECTIONS: Mapping[str, type[Any]] = {
     "async_training": AsyncTraining,
+    "async_training.alarms": Alarms,
     "async_training.weights": Weights,
     "async_training.timeouts": Timeouts,
     "rollout": RolloutResources,

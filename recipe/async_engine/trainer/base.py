@@ -11,7 +11,7 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.logprobs.sources import scores_column
@@ -42,8 +41,8 @@ from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts, rehearses
-from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.trainer.actor_worker import ActorWorker
+from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of
 from recipe.async_engine.trainer.exported import PrometheusExporter
@@ -58,7 +57,7 @@ from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.trainer.save_stage import SaveStage, instance_expires, teller
 from recipe.async_engine.trainer.startup import Startup, TrainerGroup
 from recipe.async_engine.trainer.step_metrics import StepMetrics
-from recipe.async_engine.trainer.trackers import Trackers
+from recipe.async_engine.trainer.trackers import Trackers, begin_tracking
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
 logger = logging.getLogger(__name__)
@@ -116,10 +115,10 @@ class AsyncPPOTrainer(Startup):
         self.step_metrics = StepMetrics(config, self.plan)
         self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
         self.validation: dict[str, float | None] = {"first": None, "last": None}
-        limit = self.plan.settings.async_training.max_skipped_updates
-        self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
-        self.unchanged = UnchangedWeights(self.plan.settings.async_training.weights.max_unchanged)
+        self.alarms = new_alarms(self.plan)
+        self.unchanged = UnchangedWeights()
         self._validated_at = -1
+        self.trackers: Trackers | None = None
         self.stopped_by: str | None = None
         self._watch: RunWatch | None = None
 
@@ -131,7 +130,16 @@ class AsyncPPOTrainer(Startup):
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
         settings = scheduler_settings(self.plan, self.config, self.in_turns)
-        return RolloutScheduler(self.ledger, self.prompts, pool, settings, self.timeline, rescore, self.record.tell)
+        return RolloutScheduler(
+            self.ledger,
+            self.prompts,
+            pool,
+            settings,
+            self.timeline,
+            rescore,
+            self.record.tell,
+            self.alarms.group_ended,
+        )
 
     def _new_exporter(self) -> PrometheusExporter | None:
         told = self.plan.settings.async_training.prometheus
@@ -158,20 +166,21 @@ class AsyncPPOTrainer(Startup):
         ``watch`` keeps the deadlines of the stages that have no wait of their own.
         """
         self._watch = watch
-        self.logger = Trackers(
-            project_name=self.config.trainer.project_name,
-            experiment_name=self.config.trainer.experiment_name,
-            default_backend=self.config.trainer.logger,
-            config=without_secrets(OmegaConf.to_container(self.config, resolve=True)),
-        )
         with self._watched("reading the checkpoint"):
             groups = self._load()
+        self.logger = self.trackers = begin_tracking(self.config, self.global_steps, self.timeouts.startup)
+        self.validation_generations_logger = self.trackers.generations
         self.scheduler = self._new_scheduler()
         self.record.follow(self.scheduler)
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self.figures = FiguresStage(
-            self.ledger, self.scheduler, self.timeline, lambda: self.publisher.live_replicas, self._new_exporter()
+            self.ledger,
+            self.scheduler,
+            self.timeline,
+            self.alarms,
+            lambda: self.publisher.live_replicas,
+            self._new_exporter(),
         )
         self.publishing = PublishStage(
             self.plan,
@@ -179,6 +188,7 @@ class AsyncPPOTrainer(Startup):
             self.fleet,
             self.published,
             self.unchanged,
+            self.alarms,
             self.timeline,
             self.record.during,
             self.fail,
@@ -203,14 +213,30 @@ class AsyncPPOTrainer(Startup):
                 if metrics is None:
                     break
                 yield metrics
+                self.alarms.check()
             if self.stopped_by is not None and self.config.trainer.save_freq > 0:
                 self.save_once()
             self.publishing.finish(self.metrics)
             self.saving.finish()
+            self.judge_the_end()
         except Exception:
             self.saving.complete()
             raise
         self.timeline.stop()
+
+    def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
+        """Give the trackers their last rows and how the run ended; callable from any thread.
+
+        ``error``: name and message. ``limit_s``: by default ``async_training.timeouts.trackers``.
+        """
+        if self.trackers is not None:
+            self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)
+
+    def judge_the_end(self) -> None:
+        """Raise where what ended without an error has not done what it should."""
+        if self.global_steps == 0 < self.plan.total_steps and self.stopped_by is None:
+            raise nothing_trained(self.plan, self.running.counts())
+        self.alarms.finish()
 
     @property
     def running(self) -> RolloutScheduler:
@@ -403,8 +429,7 @@ class AsyncPPOTrainer(Startup):
     def _save_checkpoint(self) -> None:
         """Save this moment of the run; verl's part is written when it returns, the rest beside training."""
         snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
-        snapshot["unchanged_versions"] = self.unchanged.total
-        snapshot["skipped_updates"] = {model: skipped.total for model, skipped in self.skipped_updates.items()}
+        snapshot["alarms"] = self.alarms.counts
         self.saving.save(self.global_steps, snapshot, self._save_training_side)
 
     def _save_training_side(self) -> None:
@@ -428,9 +453,7 @@ class AsyncPPOTrainer(Startup):
         self.validation = snapshot.get("validation", self.validation)
         counts = snapshot["interrupted_tokens"]
         self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
-        for model, total in snapshot.get("skipped_updates", {}).items():
-            self.skipped_updates[model].total = total
-        self.unchanged.total = snapshot.get("unchanged_versions", 0)
+        self.alarms = new_alarms(self.plan, snapshot.get("alarms"))
         return snapshot["groups"]
 
     def _validate_now(self) -> dict[str, float]:
@@ -443,6 +466,7 @@ class AsyncPPOTrainer(Startup):
             metrics = self._validate()
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
         score = float(sum(scores) / len(scores)) if scores else None
+        note_validation(metrics, self.alarms)
         if self.validation["first"] is None:
             self.validation["first"] = score
         self.validation["last"] = score
@@ -456,7 +480,7 @@ class AsyncPPOTrainer(Startup):
         """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()
-        staleness = self.ledger.staleness
+        staleness, alarms = self.ledger.staleness, self.alarms.counts
         return {
             "steps": self.global_steps,
             "versions": self.ledger.version,
@@ -465,8 +489,9 @@ class AsyncPPOTrainer(Startup):
             "validation": dict(self.validation),
             "ledger": {name: getattr(counts, name) for name in LEDGER_COUNTS},
             "staleness": {"bound": self.plan.max_staleness, "max": staleness.max, "mean": staleness.mean},
-            "skipped_updates": sum(skipped.total for skipped in self.skipped_updates.values()),
-            "unchanged_versions": self.unchanged.total,
+            "alarms": self.alarms.summary(),
+            "skipped_updates": alarms.get("skipped_updates", 0) + alarms.get("critic_skipped_updates", 0),
+            "unchanged_versions": alarms.get("unchanged_weights", 0),
             "interrupted": rollout.get("fully_async/partial/interrupted_trajectories", 0),
             "trainer_wait_share": self.timeline.trainer_wait_share,
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_share"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.figures import EXPORTED, ROLLOUT_DOES, SERVERS, SHARE, STEP, TRAINER_DOES
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
@@ -32,10 +33,11 @@ class FiguresStage:
         ledger: SampleLedger,
         scheduler: RolloutScheduler,
         timeline: Timeline,
+        alarms: Alarms,
         live_replicas: Callable[[], int],
         exporter: PrometheusExporter | None,
     ) -> None:
-        self._ledger, self._scheduler, self._timeline = ledger, scheduler, timeline
+        self._ledger, self._scheduler, self._timeline, self._alarms = ledger, scheduler, timeline, alarms
         self._live_replicas, self._exporter = live_replicas, exporter
         self._reported: Mapping[str, Any] = {}
 
@@ -64,6 +66,7 @@ class FiguresStage:
             "fully_async/count/live_replicas": self._live_replicas(),
             **{f"{SHARE}{phase}": share for phase, share in shares.items()},
             **self._scheduler.metrics(),
+            **self._alarms.metrics(),
             **{f"fully_async/ledger/{name}": getattr(counts, name) for name in LEDGER_COUNTS},
         }
 

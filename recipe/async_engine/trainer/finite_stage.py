@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are none, in the trainer's own stages: what it computes, the updates it makes, the scores it validates.
+"""Numbers that are none, in the trainer's own stages: what it computes, and the scores it validates.
 
 Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
 step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
-ends. Updates that verl skipped are counted, and so many in a row end the run. Prompts of a validation with a score that
-is none are left out of its means, and the scores counted. Rewards and the rollout's own log-probs have been looked at
-before (`recipe.async_engine.rollout.soundness`).
+ends. Prompts of a validation with a score that is none are left out of its means, and the scores counted. Rewards and
+the rollout's own log-probs have been looked at before (`recipe.async_engine.rollout.soundness`), and of gradients the
+alarms are told (`alarm_stage`).
 
 Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
@@ -16,12 +16,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from verl import DataProto
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.rollout.soundness import is_number
 
 logger = logging.getLogger(__name__)
@@ -63,16 +61,6 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
     uids = [str(batch.non_tensor_batch["uid"][row]) for row in rows.nonzero()[:, 0].tolist()]
     logger.warning("answers to prompts %s are not trained: NaN or an infinity in their %s", ", ".join(uids), named)
     return len(uids)
-
-
-def note_update(model: str, output: DataProto, skipped: SkippedUpdates) -> dict[str, int]:
-    """Count the updates of ``model`` that verl skipped, by the norms of its gradients; returns a metric.
-
-    Raises:
-        UpdatesSkipped: as `SkippedUpdates.note` does.
-    """
-    norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
-    return {f"{model}/skipped_updates": skipped.note(norms.tolist())}
 
 
 def with_scores(

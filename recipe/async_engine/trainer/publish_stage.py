@@ -8,7 +8,6 @@ while no replica generates. Shown by tests/e2e/test_fully_async.py, test_swaps.p
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,16 +15,15 @@ from typing import Any
 
 from verl.utils.debug import marked_timer
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.core.unchanged import LIMIT, UnchangedWeights
+from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.publication import Publication
 from recipe.async_engine.weights.publisher import ATTEMPTS
-
-logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 Timing = dict[str, float]
@@ -41,10 +39,10 @@ class PublishStage:
         scheduler: told of each version; its ledger counts them.
         fleet: what gets the weights.
         published: the trainer's copy of the weights published last.
-        unchanged: judges whether versions differ.
+        unchanged: judges whether versions differ, and ``alarms`` is told.
         timeline: the trainer's.
         during: what records a part of the way, by its name and the version.
-        alarm: called with the error of a version that failed on its way, on another thread.
+        fail: called with the error of a version that failed on its way, on another thread.
     """
 
     def __init__(
@@ -54,15 +52,16 @@ class PublishStage:
         fleet: Fleet,
         published: PublishedWeights,
         unchanged: UnchangedWeights,
+        alarms: Alarms,
         timeline: Timeline,
         during: Callable[[str, int], AbstractContextManager[None]],
-        alarm: Callable[[BaseException], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._plan, self._scheduler, self._fleet = plan, scheduler, fleet
-        self._published, self._unchanged = published, unchanged
+        self._published, self._unchanged, self._alarms = published, unchanged, alarms
         self._timeline, self._during = timeline, during
         self._drains = plan.settings.weights.at_swap == "drain"
-        self._way = Publication(*self._deadline(), alarm)
+        self._way = Publication(*self._deadline(), fail)
 
     def _deadline(self) -> tuple[float, str]:
         # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
@@ -102,7 +101,6 @@ class PublishStage:
 
         Raises:
             PublishFailed: it did not arrive, or not in time.
-            WeightsUnchanged: as `UnchangedWeights.published` does.
         """
         with self._timeline.phase("sync"):
             arrived = self._way.wait()
@@ -152,14 +150,7 @@ class PublishStage:
 
     def _note_arrived(self) -> int:
         """A version has been announced; returns 1 if it should have been another one, else 0."""
-        announced = self._scheduler.ledger.announced
-        unchanged = self._unchanged.published(announced, self._fleet.publisher.checksum)
-        if unchanged:
-            logger.warning(
-                "version %d was published with the weights of the version before, although it was updated: %s allows "
-                "%d in a row",
-                announced,
-                LIMIT,
-                self._plan.settings.async_training.weights.max_unchanged,
-            )
-        return unchanged
+        unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._fleet.publisher.checksum)
+        if unchanged is not None:
+            self._alarms.note("unchanged_weights", unchanged)
+        return int(bool(unchanged))

@@ -14,17 +14,18 @@ import numpy as np
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
+from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.event_context import SCORES
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.skipped import SkippedUpdates
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.sections import Timeouts
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
+from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_update
 from recipe.async_engine.trainer.batch import mask_off_policy
-from recipe.async_engine.trainer.finite_stage import COMPUTED, DERIVED, LEFT_OUT, leave_out, note_update, with_scores
+from recipe.async_engine.trainer.finite_stage import COMPUTED, DERIVED, LEFT_OUT, leave_out, with_scores
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage, fill_reference, rename_loss_metrics
 from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE, RecordStage
 
@@ -42,7 +43,8 @@ class StagedTrainer(SeparateRayPPOTrainer):
     log_probs: LogProbStage
     record: RecordStage
     actor_rollout_wg: Any
-    skipped_updates: dict[str, SkippedUpdates]
+    tokenizer: Any
+    alarms: Alarms
     unchanged: UnchangedWeights
     published: PublishedWeights
     """There from `init_workers` on."""
@@ -53,6 +55,7 @@ class StagedTrainer(SeparateRayPPOTrainer):
 
     def train_on(self, batch: DataProto) -> DataProto:
         """Train one assembled batch."""
+        self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
         batch = self._fit_compute_reward(batch)
         batch = self._fit_compute_log_prob(batch)
         batch = self._fit_compute_ref_log_prob(batch)
@@ -89,6 +92,7 @@ class StagedTrainer(SeparateRayPPOTrainer):
     def _fit_compute_advantage(self, batch: DataProto) -> DataProto:
         left_out = leave_out(batch, COMPUTED)
         batch = super()._fit_compute_advantage(batch)
+        note_rewards(batch, self.alarms)
         self.metrics[LEFT_OUT] = left_out + leave_out(batch, DERIVED)
         return batch
 
@@ -124,13 +128,13 @@ class StagedTrainer(SeparateRayPPOTrainer):
     def _update_critic(self, batch: DataProto) -> DataProto:
         with self.timeline.phase(UPDATE):
             output = super()._update_critic(batch)
-        self.metrics.update(note_update("critic", output, self.skipped_updates["critic"]))
+        self.metrics.update(note_update("critic", output, self.alarms))
         return output
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         with self.timeline.phase(UPDATE), self.record.ranks_compared(self._collective_seconds):
             output = super()._update_actor(batch)
-        self.metrics.update(note_update("actor", output, self.skipped_updates["actor"]))
+        self.metrics.update(note_update("actor", output, self.alarms))
         metrics = output.meta_info["metrics"]
         self.unchanged.updated(np.atleast_1d(metrics["actor/grad_norm"]), float(np.max(metrics["actor/lr"])))
         return output

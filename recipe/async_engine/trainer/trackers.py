@@ -1,32 +1,309 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trackers (``trainer.logger``); one that fails loses what it was given, and neither the run nor other trackers.
+"""verl's trackers (``trainer.logger``), each on a thread of its own, from a run's first row to its status.
 
-Shown by tests/integration/test_trackers.py and tests/e2e/test_disks.py.
+Contract: one that cannot be set up refuses the start. From then on a tracker costs nobody but itself: one that raises
+loses what it was given, and one that hangs is left behind, each said once; neither holds the trainer, and the other
+trackers get every row. `Trackers.finish` gives each the last rows, how the run ended and, where it has one, the status,
+all within one deadline. A resumed run goes on in the files of ``file`` and ``tensorboard`` without the rows past its
+checkpoint; in other trackers each start is a run of its own, with the steps of the training.
+
+Calls of one tracker are made on one thread: MLflow and Trackio know their run by it. Shown by
+tests/integration/test_trackers.py, tests/e2e/test_signals.py, test_crash.py and test_disks.py.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from verl.utils.tracking import Tracking
+from omegaconf import OmegaConf
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+from recipe.async_engine.core.alarms import how_it_ended
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.settings.secrets import without_secrets
+from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 
+Call = Callable[[Tracking], Any]
 
-class Trackers(Tracking):
-    """One that cannot be set up still refuses the start."""
+BACKLOG = 4096
+"""Rows that a tracker may be behind; a longer one hangs."""
+REFUSED_S = 10.0
+"""For the others where one cannot be set up."""
+LONGEST = 1000
+"""Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""
+ENDED = "run/ended"
+MLFLOW_FILE = "mlflow_run.json"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._failed: set[str] = set()
 
-    def log(self, data: Any, step: int, backend: Any = None) -> None:
-        for name in self.logger:
-            if backend is None or name in backend:
-                try:
-                    super().log(data, step, backend=(name,))
-                except Exception as error:  # whatever a disk, a network or a service has
-                    if name not in self._failed:
-                        self._failed.add(name)
-                        logger.error("tracker %s does not take step %d, the run goes on: %r", name, step, error)
+class TrackerFailed(RecipeError):
+    """A tracker could not be set up."""
+
+
+class _Tracker:
+    """One backend; ``make`` sets it up. Whatever is asked of it is done in order, on its thread."""
+
+    def __init__(self, name: str, make: Callable[[], Tracking]) -> None:
+        self.name = name
+        self.ready: Future[None] = Future()
+        self.over = threading.Event()
+        self._asked: queue.Queue[tuple[str, Call] | None] = queue.Queue(BACKLOG)
+        self._has_failed = False
+        threading.Thread(target=self._run, args=(make,), name=f"tracker-{name}", daemon=True).start()
+
+    def _run(self, make: Callable[[], Tracking]) -> None:
+        try:
+            tracking = make()
+        except BaseException as error:
+            failed = TrackerFailed(f"trainer.logger: {self.name} cannot be set up: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            self.over.set()
+            self.ready.set_exception(failed)
+            return
+        self.ready.set_result(None)
+        while (asked := self._asked.get()) is not None:
+            what, call = asked
+            try:
+                call(tracking)
+            except BaseException as error:  # whatever a disk, a network or a service has
+                self._say(f"does not take {what}", error)
+        self.over.set()
+
+    def _say(self, what: str, error: BaseException) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.error("tracker %s %s, the run goes on: %r", self.name, what, error)
+
+    def ask(self, what: str, call: Call | None) -> None:
+        """Have ``call`` made; None: nothing more will be asked."""
+        try:
+            self._asked.put_nowait(None if call is None else (what, call))
+        except queue.Full as error:
+            self._say(f"is {BACKLOG} rows behind and does not get {what}", error)
+
+
+class Trackers:
+    """See the module's contract.
+
+    Args:
+        names: ``trainer.logger``.
+        project, experiment, config: what the trackers call the run, and its settings, without secrets.
+        folder: of the run.
+        step: of the checkpoint that the run resumes from, 0 without one.
+        startup_s: deadline of setting them up.
+
+    Raises:
+        TrackerFailed: one could not be set up.
+    """
+
+    def __init__(
+        self,
+        names: str | Sequence[str] | None,
+        project: str,
+        experiment: str,
+        config: Mapping[str, Any] | None,
+        folder: str | Path,
+        step: int,
+        startup_s: float,
+    ) -> None:
+        self._project, self._experiment, self._config = project, experiment, config
+        self._folder, self._resumed_step, self._last_step = Path(folder), step, step
+        self._samples = {name: ValidationGenerationsLogger(project, experiment) for name in _listed(names)}
+        self._trackers = [_Tracker(name, partial(self._set_up, name)) for name in self._samples]
+        self._ending = threading.Lock()
+        self.generations = SimpleNamespace(log=self._log_generations)
+        """In the place of verl's logger of a validation's answers."""
+        try:
+            self._wait(startup_s)
+        except TrackerFailed as error:
+            self.finish({}, {"name": type(error).__name__, "message": str(error)}, REFUSED_S)
+            raise
+
+    def _wait(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        for tracker in self._trackers:
+            try:
+                tracker.ready.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise TrackerFailed(
+                    f"trainer.logger: {tracker.name} was not set up within {limit_s:g} s "
+                    "(async_training.timeouts.startup)"
+                ) from None
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Give every tracker a row."""
+        self._last_step, row = step, dict(data)
+        for tracker in self._trackers:
+            tracker.ask(f"step {step}", partial(self._write, row, step))
+
+    def _log_generations(self, names: str | Sequence[str], samples: Sequence[Any], step: int) -> None:
+        """Give trackers, as verl does, answers of a validation: input, output and score of each."""
+        for tracker in self._trackers:
+            if tracker.name in names:
+                tracker.ask(f"the answers of step {step}", partial(self._write_samples, tracker.name, samples, step))
+
+    def finish(self, account: Mapping[str, Any], error: Mapping[str, str] | None, limit_s: float) -> None:
+        """The run has ended; a second call does nothing.
+
+        Args:
+            account: the run in the keys of ``summary.json``.
+            error: name and message of what ended it, None if nothing did.
+            limit_s: until when all of them are to have done it.
+        """
+        if not self._ending.acquire(blocking=False):
+            return
+        said, has_failed = _said(account, error), error is not None
+        for tracker in self._trackers:
+            end = partial(self._end, tracker.name, said, has_failed)
+            tracker.ask("the end of the run", end)
+            tracker.ask("anything more", None)
+        deadline = time.monotonic() + limit_s
+        for tracker in self._trackers:
+            if not tracker.over.wait(max(0.0, deadline - time.monotonic())):
+                logger.error(
+                    "tracker %s has not taken the end of the run within %g s (async_training.timeouts.trackers); it is "
+                    "left behind and may lack rows",
+                    tracker.name,
+                    limit_s,
+                )
+
+    # On the tracker's thread.
+
+    def _set_up(self, name: str) -> Tracking:
+        kept = _rows_kept(_file_of(self._project, self._experiment), self._resumed_step) if name == "file" else b""
+        if name == "wandb":
+            # By itself it would write its file every 15 s, and what it has not written is lost with the process.
+            os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+        tracking = Tracking(self._project, self._experiment, [name], self._config)
+        if name == "file":
+            tracking.logger[name].fp.write(kept)
+        elif name == "tensorboard":
+            writer = tracking.logger[name].writer
+            # Another folder than the run's may have other runs beside it.
+            if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
+                _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
+        elif name == "mlflow" and name in tracking.logger:
+            _end_killed_run(self._folder / MLFLOW_FILE)
+        return tracking
+
+    def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
+        tracking.log(row, step)
+        if (tensorboard := tracking.logger.get("tensorboard")) is not None:
+            # It would keep rows for two minutes, and they would be lost with the process.
+            tensorboard.writer.flush()
+
+    def _write_samples(self, name: str, samples: Sequence[Any], step: int, tracking: Tracking) -> None:
+        self._samples[name].log([name], samples, step)
+
+    def _end(self, name: str, said: dict[str, Any], has_failed: bool, tracking: Tracking) -> None:
+        backend = tracking.logger.get(name)
+        try:
+            if name == "wandb" and backend.run is not None:
+                backend.run.summary.update(said)
+            elif name == "tensorboard":
+                backend.writer.add_text("run", "\n".join(f"- {key}: {value}" for key, value in said.items()))
+                if (samples := getattr(self._samples[name], "writer", None)) is not None:
+                    samples.close()
+            elif name == "file":
+                backend.log(said, self._last_step)
+            elif name == "mlflow" and backend is not None:
+                _end_mlflow_run(said, has_failed, self._folder / MLFLOW_FILE)
+        finally:
+            tracking.finish(exit_code=int(has_failed))
+
+
+def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
+    """The trackers of a run with this configuration; for the rest see `Trackers`."""
+    trainer = config.trainer
+    settings = without_secrets(OmegaConf.to_container(config, resolve=True))
+    names = str(trainer.project_name), str(trainer.experiment_name)
+    return Trackers(trainer.logger, *names, settings, trainer.default_local_dir, step, startup_s)
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    found = [names] if isinstance(names, str) else names or ()
+    # verl's old name of it.
+    return list(dict.fromkeys("wandb" if name == "tracking" else name for name in found))
+
+
+def _said(account: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[str, Any]:
+    """What trackers are told of a run's end: numbers and words."""
+    alarms = account.get("alarms") or {}
+    validation = account.get("validation") or {}
+    said = {
+        ENDED: str(how_it_ended(error, alarms)),
+        "run/error": None if error is None else f"{error['name']}: {error['message']}"[:LONGEST],
+        "run/stopped_by": account.get("stopped_by"),
+        "run/alarms": ", ".join(f"{name} {alarm['count']}" for name, alarm in alarms.items()) or None,
+        "run/steps": account.get("steps"),
+        "run/versions": account.get("versions"),
+        "run/validation_first": validation.get("first"),
+        "run/validation_last": validation.get("last"),
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _file_of(project: str, experiment: str) -> Path:
+    """Where verl's ``FileLogger`` writes."""
+    root = os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", "."))
+    return Path(os.getenv("VERL_FILE_LOGGER_PATH") or Path(root, project, f"{experiment}.jsonl"))
+
+
+def _rows_kept(file: Path, step: int) -> bytes:
+    """Of an earlier start's rows those up to ``step``, which verl would write over."""
+    if step == 0 or not file.is_file():
+        return b""
+    return b"".join(line + b"\n" for line in file.read_bytes().splitlines() if _is_row(line, step))
+
+
+def _is_row(line: bytes, last: int) -> bool:
+    try:
+        row = json.loads(line)
+        return row["step"] <= last and ENDED not in row["data"]
+    except (ValueError, TypeError, KeyError):  # it was cut off
+        return False
+
+
+def _leave_out(writer: Any, step: int) -> None:
+    """Have TensorBoard leave out what earlier starts wrote from ``step`` on, as its ``purge_step`` does."""
+    from torch.utils.tensorboard.writer import Event, SessionLog
+
+    writer.file_writer.add_event(Event(file_version="brain.Event:2"), step)
+    writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+
+
+def _end_killed_run(file: Path) -> None:
+    """Give the MLflow run of an earlier start that was killed its status, and note the one that has begun."""
+    import mlflow
+
+    active = mlflow.active_run()
+    assert active is not None
+    run = active.info.run_id
+    try:
+        if file.is_file() and (before := json.loads(file.read_text())["run_id"]) != run:
+            mlflow.MlflowClient().set_terminated(before, "KILLED")
+        durable.write(file, json.dumps({"run_id": run}) + "\n")
+    except Exception as error:  # the file is damaged, or of another tracking server
+        logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
+
+
+def _end_mlflow_run(said: Mapping[str, Any], has_failed: bool, file: Path) -> None:
+    import mlflow
+
+    try:
+        mlflow.set_tags({name: str(value) for name, value in said.items()})
+    finally:
+        mlflow.end_run("FAILED" if has_failed else "FINISHED")
+    file.unlink(missing_ok=True)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can only be known as a run goes: that it does not do what it should, although nothing fails.
+
+Contract: each alarm of `WATCHED` watches one condition, time after time: an update, a step, a version, a validation. It
+rings once the condition has held `Watched.rings_at` times in a row, or every time of a run that ended before; from
+then on each time counts. As many times in a row as its limit end the run, by `AlarmLimit`; without a limit an alarm
+never does. `FAILED_GROUPS` watches a share instead: it rings where `RINGS_AT` of the prompt groups that ended last have
+failed, and ends the run where more than its limit have; a run that ended before so many groups had is judged by all of
+them. A run with an alarm that rang has not ended well, whatever else it did.
+
+Shown by tests/core/test_alarms.py and tests/e2e/test_alarms.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from recipe.async_engine.core.errors import RecipeError
+
+SETTING = "async_training.alarms"
+METRIC = "fully_async/alarms/"
+ALL = "all"
+FAILED_GROUPS = "failed_groups"
+RINGS_AT = 0.1
+"""The share of failed groups that is an alarm."""
+LONGEST = 500
+"""Characters of an error that are said."""
+FEW = 32
+"""A share of fewer groups is only judged at a run's end."""
+
+
+class Ended(StrEnum):
+    """How a run ended, in ``summary.json``."""
+
+    WELL = "well"
+    WITH_ALARMS = "with_alarms"
+    FAILED = "failed"
+
+
+class AlarmLimit(RecipeError):
+    """What an alarm watches has gone on for as long as its setting allows."""
+
+
+class Watched(NamedTuple):
+    """What an alarm watches.
+
+    setting: its limit, below `SETTING`. units: what is counted. what: the condition. causes: what to look at.
+    """
+
+    setting: str
+    units: str
+    what: str
+    causes: str
+    rings_at: int = 1
+
+
+def _zero(model: str) -> Watched:
+    return Watched(
+        "zero_gradients",
+        "steps",
+        f"the gradient of the {model} was exactly 0",
+        "rewards that are all alike, answers that are all masked, a temperature of 0, or nothing that is left to learn",
+        rings_at=3,
+    )
+
+
+def _skipped(model: str) -> Watched:
+    return Watched(
+        "skipped_updates",
+        "updates",
+        f"the norm of the gradient of the {model} was not finite, so the update was skipped",
+        "the learning rate, the loss and the precision; the weights are those of the last update that was made",
+    )
+
+
+WATCHED: Mapping[str, Watched] = {
+    "zero_gradients": _zero("actor"),
+    "critic_zero_gradients": _zero("critic"),
+    "skipped_updates": _skipped("actor"),
+    "critic_skipped_updates": _skipped("critic"),
+    "unchanged_weights": Watched(
+        "unchanged_weights",
+        "versions",
+        "a version was published with the weights of the version before, although its updates had gradients",
+        "what is sent: what is trained does not reach the rollout (LoRA adapters that are neither merged nor sent, a "
+        "frozen module, an engine of one's own that sends something else), or the updates are too small for the "
+        "precision that weights are sent in (bfloat16 has three digits; every single weight must round to what it was)",
+    ),
+    "uniform_rewards": Watched(
+        "uniform_rewards",
+        "steps",
+        "the answers to each prompt of the batch all had the same reward",
+        "the reward function, and how hard the prompts are; or nothing is left to learn",
+        rings_at=3,
+    ),
+    "empty_answers": Watched(
+        "empty_answers",
+        "steps",
+        "at least half of the answers of the batch were empty",
+        "the chat template, the sampling parameters (stop, max_tokens), and whether the policy has collapsed",
+    ),
+    "failed_validation": Watched(
+        "failed_validation",
+        "validations",
+        "prompts of a validation have no score, and are left out of its means",
+        "the errors above of the trajectories or rewards of the validation",
+    ),
+    FAILED_GROUPS: Watched(
+        FAILED_GROUPS,
+        "groups",
+        "prompt groups failed for good",
+        "the errors above of their trajectories or rewards",
+    ),
+}
+
+
+class Alarms:
+    """See the module's contract.
+
+    Args:
+        limits: by setting; None, or a name that is missing, never ends the run.
+        window: how many of the groups that ended last are judged.
+        tell: is told what rings, once for each row.
+        counts: how often each has rung in the run so far, where it was resumed.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, float | None],
+        window: int = FEW,
+        tell: Callable[[str], Any] = lambda text: None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        self._limits, self._tell = limits, tell
+        self._counts: Counter[str] = Counter({name: n for name, n in (counts or {}).items() if name in WATCHED})
+        self._times: Counter[str] = Counter()
+        self._row: Counter[str] = Counter()
+        self._said: dict[str, str] = {}
+        self._error: AlarmLimit | None = None
+        self._window = max(FEW, window)
+        self._last: deque[bool] = deque(maxlen=self._window)
+        self._failed, self._last_error = 0, ""
+        self._failed_before = self._counts[FAILED_GROUPS]
+        self._share_rings = False
+
+    def note(self, name: str, holds: bool) -> None:
+        """Once more the condition of this alarm holds, or does not."""
+        watched = WATCHED[name]
+        self._times[name] += 1
+        if not holds:
+            self._row[name] = 0
+            return
+        self._row[name] += 1
+        row, limit = self._row[name], self._limits.get(watched.setting)
+        rings_at = watched.rings_at if limit is None else min(watched.rings_at, limit)
+        if row >= rings_at:
+            self._ring(name, is_first=row == rings_at)
+        if limit is not None and row >= limit and self._error is None:
+            self._error = AlarmLimit(
+                f"{row} {watched.units} in a row, as many as {SETTING}.{watched.setting}={limit:g} allows: "
+                f"{watched.what}. Look at {watched.causes}"
+            )
+
+    def _ring(self, name: str, is_first: bool) -> None:
+        watched, row = WATCHED[name], self._row[name]
+        self._counts[name] += row if is_first else 1
+        self._said[name] = f"{watched.what} ({row} {watched.units} in a row). Look at {watched.causes}"
+        if is_first:
+            self._tell(f"alarm {name}: {self._said[name]}")
+
+    def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
+        """A prompt group failed for good, by ``error``, or is complete; returns what the run is to end with, if any."""
+        self._last.append(error is not None)
+        if error is not None:
+            self._failed += 1
+            self._last_error = f"{type(error).__name__}: {error}"[:LONGEST]
+        if len(self._last) == self._window:
+            self._judge()
+        return self._error
+
+    def _judge(self) -> None:
+        failed, ended, limit = sum(self._last), len(self._last), self._limits.get(FAILED_GROUPS)
+        share = failed / ended
+        rang, self._share_rings = self._share_rings, share >= RINGS_AT
+        watched = WATCHED[FAILED_GROUPS]
+        said = f"{failed} of the last {ended} {watched.what}, the last of them with {self._last_error}"
+        if self._share_rings:
+            # All that have failed so far are what it is about.
+            self._counts[FAILED_GROUPS] = self._failed_before + self._failed
+            self._said[FAILED_GROUPS] = f"{said}. Look at {watched.causes}"
+            if not rang:
+                self._tell(f"alarm {FAILED_GROUPS}: {self._said[FAILED_GROUPS]}")
+        if limit is not None and share > limit and self._error is None:
+            self._error = AlarmLimit(
+                f"{said}, more than {SETTING}.{FAILED_GROUPS}={limit:g} allows. Look at {watched.causes}"
+            )
+
+    def check(self) -> None:
+        """Raise `AlarmLimit` if the run is to end."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """The run has come to its end: judge what was too short to be judged before; raises as `check` does."""
+        for name, row in self._row.items():
+            if 0 < row == self._times[name] < WATCHED[name].rings_at and name not in self._said:
+                self._ring(name, is_first=True)
+        if 0 < len(self._last) < self._window:
+            self._judge()
+        self.check()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each alarm that rang did, in the whole training."""
+        return {name: self._counts[name] for name in WATCHED if self._counts[name]}
+
+    def metrics(self) -> dict[str, int]:
+        """How often each alarm has rung so far, by the names of docs/run-record.md."""
+        return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """The alarms that rang, by name: how often, in which unit, and what was said last."""
+        return {
+            name: {
+                "count": count,
+                "unit": WATCHED[name].units,
+                "said": self._said.get(name, f"{WATCHED[name].what}, before the checkpoint that was resumed from"),
+            }
+            for name, count in self.counts.items()
+        }
+
+
+def how_it_ended(error: object, alarms: Mapping[str, Any]) -> Ended:
+    """``error``: what ended the run, or None; ``alarms``: those that rang."""
+    if error is not None:
+        return Ended.FAILED
+    return Ended.WITH_ALARMS if alarms else Ended.WELL

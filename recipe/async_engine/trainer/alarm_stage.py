@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trainer's stages tell the run's alarms (`recipe.async_engine.core.alarms`) of a batch and of an update.
+
+Shown by tests/integration/test_alarm_stage.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from verl import DataProto
+
+from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.groups import LedgerCounts
+from recipe.async_engine.settings.plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+EMPTY_SHARE, SHORT = 0.5, 16
+"""An answer of more tokens is not empty, whatever they are."""
+WINDOW_BATCHES = 4
+WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/num_failed")
+"""What a validation says of answers and prompts that its means are without."""
+
+
+class NothingTrained(RecipeError):
+    """The data ended before the first batch."""
+
+
+def new_alarms(plan: RunPlan, counts: Mapping[str, int] | None = None) -> Alarms:
+    """Those of a run; ``counts``: of the checkpoint that it resumes from."""
+    limits = asdict(plan.settings.async_training.alarms)
+    return Alarms(limits, WINDOW_BATCHES * plan.batch_groups, logger.warning, counts)
+
+
+def note_update(model: str, output: DataProto, alarms: Alarms) -> dict[str, int]:
+    """Tell of a step's updates of ``model``, by the norms of its gradients; returns a metric.
+
+    verl's FSDP engine skips an update whose gradient has no finite norm, and goes on.
+    """
+    norms = np.atleast_1d(output.meta_info["metrics"].get(f"{model}/grad_norm", ()))
+    of_model = "" if model == "actor" else f"{model}_"
+    for norm in norms:
+        alarms.note(f"{of_model}skipped_updates", not np.isfinite(norm))
+    if norms.size:
+        alarms.note(f"{of_model}zero_gradients", not norms.any())
+    return {f"{model}/skipped_updates": int((~np.isfinite(norms)).sum())}
+
+
+def note_answers(batch: DataProto, special: Collection[int], alarms: Alarms) -> dict[str, int]:
+    """Tell of a batch before it is trained; returns a metric.
+
+    Args:
+        batch: with ``responses`` and ``response_mask``, 1 for sampled tokens, (rows, R).
+        special: tokens that are no text: an answer of these alone is empty.
+    """
+    sampled = batch.batch["response_mask"].bool()
+    # A batch may have millions of tokens, most of them of answers that are not looked at.
+    short = sampled.sum(dim=1) <= SHORT
+    text = ~torch.isin(batch.batch["responses"][short], torch.tensor(sorted(special), dtype=torch.long))
+    empty = int((~(text & sampled[short]).any(dim=1)).sum())
+    alarms.note("empty_answers", empty >= EMPTY_SHARE * len(batch))
+    return {"fully_async/empty_answers": empty}
+
+
+def note_rewards(batch: DataProto, alarms: Alarms) -> None:
+    """Tell of a batch with its ``token_level_scores``, (rows, R), and the ``uid`` of each row's prompt.
+
+    Rewards are alike where each prompt's are; with one answer for each prompt, where all of them are.
+    """
+    by_prompt: defaultdict[str, list[float]] = defaultdict(list)
+    scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
+    for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
+        by_prompt[uid].append(score)
+    compared = [row for row in by_prompt.values() if len(row) > 1] or [scores]
+    alarms.note("uniform_rewards", len(scores) > 1 and all(len(set(row)) == 1 for row in compared))
+
+
+def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
+    """Tell of a validation's metrics."""
+    alarms.note("failed_validation", any(metrics.get(name, 0) > 0 for name in WITHOUT_SCORE))
+
+
+def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> NothingTrained:
+    """What to end a run with that came to the end of its data without a step."""
+    return NothingTrained(
+        f"no batch of {plan.batch_groups} prompt groups could be formed, so nothing was trained: of {counts.issued} "
+        f"groups that were issued {counts.failed} failed and {counts.filtered} were filtered. Look at their errors "
+        "above, at the number of prompts, and at algorithm.filter_groups"
+    )
