@@ -32,9 +32,11 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 
+from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.platform.continued_answers import SCHEDULER, in_output_processor
 from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
@@ -56,6 +58,8 @@ from recipe.async_engine.weights.worker import part_id
 logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
+REPETITION = "repetition"
+"""vLLM's finish reason of an answer that its ``repetition_detection`` ended, which is whole then."""
 HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
 
@@ -65,6 +69,10 @@ CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStag
 
 class NoTrainer(RecipeError):
     """A server was to start with dummy weights, and nobody would ever send it real ones."""
+
+
+class ForeignScheduler(RecipeError):
+    """An engine was to have a scheduler that does not know of answers that were cut."""
 
 
 class SubmissionTimeout(RecipeError):
@@ -117,13 +125,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         sampling_params: dict[str, Any],
         request_id: str,
         work: Work = Work.OTHER,
+        sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
         """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
 
         If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
         and how many tokens the engine computed again for it (`RECOMPUTED`). ``work``: what the answer is for, in the
-        engine's account.
+        engine's account. ``sampled``: so many tokens at the end of ``prompt_ids`` are of the answer already, which
+        the parameters are for as a whole; the rest of it is what is given back.
 
         Raises:
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
@@ -140,9 +150,17 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
+            # Another form of the same, of which verl cannot read one that is empty.
+            sampling_params = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
+            if sampled:
+                before = list(prompt_ids[-sampled:])
+                more = {**(sampling_params.get("extra_args") or {}), SAMPLED: before}
+                prompt_ids, sampling_params = prompt_ids[:-sampled], {**sampling_params, "extra_args": more}
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
+            if output.stop_reason == REPETITION:
+                output.stop_reason = COMPLETED
             if output.stop_reason not in (COMPLETED, *ABORTED):
                 raise RequestFailed(
                     f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
@@ -184,7 +202,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         while True:
             try:
-                parked = await asyncio.wait_for(super()._park_until_admitted(request_id), self._pause_timeout_s)
+                async with asyncio.timeout(self._pause_timeout_s):
+                    parked = await super()._park_until_admitted(request_id)
             except TimeoutError:
                 raise SubmissionTimeout(
                     f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight "
@@ -205,6 +224,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        in_output_processor(self.engine.output_processor)
         # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
         self.engine.list_loras = no_adapters
 
@@ -346,7 +366,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         if not self._keeps_cache:
             for name, count in held.items():
-                self._recomputed[name] += self._outputs.prompt_tokens(name) + count
+                self._recomputed[name] += self._outputs.asked_tokens(name) + count
             self._activity.recompute(held)
             return
         # What has no token yet would look for its prefix among what the old weights computed. Its client asks again.
@@ -423,6 +443,14 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             f"{self._submission_paused}; requests at the engine: {requests}, on their way to it: {self._admitting}",
             *(f"tasks: {line}" for line in waits()),
         ]
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        if engine_kwargs.setdefault("scheduler_cls", SCHEDULER) != SCHEDULER:
+            raise ForeignScheduler(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls={engine_kwargs['scheduler_cls']}: rollout "
+                "servers bring the scheduler that takes up answers that a weight sync has cut; remove the setting"
+            )
 
     def _get_worker_extension_cls(self) -> str:
         if get_platform().device_name == "cpu":

@@ -87,7 +87,8 @@ class ScoringPool:
         future = self._pool.schedule(scorer.score, args=[self._settings, arguments], timeout=self._timeout_s)
         try:
             # Its end cancels the call, which ends its process, or takes it out of the queue.
-            result = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                result = await asyncio.wrap_future(future)
         except TimeoutError:
             self.stats["timed_out"] += 1
             self._sweep()
