@@ -67,14 +67,28 @@ def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) ->
         ValueError: it does not take them, so the request fails.
     """
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
-    before = sampled_before(request.sampling_params)
-    # Asked before an answer's first token too: it finds whether the prompt's reasoning has ended.
-    grammars.should_fill_bitmask(request)
-    if grammars.should_advance(request, before):
-        ruled = grammars.trim_reasoning_for_advance(request, before)
-        if ruled and not grammar.accept_tokens(request.request_id, ruled):
-            raise ValueError(f"the grammar of request {request.request_id} does not take the tokens before its cut")
+    ruled = _after_reasoning(request, grammars)
+    if ruled and not grammar.accept_tokens(request.request_id, ruled):
+        raise ValueError(f"the grammar of request {request.request_id} does not take the tokens before its cut")
     return grammar
+
+
+def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
+    """The tokens before a cut that the grammar is for, which may be the ones after the reasoning alone."""
+    before, wanted = sampled_before(request.sampling_params), request.structured_output_request
+    if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
+        return before
+    reasoner, context = grammars._get_reasoner(request), list(request.prompt_token_ids)
+    if wanted.reasoning_ended is None:
+        wanted.reasoning_ended = reasoner.is_reasoning_end(context)
+    if wanted.reasoning_ended:
+        return before
+    for count, token in enumerate(before, 1):
+        context.append(token)
+        if reasoner.is_reasoning_end_streaming(context, [token]):
+            wanted.reasoning_ended = True
+            return before[count:]
+    return []
 
 
 def in_worker(vllm_config: VllmConfig) -> None:
