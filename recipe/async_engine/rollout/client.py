@@ -144,10 +144,17 @@ class ResumingClient(LLMServerClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         flight = _flight.get()
         avoided = None if flight is None else flight.avoided
+        answer = asyncio.ensure_future(
+            super()._acquire_server(request_id, **extra, ended=self._take_ended(), avoided=avoided)
+        )
         try:
-            server_id, server = await self._routed(
-                super()._acquire_server(request_id, **extra, ended=self._take_ended(), avoided=avoided)
+            server_id, server = await self._routed(asyncio.shield(answer))
+        except asyncio.CancelledError:
+            # The load balancer counts a request that no server will have.
+            answer.add_done_callback(
+                lambda done: done.exception() or self._release_server(done.result()[0], request_id)
             )
+            raise
         except Exception as error:
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
