@@ -9,7 +9,7 @@ Contract:
   are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
   weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
   Abort, resume and wake-up calls open nothing.
-* An answer is given only if its finish reason is known to be that of one: stop, length, or abort. Stock verl passes any
+* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock verl passes any
   other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained as complete.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
   stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
@@ -31,6 +31,7 @@ from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
@@ -52,6 +53,7 @@ from recipe.async_engine.replicas.output_watch import (
     Sampled,
 )
 from recipe.async_engine.replicas.weights_gate import WeightsGate
+from recipe.async_engine.weights.engine_extension import StagingExtension
 from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import part_id
 
@@ -71,8 +73,8 @@ class NoTrainer(RecipeError):
     """A server was to start with dummy weights, and nobody would ever send it real ones."""
 
 
-class ForeignScheduler(RecipeError):
-    """An engine was to have a scheduler that does not know of answers that were cut."""
+class ForeignExtension(RecipeError):
+    """An engine's workers were to know nothing of answers that were cut."""
 
 
 class SubmissionTimeout(RecipeError):
@@ -102,6 +104,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
+        self._loads_in_place = settings.get("staging") == "none"
         # An engine with the base weights alone is not the policy.
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
         self._adapter: AdapterName | None = None
@@ -164,7 +167,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if output.stop_reason not in (COMPLETED, *ABORTED):
                 raise RequestFailed(
                     f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
-                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length or abort"
+                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, repetition or abort"
                 )
             submitted = self._versions.submitted(request_id)
             output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
@@ -446,10 +449,14 @@ class GatedVLLMHttpServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        if engine_kwargs.setdefault("scheduler_cls", SCHEDULER) != SCHEDULER:
-            raise ForeignScheduler(
-                f"actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls={engine_kwargs['scheduler_cls']}: rollout "
-                "servers bring the scheduler that takes up answers that a weight sync has cut; remove the setting"
+        engine_kwargs["scheduler_cls"] = SCHEDULER
+        chosen = engine_kwargs.get("worker_extension_cls")
+        # Where weights are staged, one that lacks the rest is known by that.
+        if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
+            raise ForeignExtension(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
+                "need recipe.async_engine.weights.engine_extension.StagingExtension, or a subclass, to take up answers "
+                "that were cut"
             )
 
     def _get_worker_extension_cls(self) -> str:

@@ -40,6 +40,9 @@ def rollout(context: RuleContext) -> Iterator[Problem]:
         backend = "recipe_gloo" if context.on_cpu else "nccl"
         advice = f"naive copies within one process; set {ROLLOUT}.checkpoint_engine.backend={backend}."
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
+    if context.get(f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls") is not None:
+        advice = "Rollout servers bring the scheduler that takes up answers which a weight sync has cut. Remove it."
+        yield context.problem(f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls", "null", advice)
     room = context.count(f"{ROLLOUT}.max_model_len")
     if room is not None and room < context.longest:
         advice = "Raise it, or lower data.max_prompt_length or data.max_response_length."
