@@ -9,8 +9,9 @@ Contract:
   are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
   weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
   Abort, resume and wake-up calls open nothing.
-* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock verl passes any
-  other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained as complete.
+* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock
+  verl passes any other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained
+  as complete.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
   stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
 
@@ -167,7 +168,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             if output.stop_reason not in (COMPLETED, *ABORTED):
                 raise RequestFailed(
                     f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
-                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, repetition or abort"
+                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
+                    "repetition or abort"
                 )
             submitted = self._versions.submitted(request_id)
             output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
