@@ -151,17 +151,20 @@ class ResumingClient(LLMServerClient):
             server_id, server = await self._routed(asyncio.shield(answer))
         except asyncio.CancelledError:
             # The load balancer counts a request that no server will have.
-            answer.add_done_callback(
-                lambda done: done.exception() or self._release_server(done.result()[0], request_id)
-            )
+            answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
             raise
         except Exception as error:
+            answer.cancel()
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
             raise
         if flight is not None:
             flight.server_id, flight.server = server_id, server
         return server_id, server
+
+    def _give_back(self, routed: asyncio.Future[Any], request_id: str) -> None:
+        if not routed.cancelled() and routed.exception() is None:
+            self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """As verl's; where the load balancer takes it with the next request, it waits for that, but not for long."""
