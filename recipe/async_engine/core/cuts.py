@@ -72,7 +72,8 @@ _DELTA = 1
 
 def sampled_before(sampling_params: Any) -> list[int]:
     """Tokens that an answer had before its cut, by vLLM's parameters of the request for its rest; usually none."""
-    return (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
+    before: list[int] = (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
+    return before
 
 
 def refused(sampling_params: Mapping[str, Any]) -> str | None:
