@@ -13,7 +13,7 @@ from odd_reward import way
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_engine.platform.vllm_cpu import CPUWorkerExtension
+from recipe.async_engine.weights.cpu_engine_extension import CPUStagingExtension
 from recipe.emulation.engine import EmulatedExtension
 
 
@@ -43,5 +43,5 @@ class OneSlowReplica(EmulatedExtension):
         try:
             Path(os.environ["SLOW_ONE"]).touch(exist_ok=False)
         except FileExistsError:
-            return CPUWorkerExtension.__new__(cls, **kwargs)
+            return CPUStagingExtension.__new__(cls, **kwargs)
         return super().__new__(cls, **kwargs)

@@ -30,7 +30,7 @@ ON_DEVICE = {
 }
 
 
-def seen_by(program: str, device: str, *arguments: str) -> dict[str, Any]:
+def seen_by(program: str, device: str, *arguments: str, timeout_s: float = 300) -> dict[str, Any]:
     """What a program of this folder (or one with a whole path) saw, which is given the device and these arguments."""
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | ON_DEVICE[device]
@@ -39,7 +39,7 @@ def seen_by(program: str, device: str, *arguments: str) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-5000:]

@@ -20,7 +20,8 @@ PROMPT = [1, 2, 3, 4, 5]
 # Two of the blocks in which prefixes are cached, and a part of a third one.
 LONG_PROMPT = [1 + 7 * place % 60 for place in range(300)]
 SIZES = {
-    "vocab_size": 64,
+    # No less than the tokenizer of those answers that are cut.
+    "vocab_size": 288,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -86,13 +87,12 @@ class Engine:
             settings = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.3} | settings
         self.engine = LLM(
             str(folder),
-            skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=512,
             enable_prefix_caching=True,
             kv_cache_memory_bytes=64 << 20,
             worker_extension_cls=CPU_EXTENSION if device == "cpu" else EXTENSION,
-            **{"enforce_eager": True, **settings},
+            **{"enforce_eager": True, "skip_tokenizer_init": True, **settings},
         )
 
     def ask(self, what: Any, *arguments: Any) -> Any:
@@ -127,7 +127,11 @@ class Engine:
 
 def main(device: str, family: str, folder: str, dtype: str = "float32", graphs: str = "") -> dict[str, Any]:
     """``graphs``: not empty to have them captured."""
-    engine = Engine(family, Path(folder), device, dtype, enforce_eager=not graphs)
+    from cut_cases import ENGINE, make_tokenizer
+    from cut_requests import cut_and_whole
+
+    make_tokenizer().save_pretrained(folder)
+    engine = Engine(family, Path(folder), device, dtype, enforce_eager=not graphs, skip_tokenizer_init=False, **ENGINE)
     seen: dict[str, Any] = {"at_start": engine.differs_from(0), "staged": [], "swapped": [], "refused": []}
     version = 0
     for how in ("on the device", "from the host"):
@@ -148,6 +152,7 @@ def main(device: str, family: str, folder: str, dtype: str = "float32", graphs: 
     engine.engine.sleep(level=1)
     engine.engine.wake_up()
     seen["woken"] = engine.differs_from(version + 1)
+    seen["cut"] = cut_and_whole(engine.engine, seed=version)
     return seen
 
 

@@ -71,14 +71,18 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "sleep", forbidden)
 
 
-async def test_aborted_answer_is_continued_at_once_with_its_tokens_and_the_rest_of_its_budget(no_sleep: None) -> None:
+async def test_aborted_answer_is_continued_at_once_with_its_tokens_and_the_parameters_of_the_whole(
+    no_sleep: None,
+) -> None:
     server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1, "abort"), part([13, 14], 2))
     answer = await ask(client_of(server), max_tokens=6, temperature=1.0)
     assert answer.token_ids == [10, 11, 12, 13, 14]
     assert answer.log_probs == [-10.0, -11.0, -12.0, -13.0, -14.0]
     assert answer.stop_reason == "completed"
     assert [call["prompt_ids"] for call in server.calls] == [PROMPT, [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12]]
-    assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6, 4, 3]
+    # The engine is asked for the rest of the whole answer: what counts, seeds and ends it goes by all of its tokens.
+    assert [call["sampled"] for call in server.calls] == [0, 2, 3]
+    assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6, 6, 6]
     assert {call["sampling_params"]["temperature"] for call in server.calls} == {1.0}
     assert (answer.extra_fields["min_global_steps"], answer.extra_fields["max_global_steps"]) == (0, 2)
 
@@ -109,7 +113,7 @@ async def test_budget_without_max_tokens_is_the_servers_own_default(prompt_lengt
 async def test_max_new_tokens_bounds_the_whole_answer_too() -> None:
     server = ScriptedServer(part([10, 11], 0, "aborted"), part([12], 1))
     await ask(client_of(server), max_new_tokens=5)
-    assert [call["sampling_params"] for call in server.calls] == [{"max_tokens": 5}, {"max_tokens": 3}]
+    assert [call["sampling_params"] for call in server.calls] == [{"max_tokens": 5}, {"max_tokens": 5}]
 
 
 async def test_cut_answer_is_an_error_where_resuming_is_off() -> None:
@@ -180,7 +184,7 @@ async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_fro
     answer = await ask(make_client(balancer), max_tokens=6)
     assert answer.token_ids == [10, 11, 12, 13]
     assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11]
-    assert other.calls[0]["sampling_params"]["max_tokens"] == 4
+    assert (other.calls[0]["sampling_params"]["max_tokens"], other.calls[0]["sampled"]) == (6, 2)
     assert balancer.get_all_servers() == ["other"]
 
 
@@ -197,7 +201,7 @@ async def test_failed_request_is_asked_of_another_server_with_the_tokens_of_the_
     answer = await ask(make_client(balancer), max_tokens=6)
     assert (answer.token_ids, answer.stop_reason) == ([10, 11, 12, 13], "completed")
     assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11] == failing.calls[1]["prompt_ids"]
-    assert other.calls[0]["sampling_params"]["max_tokens"] == 4
+    assert (other.calls[0]["sampling_params"]["max_tokens"], other.calls[0]["sampled"]) == (6, 2)
     assert sorted(balancer.get_all_servers()) == ["server-0", "server-1"]
     # The conversation stays where it was answered.
     assert balancer.acquire_server("request")[0] == "server-1"
@@ -267,7 +271,7 @@ async def test_tokens_that_were_fetched_outlive_their_server(with_log_probs: boo
     assert answer.token_ids == [10, 11, 12, 20, 21]
     assert answer.log_probs == ([-10.0, -11.0, -12.0] if with_log_probs else []) + [-20.0, -21.0]
     assert other.calls[0]["prompt_ids"] == [*PROMPT, 10, 11, 12]
-    assert other.calls[0]["sampling_params"]["max_tokens"] == 3
+    assert (other.calls[0]["sampling_params"]["max_tokens"], other.calls[0]["sampled"]) == (6, 3)
     assert recorder.segments == [(7, (10, 11, 12)), (8, (20, 21))]
     assert (recorder.recovered_tokens, recorder.cut_tokens, recorder.interruptions) == (3, 3, 1)
     assert (dying.told, balancer.get_all_servers()) == ([3], ["other"])
@@ -378,6 +382,50 @@ async def test_request_whose_trajectory_is_cancelled_is_dropped_and_an_answered_
         await cancelled
     await asyncio.sleep(0)
     assert server.dropped == [server.calls[1]["request_id"]]
+
+
+class SlowServer(ScriptedServer):
+    """Cuts its first answer; each takes some turns of the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answered: list[str] = []
+
+    async def generate(self, **request: Any) -> Any:
+        self.calls.append(request)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.answered.append(request["request_id"])
+        return part([10], 0, "aborted") if len(self.calls) == 1 else part([11], 1)
+
+
+async def test_cancellation_ends_a_request_at_whichever_moment_it_comes() -> None:
+    """Also together with the load balancer's answer, or a server's: none is swallowed, none leaves work behind."""
+    moment, cancelled = 0, True
+    while cancelled:
+        server = SlowServer()
+        balancer = balancer_of(server)
+        client = make_client(balancer)
+        asked = asyncio.create_task(ask(client, max_tokens=6))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        cancelled = asked.cancel()
+        if cancelled:
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        await asyncio.wait_for(until(lambda balancer=balancer: balancer.get_total_inflight() == 0), 20)
+        assert not client._flights
+        assert {call["request_id"] for call in server.calls} <= {*server.dropped, *server.answered}
+        moment += 1
+    assert moment > 10, "otherwise this would show little"
+
+
+@pytest.mark.parametrize("parameters", [{"n": 2}, {"output_kind": 1}])
+async def test_parameters_that_no_answer_can_be_asked_for_with_are_refused_by_name(parameters: dict[str, Any]) -> None:
+    server = ScriptedServer()
+    with pytest.raises(GenerationError, match=next(iter(parameters))):
+        await ask(client_of(server), **parameters)
+    assert not server.calls
 
 
 class Refusing(ScriptedServer):

@@ -148,7 +148,7 @@ async def test_a_restored_trajectory_asks_only_for_what_is_missing(resume: bool)
     first = [9, 10, 11] if resume else [10, 11]
     assert result == [*first, *TOOL, 12, 13, 14]
     assert [call["prompt_ids"] for call in server.calls] == [[*PROMPT, *first, *TOOL, 12, 13]]
-    assert [call["sampling_params"]["max_tokens"] for call in server.calls] == [6]
+    assert [(call["sampling_params"]["max_tokens"], call["sampled"]) for call in server.calls] == [(8, 2)]
     assert recorder.segments[-2:] == [(0, (12, 13)), (0, (14,))]
     assert recorder.answers.restored_tokens == len(first) + 2
     assert recorder.cut_tokens == record.cut_tokens
@@ -281,19 +281,6 @@ async def test_tokens_of_a_trajectory_that_ends_incomplete_are_counted_as_lost()
     assert book.account() == TokenAccount(cut=2, lost=2)
 
 
-async def test_the_rest_of_an_answer_is_not_drawn_with_the_random_numbers_of_its_beginning() -> None:
-    parts = [part([10, 11], 0, "aborted"), part([12], 0, "aborted"), part([13], 0)]
-    seeds = []
-    for _ in range(2):
-        server = ScriptedServer(*parts)
-        await answer(client_of(server), TrajectoryAnswers(), seed=7, min_tokens=3)
-        seeds.append([call["sampling_params"]["seed"] for call in server.calls])
-        assert [call["sampling_params"]["min_tokens"] for call in server.calls] == [3, 1, 0]
-    assert seeds[0][0] == 7
-    assert len(set(seeds[0])) == 3
-    assert seeds[0] == seeds[1]
-
-
 class CountingServer:
     """Samples tokens that follow from all tokens before them, so that it does not matter where an answer is cut."""
 
@@ -304,16 +291,19 @@ class CountingServer:
         self.under_way: dict[str, list[int]] = {}
         self.cutting = 0
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> Any:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], sampled: int, **_: Any
+    ) -> Any:
         version, tokens, cuts = self.version, [], self.cutting
         self.under_way[request_id] = tokens
-        while len(tokens) < sampling_params["max_tokens"] and cuts == self.cutting:
+        missing = sampling_params["max_tokens"] - sampled
+        while len(tokens) < missing and cuts == self.cutting:
             await asyncio.sleep(0)
             if self.rng.random() < 0.7:
                 context = [*prompt_ids, *tokens]
                 tokens.append(10 + (sum(context) * 7 + len(context)) % 40)
                 self.sampled += 1
-        done = len(tokens) == sampling_params["max_tokens"]
+        done = len(tokens) == missing
         del self.under_way[request_id]
         for _ in range(self.rng.randint(0, 3)):
             await asyncio.sleep(0)

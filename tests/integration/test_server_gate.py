@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
+from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, UnsupportedRunner
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
-from recipe.async_engine.replicas.server import GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
+from recipe.async_engine.replicas.server import ForeignExtension, GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
 from recipe.async_engine.replicas.weights_gate import FirstWeightsTimeout, WeightsGate
 
 SOON = 5.0
@@ -238,10 +240,10 @@ async def test_server_that_loads_a_real_checkpoint_answers_at_once(make_server: 
     assert (await asyncio.wait_for(answering, SOON)).stop_reason == "completed"
 
 
-KNOWN_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+KNOWN_REASONS = {"stop": "completed", "length": "completed", "repetition": "completed", "abort": "aborted"}
 
 
-@pytest.mark.parametrize("reason", [*KNOWN_REASONS, "error", "repetition", "of a later vLLM", None])
+@pytest.mark.parametrize("reason", [*KNOWN_REASONS, "error", "of a later vLLM", None])
 async def test_answer_is_given_only_with_a_finish_reason_that_is_known(make_server: Any, reason: str | None) -> None:
     server = make_server(load_format="auto")
     answering = request(server)
@@ -579,3 +581,42 @@ def test_server_has_vllm_run_the_model_by_the_runner_that_knows_its_requests_tok
     monkeypatch.setenv(RUNNER_CHOICE, "1")
     with pytest.raises(UnsupportedRunner, match=f"{RUNNER_CHOICE}=1.*unset it"):
         make_server()
+
+
+async def test_the_engine_is_given_the_tokens_before_a_cut_beside_the_prompt(make_server: Any) -> None:
+    server = make_server(load_format="auto")
+    asked: list[dict[str, Any]] = []
+    generate = server.engine.generate
+
+    def noting(**request: Any) -> Any:
+        asked.append(request)
+        return generate(**request)
+
+    server.engine.generate = noting
+    given = {"max_tokens": 6, "seed": 7, "extra_args": {"a_users": 1}, "flat_logprobs": True}
+    task = asyncio.create_task(server.generate([1, 2, 3, 4], given, "r", sampled=2))
+    await submitted(server)
+    server.engine.finish_all("repetition")
+    # An answer that vLLM's detection of repetitions ends is whole.
+    assert (await task).stop_reason == "completed"
+    parameters = asked[0]["sampling_params"]
+    assert asked[0]["prompt"]["prompt_token_ids"] == [1, 2]
+    assert parameters.extra_args == {"a_users": 1, SAMPLED: [3, 4]}
+    assert (parameters.max_tokens, parameters.seed, parameters.flat_logprobs) == (6, 7, False)
+    assert given["extra_args"] == {"a_users": 1}
+
+
+@pytest.mark.parametrize("staging", ["none", "device"])
+def test_workers_that_could_not_take_up_a_cut_answer_are_refused(
+    make_server: Any, monkeypatch: pytest.MonkeyPatch, staging: str
+) -> None:
+    monkeypatch.setattr(vLLMHttpServer, "_preprocess_engine_kwargs", lambda self, engine_kwargs: None)
+    server = make_server()
+    server.config.custom["recipe"]["staging"] = staging
+    server._post_init("")
+    ours = {"worker_extension_cls": "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"}
+    server._preprocess_engine_kwargs(ours)
+    assert ours["scheduler_cls"].endswith("continued_answers.scheduler")
+    foreign = {"worker_extension_cls": "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"}
+    with pytest.raises(ForeignExtension, match="StagingExtension") if staging == "none" else nullcontext():
+        server._preprocess_engine_kwargs(foreign)

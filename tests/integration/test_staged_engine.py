@@ -49,6 +49,12 @@ def test_a_prefix_that_older_weights_computed_is_the_trap_that_the_salt_keeps_re
     assert cached["of its own"] < CLOSE
 
 
+def test_requests_that_go_on_after_a_cut_sample_what_they_would_have_whole(seen: dict[str, Any]) -> None:
+    """Of every kind of sampling parameter; with the real client and server in test_cut_answers.py."""
+    assert not seen["cut"]["differences"]
+    assert seen["cut"]["cuts"] >= 60
+
+
 @pytest.mark.slow
 def test_an_adapter_is_the_engines_after_its_swap_and_one_with_parts_that_vllm_ignores_is_refused(
     tmp_path: Path,

@@ -402,6 +402,11 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "vllm"),
         ({f"{ROLLOUT}.calculate_log_probs": False}, f"{ROLLOUT}.calculate_log_probs", "true"),
         ({f"{ROLLOUT}.full_determinism": True}, f"{ROLLOUT}.full_determinism", "same seed"),
+        (
+            {f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls": "x.Y"},
+            f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls",
+            "has cut",
+        ),
         ({"data.max_prompt_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_prompt_length", ">= 1"),
         ({"data.max_response_length": 0, f"{ROLLOUT}.max_model_len": 64}, "data.max_response_length", ">= 1"),
         ({f"{ROLLOUT}.max_model_len": 127}, f"{ROLLOUT}.max_model_len", "together, 128"),

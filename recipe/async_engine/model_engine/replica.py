@@ -92,9 +92,8 @@ class ModelEngineReplica(ReservedReplica):
     async def launch_servers(self) -> None:
         """Start the server beside its first worker."""
         timeout_s = self._worker.timeout_s
-        node = await asyncio.wait_for(
-            self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id()), timeout_s
-        )
+        async with asyncio.timeout(timeout_s):
+            node = await self.workers[0].__ray_call__.remote(lambda worker: ray.get_runtime_context().get_node_id())
         server = (
             with_control(ModelEngineServer, HELD, CONTROLS)
             .options(
@@ -103,8 +102,10 @@ class ModelEngineReplica(ReservedReplica):
             )
             .remote(self._scoring, self.workers, timeout_s, STATIC if self._static else None)
         )
-        await asyncio.wait_for(server.start.remote(), timeout_s)
-        await asyncio.wait_for(asyncio.gather(*[worker.attach.remote(server) for worker in self.workers]), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await server.start.remote()
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*[worker.attach.remote(server) for worker in self.workers])
         self.servers, self._server_handle = [server], server
         self._server_address = f"model_engine_{self.replica_rank}"
 

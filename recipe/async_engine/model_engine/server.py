@@ -73,7 +73,8 @@ class Ranks:
     async def _all(self, answers: list[Any]) -> list[Any]:
         # Every rank's outcome: when one dies, others may fail for it first, in what they computed together.
         try:
-            outcomes = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                outcomes = await asyncio.gather(*answers, return_exceptions=True)
         except TimeoutError:
             raise EngineLost(f"the ranks did not answer within {self._timeout_s:g} s") from None
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

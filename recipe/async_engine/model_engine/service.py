@@ -253,7 +253,8 @@ class ScoringService:
         wake_at = self._queue.wake_at()
         timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
         self._wake.clear()
 
     async def _compute(self, batch: ScoringBatch) -> None:

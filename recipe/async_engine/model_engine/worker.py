@@ -136,7 +136,8 @@ class ModelEngineWorker(CheckpointEngineWorker):
 
     async def _tell(self, what: str, *arguments: Any) -> None:
         answer = getattr(self._server, what).remote(*arguments)
-        await asyncio.wait_for(answer, self._settings.timeout_s)
+        async with asyncio.timeout(self._settings.timeout_s):
+            await answer
 
     def _use_device(self) -> None:
         """A thread starts on the first device, whichever one the process uses."""

@@ -67,7 +67,8 @@ class ReplicaManager(LLMServerManager):
         replica = self._new_replica(lost.replica_rank)
 
         async def start() -> None:
-            await asyncio.wait_for(replica.init_hybrid(self.worker_group), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await replica.init_hybrid(self.worker_group)
 
         asyncio.run(start())
         return replica

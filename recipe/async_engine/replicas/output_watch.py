@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.async_engine.core.cuts import sampled_before
 from recipe.async_engine.core.events import EngineActivity
 from recipe.async_engine.core.versions import RequestVersions, joined, last_runs
 
@@ -47,6 +48,7 @@ class OutputWatch:
     def __init__(self, activity: EngineActivity) -> None:
         self._activity = activity
         self._newest: dict[str, Any] = {}
+        self._before: dict[str, int] = {}
 
     def watching(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
         """An engine's ``generate``, whose outputs are noted as they come.
@@ -58,6 +60,7 @@ class OutputWatch:
             prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
         ) -> AsyncGenerator[Any, None]:
             self._activity.enter(request_id)
+            self._before[request_id] = len(sampled_before(sampling_params))
             try:
                 # Closed at once where the caller stops listening: that is how an engine learns of it.
                 async with aclosing(generate(prompt, sampling_params, request_id, **kwargs)) as outputs:
@@ -68,14 +71,15 @@ class OutputWatch:
                         yield output
             finally:
                 self._newest.pop(request_id, None)
+                self._before.pop(request_id, None)
                 self._activity.leave(request_id)
 
         return watched
 
-    def prompt_tokens(self, request_id: str) -> int:
-        """Length of the request's prompt; 0 before its first output."""
+    def asked_tokens(self, request_id: str) -> int:
+        """Length of the request's prompt and of its answer before a cut; 0 before its first output."""
         output = self._newest.get(request_id)
-        return 0 if output is None else len(output.prompt_token_ids or ())
+        return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 
     def since(self, request_id: str, known: int, versions: RequestVersions) -> Sampled | None:
         """What came after the first ``known`` tokens, perhaps nothing; None if the answer is complete.

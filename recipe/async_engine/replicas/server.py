@@ -9,8 +9,9 @@ Contract:
   are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
   weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
   Abort, resume and wake-up calls open nothing.
-* An answer is given only if its finish reason is known to be that of one: stop, length, or abort. Stock verl passes any
-  other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained as complete.
+* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock
+  verl passes any other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained
+  as complete.
 * Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
   stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
 
@@ -31,10 +32,13 @@ from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.platform.continued_answers import SCHEDULER, in_output_processor
 from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
@@ -50,12 +54,15 @@ from recipe.async_engine.replicas.output_watch import (
     Sampled,
 )
 from recipe.async_engine.replicas.weights_gate import WeightsGate
+from recipe.async_engine.weights.engine_extension import StagingExtension
 from recipe.async_engine.weights.staged_adapter import AdapterName
 from recipe.async_engine.weights.worker import part_id
 
 logger = logging.getLogger(__name__)
 
 STRAGGLER_S = 0.002
+REPETITION = "repetition"
+"""vLLM's finish reason of an answer that its ``repetition_detection`` ended, which is whole then."""
 HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
 
@@ -65,6 +72,10 @@ CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStag
 
 class NoTrainer(RecipeError):
     """A server was to start with dummy weights, and nobody would ever send it real ones."""
+
+
+class ForeignExtension(RecipeError):
+    """An engine's workers were to know nothing of answers that were cut."""
 
 
 class SubmissionTimeout(RecipeError):
@@ -93,6 +104,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
         self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
         self._stages_in_host = settings.get("staging") == "host"
+        self._loads_in_place = settings.get("staging") == "none"
         # An engine with the base weights alone is not the policy.
         self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
         self._adapter: AdapterName | None = None
@@ -116,13 +128,15 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         sampling_params: dict[str, Any],
         request_id: str,
         work: Work = Work.OTHER,
+        sampled: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
         """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
 
         If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
         and how many tokens the engine computed again for it (`RECOMPUTED`). ``work``: what the answer is for, in the
-        engine's account.
+        engine's account. ``sampled``: so many tokens at the end of ``prompt_ids`` are of the answer already, which
+        the parameters are for as a whole; the rest of it is what is given back.
 
         Raises:
             FirstWeightsTimeout: the server holds no complete weights and got none in time.
@@ -139,13 +153,22 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
+            # Another form of the same, of which verl cannot read one that is empty.
+            sampling_params = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
+            if sampled:
+                before = list(prompt_ids[-sampled:])
+                more = {**(sampling_params.get("extra_args") or {}), SAMPLED: before}
+                prompt_ids, sampling_params = prompt_ids[:-sampled], {**sampling_params, "extra_args": more}
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
+            if output.stop_reason == REPETITION:
+                output.stop_reason = COMPLETED
             if output.stop_reason not in (COMPLETED, *ABORTED):
                 raise RequestFailed(
                     f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
-                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length or abort"
+                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
+                    "repetition or abort"
                 )
             submitted = self._versions.submitted(request_id)
             output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
@@ -183,7 +206,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         while True:
             try:
-                parked = await asyncio.wait_for(super()._park_until_admitted(request_id), self._pause_timeout_s)
+                async with asyncio.timeout(self._pause_timeout_s):
+                    parked = await super()._park_until_admitted(request_id)
             except TimeoutError:
                 raise SubmissionTimeout(
                     f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight "
@@ -204,6 +228,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        in_output_processor(self.engine.output_processor)
         # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
         self.engine.list_loras = no_adapters
 
@@ -345,7 +370,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
         if not self._keeps_cache:
             for name, count in held.items():
-                self._recomputed[name] += self._outputs.prompt_tokens(name) + count
+                self._recomputed[name] += self._outputs.asked_tokens(name) + count
             self._activity.recompute(held)
             return
         # What has no token yet would look for its prefix among what the old weights computed. Its client asks again.
@@ -422,6 +447,18 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             f"{self._submission_paused}; requests at the engine: {requests}, on their way to it: {self._admitting}",
             *(f"tasks: {line}" for line in waits()),
         ]
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs["scheduler_cls"] = SCHEDULER
+        chosen = engine_kwargs.get("worker_extension_cls")
+        # Where weights are staged, one that lacks the rest is known by that.
+        if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
+            raise ForeignExtension(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
+                "need recipe.async_engine.weights.engine_extension.StagingExtension, or a subclass, to take up answers "
+                "that were cut"
+            )
 
     def _get_worker_extension_cls(self) -> str:
         if get_platform().device_name == "cpu":

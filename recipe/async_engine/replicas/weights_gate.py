@@ -58,7 +58,8 @@ class WeightsGate:
         if self._complete.is_set() or self.refusing:
             return not self.refusing
         try:
-            await asyncio.wait_for(self._complete.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
             return not self.refusing
         except TimeoutError:
             what = "no weights were ever published" if self.loading is None else f"version {self.loading} never arrived"

@@ -82,7 +82,8 @@ class _Process:
             said = answer[scorer.FULL]
         except (asyncio.IncompleteReadError, OSError):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), LAST_WORD_S)
+                async with asyncio.timeout(LAST_WORD_S):
+                    await self._ended.wait()
             raise RewardProcessDied(self._why()) from None
         except (LookupError, TypeError, ValueError, asyncio.LimitOverrunError):
             why = "was ended: something else than its answer was written to the socket for that"

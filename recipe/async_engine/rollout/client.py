@@ -5,6 +5,7 @@ Contract:
 
 * ``generate`` returns a complete answer. If a weight sync aborts it, the tokens so far are kept and the answer goes on
   under the new version, at once: the server holds the resumed request until it may run, so nothing sleeps or polls.
+* What an answer is asked for with is for the whole of it, however often it is cut (``core/cuts.py``).
 * Where a sync holds requests in their engine (``async_training.weights.at_swap=keep``), the server says which version
   sampled which tokens.
 * With ``async_training.partial_rollout=False`` no answer is ever cut (the scheduler drains before a sync); if one is
@@ -27,7 +28,6 @@ Shown by tests/integration/test_client.py (servers faked below the actor seam) a
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import defaultdict
@@ -45,6 +45,7 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from recipe.async_engine.core.cuts import refused
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.core.events import Work
 from recipe.async_engine.replicas.load_balancer import ENDED, SAY_ENDED_S
@@ -119,7 +120,7 @@ class Patience:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2.0 ** min(self.refusals - 2, 30)))
 
 
-# The caller's object, which the task that ``wait_for`` starts fills in: a value set there would be lost with the task.
+# verl's methods are told nothing of a request but its own arguments.
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
@@ -143,17 +144,27 @@ class ResumingClient(LLMServerClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         flight = _flight.get()
         avoided = None if flight is None else flight.avoided
+        answer = asyncio.ensure_future(
+            super()._acquire_server(request_id, **extra, ended=self._take_ended(), avoided=avoided)
+        )
         try:
-            server_id, server = await self._routed(
-                super()._acquire_server(request_id, **extra, ended=self._take_ended(), avoided=avoided)
-            )
+            server_id, server = await self._routed(asyncio.shield(answer))
+        except asyncio.CancelledError:
+            # The load balancer counts a request that no server will have.
+            answer.add_done_callback(lambda routed: self._give_back(routed, request_id))
+            raise
         except Exception as error:
+            answer.cancel()
             if "No available servers" in str(error):
                 raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
             raise
         if flight is not None:
             flight.server_id, flight.server = server_id, server
         return server_id, server
+
+    def _give_back(self, routed: asyncio.Future[Any], request_id: str) -> None:
+        if not routed.cancelled() and routed.exception() is None:
+            self._release_server(routed.result()[0], request_id)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """As verl's; where the load balancer takes it with the next request, it waits for that, but not for long."""
@@ -180,7 +191,8 @@ class ResumingClient(LLMServerClient):
             LoadBalancerLost: it died, or does not answer.
         """
         try:
-            return await asyncio.wait_for(answer, ROUTING_S)
+            async with asyncio.timeout(ROUTING_S):
+                return await answer
         except RayActorError as error:
             raise LoadBalancerLost(f"the load balancer of the rollout servers died: {error}") from error
         except TimeoutError:
@@ -210,8 +222,11 @@ class ResumingClient(LLMServerClient):
             ``max_global_steps``, the oldest and the newest version among them.
 
         Raises:
-            GenerationError: no server answered in time, or an answer was cut though resuming is off.
+            GenerationError: no server answered in time, an answer was cut though resuming is off, or these parameters
+                cannot be asked for.
         """
+        if (why := refused(sampling_params)) is not None:
+            raise GenerationError(f"an answer was asked for with {why}")
         prompt_ids = normalize_token_ids(prompt_ids)
         sampling_params = dict(sampling_params)
         budget = self._budget(len(prompt_ids), sampling_params)
@@ -230,7 +245,8 @@ class ResumingClient(LLMServerClient):
                 recorder,
                 patience,
                 prompt_ids=prompt_ids + merged.token_ids,
-                sampling_params=_for_the_rest(sampling_params, budget, len(merged.token_ids)),
+                sampling_params={**sampling_params, "max_tokens": budget},
+                sampled=len(merged.token_ids),
                 work=recorder.work if not merged.token_ids or recorder.work is not Work.NEW else Work.AGAIN,
                 **kwargs,
             )
@@ -317,7 +333,8 @@ class ResumingClient(LLMServerClient):
         """One request to one server; None if it gave no token, because it died, left routing or failed the request."""
         with self._under_way(recorder, kwargs["prompt_ids"], patience.failed_at) as flight, patience.spent():
             try:
-                part = await asyncio.wait_for(super().generate(request_id, **kwargs), patience.left_s)
+                async with asyncio.timeout(patience.left_s):
+                    part = await super().generate(request_id, **kwargs)
             except TimeoutError:
                 who = f"rollout server {flight.server_id}"
                 if patience.refusals:
@@ -409,7 +426,8 @@ class ResumingClient(LLMServerClient):
     async def _fetch_from(self, flights: list[Flight]) -> None:
         known = {str(flight.engine_request_id): len(flight.token_ids) for flight in flights}
         try:
-            sampled = await asyncio.wait_for(flights[0].server.sampled_since.remote(known), FETCH_S)
+            async with asyncio.timeout(FETCH_S):
+                sampled = await flights[0].server.sampled_since.remote(known)
         except (RayError, TimeoutError) as error:
             # The requests themselves end with the server's death, or with their own deadline.
             logger.warning("rollout server %s did not say what it has sampled: %s", flights[0].server_id, error)
@@ -457,18 +475,3 @@ class ResumingClient(LLMServerClient):
         if part.num_preempted is not None:
             merged.num_preempted += part.num_preempted
         merged.extra_fields = {**part.extra_fields, **merged.extra_fields}
-
-
-def _for_the_rest(sampling_params: dict[str, Any], budget: int, sampled: int) -> dict[str, Any]:
-    """Sampling parameters of a request for what is missing of an answer after ``sampled`` of its tokens.
-
-    An engine begins the random numbers of a seed anew with each request: the rest gets another seed, always the same
-    one, so that its tokens are not drawn with the numbers that drew the first ones.
-    """
-    rest = {**sampling_params, "max_tokens": budget - sampled}
-    if sampled and rest.get("seed") is not None:
-        name = f"{rest['seed']} {sampled}".encode()
-        rest["seed"] = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest())
-    if sampled and rest.get("min_tokens"):
-        rest["min_tokens"] = max(0, rest["min_tokens"] - sampled)
-    return rest

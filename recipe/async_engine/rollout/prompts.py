@@ -247,7 +247,8 @@ class PromptFeed:
                 raise DataFailed(f"the training data's loader {what}: {type(error).__name__}: {error}") from error
 
         try:
-            return await asyncio.wait_for(attempt(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await attempt()
         except TimeoutError:
             self._late = DataFailed(
                 f"the training data's loader {what} within {self._timeout_s:g} s; look at the data set and at its "

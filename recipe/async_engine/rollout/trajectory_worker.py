@@ -404,7 +404,8 @@ class TrajectoryWorker(AgentLoopWorker):
         for attempt in range(1, self._reward_attempts + 1):
             try:
                 with self._away.at(Away.REWARD) if current_recorder() is not None else nullcontext():
-                    await asyncio.wait_for(super()._compute_score(outputs, kwargs), self._reward_timeout_s)
+                    async with asyncio.timeout(self._reward_timeout_s):
+                        await super()._compute_score(outputs, kwargs)
                 self._check_reward(outputs[-1])
                 return
             except NonFiniteReward:

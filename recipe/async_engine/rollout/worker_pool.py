@@ -314,7 +314,8 @@ class WorkerPool(WorkerSet):
 
         async def answer(worker_id: str, actor: Any) -> Any:
             try:
-                return await asyncio.wait_for(getattr(actor, method).remote(*arguments), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    return await getattr(actor, method).remote(*arguments)
             except Exception as error:  # its trajectories end with their own errors
                 logger.error("agent-loop %s did not answer %s: %s", worker_id, method, error)
                 return None

@@ -149,6 +149,11 @@ TABLE: tuple[Verdict, ...] = (
         " places both on them.",
         "async_training.use_dynamic_resource_scheduling",
     ),
+    *_refused(
+        "Rollout servers bring the scheduler that takes up answers which a weight sync has cut. Remove it.",
+        f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls",
+        allowed="null",
+    ),
     # Settings of which a run here takes one value.
     *_refused(
         "Other rollout engines are not supported yet in this mode.",

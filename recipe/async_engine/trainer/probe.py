@@ -125,7 +125,8 @@ class Probe:
             )
             name = None
             try:
-                part = await asyncio.wait_for(call, max(0.0, deadline - time.monotonic()))
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    part = await call
             except TimeoutError:
                 which = f"{len(answer.tokens)} of {count} tokens within {timeout_s:g} s"
                 raise ProbeFailed(f"{record.name} gave {which} (async_training.timeouts.rehearsal)") from None

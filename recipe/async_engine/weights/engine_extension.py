@@ -26,6 +26,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from recipe.async_engine.core.cuts import sampled_before
+from recipe.async_engine.platform.continued_answers import in_worker
 from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeights, StagingRefused
 from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged_model import StagedModel
@@ -141,6 +143,10 @@ class StagingExtension(vLLMColocateWorkerExtension):
     _staged_model: StagedWeights | None = None
     _staging: Staging | None = None
 
+    def __new__(cls, **kwargs: Any) -> StagingExtension:
+        in_worker(kwargs["vllm_config"])
+        return super().__new__(cls, **kwargs)
+
     def wide_parameters(self) -> list[str]:
         """Names of the parameters that this engine holds in a wider dtype than the model's."""
         width = self.model_runner.vllm_config.model_config.dtype.itemsize
@@ -200,6 +206,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
 
         Returns:
             How many tokens each request in the engine has by now, by the engine's names; all are of the old weights.
+            Those before a cut do not count.
 
         Raises:
             StagingRefused: they are not complete, or not of this version.
@@ -209,4 +216,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
         self._staged_model.swap(version)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        return {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}
+        return {
+            name: len(state.output_token_ids) - len(sampled_before(state.sampling_params))
+            for name, state in self.model_runner.requests.items()
+        }

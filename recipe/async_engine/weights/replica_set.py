@@ -102,7 +102,8 @@ class ReplicaSet:
 
         async def guarded(record: ReplicaRecord) -> None:
             try:
-                await asyncio.wait_for(action(record), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await action(record)
                 record.absent = False
                 return
             except TimeoutError:
@@ -141,7 +142,8 @@ class ReplicaSet:
     async def _balanced(self, answer: Any) -> None:
         # Not in a moment: at the first sync its process may still be importing.
         try:
-            await asyncio.wait_for(answer, self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                await answer
         except TimeoutError:
             late = f"the load balancer did not answer within {self.timeout_s:g} s (async_training.timeouts.weight_sync)"
             raise TimeoutError(late) from None

@@ -83,7 +83,8 @@ class TransferGroup:
 
 async def _in_time(reference: Any, timeout_s: float) -> Any:
     try:
-        return await asyncio.wait_for(reference, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await reference
     except TimeoutError as error:
         if str(error):
             raise

@@ -290,7 +290,8 @@ class DeadlineServerAdapter(ServerAdapter):
 
     async def _in_time(self, answer: Awaitable[T], what: str) -> T:
         try:
-            return await asyncio.wait_for(answer, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
         except TimeoutError:
             raise WeightLoadError(f"the rollout server did not {what} within {self._timeout_s:g} s") from None
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each sampling parameter where an answer is cut and its rest is asked for.
+
+Contract: an answer that was cut is, token by token, the one that its engine would have given whole, if the weights are
+the same. A request for a rest has the parameters of the whole answer and brings the tokens before the cut
+(`SAMPLED`), which the engine then has as its own output (`platform/continued_answers.py`). What could not go on so is
+refused when the answer is asked for, cut or not. Shown by tests/core/test_cuts.py, where a parameter of vLLM's without
+a line here fails, and with a real engine by tests/integration/test_cut_answers.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+SAMPLED = "recipe_sampled"
+"""In a request's ``extra_args``: the tokens that its answer has already; no part of its prompt."""
+
+_NEXT = "decides on one token at a time, by its logits alone"
+_OUTPUT = "goes by the answer's tokens so far, which the engine has"
+_COUNT = "counts the answer's tokens, those before the cut among them"
+_TEXT = "goes by the answer's text so far, which the server's detokenizer has read again"
+_REQUEST = "is about how the engine gives an answer back, not about its tokens"
+_DERIVED = "vLLM's own, derived from the others"
+
+SPANS = {
+    "temperature": _NEXT,
+    "top_p": _NEXT,
+    "top_k": _NEXT,
+    "min_p": _NEXT,
+    "logit_bias": _NEXT,
+    "allowed_token_ids": _NEXT,
+    "stop_token_ids": _NEXT,
+    "ignore_eos": _NEXT,
+    "presence_penalty": _OUTPUT,
+    "frequency_penalty": _OUTPUT,
+    "repetition_penalty": _OUTPUT,
+    "bad_words": _OUTPUT,
+    "watermarking": _OUTPUT,
+    "trace_decode_token_ids": _OUTPUT,
+    "repetition_detection": _OUTPUT,
+    "structured_outputs": "its grammar has taken in the tokens before the cut",
+    "thinking_token_budget": "has gone through the tokens before the cut one by one",
+    "extra_args": "a logits processor is given the answer's tokens so far; calls that it counts itself begin anew",
+    "max_tokens": _COUNT,
+    "min_tokens": _COUNT,
+    "seed": "its generator has drawn as often as for the tokens before the cut",
+    "stop": _TEXT,
+    "include_stop_str_in_output": _TEXT,
+    "skip_special_tokens": _TEXT,
+    "spaces_between_special_tokens": _TEXT,
+    "detokenize": _TEXT,
+    "logprobs": "each part brings those of its own tokens",
+    "prompt_logprobs": "are of the prompt alone, in whichever part has them first",
+    "prompt_logprob_start": _REQUEST,
+    "prompt_logprob_token_ids": _REQUEST,
+    "logprob_token_ids": _REQUEST,
+    "flat_logprobs": _REQUEST,
+    "n": "one answer a request: more are refused",
+    "output_kind": "DELTA is refused: verl's server would keep the last piece of an answer only",
+    "stream_interval": _REQUEST,
+    "skip_clone": _REQUEST,
+    "skip_reading_prefix_cache": _REQUEST,
+    "routed_experts_prompt_start": _REQUEST,
+    "output_text_buffer_length": _DERIVED,
+    "_eos_token_id": _DERIVED,
+    "_all_stop_token_ids": _DERIVED,
+    "_bad_words_token_ids": _DERIVED,
+}
+"""By vLLM's name of a sampling parameter."""
+
+_DELTA = 1
+
+
+def sampled_before(sampling_params: Any) -> list[int]:
+    """Tokens that an answer had before its cut, by vLLM's parameters of the request for its rest; usually none."""
+    before: list[int] = (getattr(sampling_params, "extra_args", None) or {}).get(SAMPLED, [])
+    return before
+
+
+def refused(sampling_params: Mapping[str, Any]) -> str | None:
+    """Why no answer can be asked for with these parameters; None if it can."""
+    if sampling_params.get("n") not in (None, 1):
+        return f"n={sampling_params['n']}: a request has one answer; ask once for each, or set rollout.n"
+    if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
+        return "output_kind=DELTA: verl's server keeps the last piece of an answer only; remove it"
+    return None

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM takes up an answer that was cut, as it takes up a request of its own that it had put off.
+
+A request for the rest brings the tokens before the cut beside its prompt (`core/cuts.py`). Each process of an engine
+has them as the request's output from its first step on: the scheduler and its grammar (`scheduler`), the workers with
+penalties, logits processors, thinking budgets and generators (`in_worker`), and the server's detokenizer, which looks
+for stop strings (`in_output_processor`). What they give back is the rest alone.
+
+vLLM does the same with requests that it preempts; the names of its that are used so stand in tests/contracts/vllm.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from recipe.async_engine.core.cuts import sampled_before
+
+SCHEDULER = f"{__name__}.scheduler"
+"""For ``scheduler_cls`` of an engine."""
+
+
+def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
+    """The scheduler that vLLM would have chosen, which takes up answers that were cut."""
+    vllm_config.scheduler_config.scheduler_cls = None
+    chosen = vllm_config.scheduler_config.get_scheduler_cls()
+
+    class ContinuingScheduler(chosen):
+        """Gives a request the tokens before its cut, before anything else is known of it."""
+
+        def add_request(self, request: Any) -> None:
+            if request.request_id not in self.requests:
+                take_up(request, self.structured_output_manager)
+            super().add_request(request)
+
+    return ContinuingScheduler(vllm_config=vllm_config, **arguments)
+
+
+def take_up(request: Any, grammars: StructuredOutputManager) -> None:
+    """Have the tokens before the cut as the output of a new request, and its grammar where they leave it."""
+    before = sampled_before(request.sampling_params)
+    if not before:
+        return
+    request.append_output_token_ids(before)
+    # Counts what of the prompt is cached, and stops the engine if more is: tokens of the answer may be.
+    request.prefill_stats = None
+    if request.use_structured_output:
+        wanted = request.structured_output_request
+        wanted.grammar = grammars.executor.submit(_advanced, request, wanted._grammar, grammars)
+
+
+def _advanced(request: Any, compiled: Any, grammars: StructuredOutputManager) -> Any:
+    """The request's grammar, once it is compiled and has taken in the tokens before the cut.
+
+    Raises:
+        ValueError: it does not take them, so the request fails.
+    """
+    grammar = compiled.result() if isinstance(compiled, Future) else compiled
+    ruled = _after_reasoning(request, grammars)
+    if ruled and not grammar.accept_tokens(request.request_id, ruled):
+        raise ValueError(f"the grammar of request {request.request_id} does not take the tokens before its cut")
+    return grammar
+
+
+def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[int]:
+    """The tokens before a cut that the grammar is for, which may be the ones after the reasoning alone."""
+    before, wanted = sampled_before(request.sampling_params), request.structured_output_request
+    if grammars.reasoner_cls is None or grammars.enable_in_reasoning:
+        return before
+    reasoner, context = grammars._get_reasoner(request), list(request.prompt_token_ids)
+    if wanted.reasoning_ended is None:
+        wanted.reasoning_ended = reasoner.is_reasoning_end(context)
+    if wanted.reasoning_ended:
+        return before
+    for count, token in enumerate(before, 1):
+        context.append(token)
+        if reasoner.is_reasoning_end_streaming(context, [token]):
+            wanted.reasoning_ended = True
+            return before[count:]
+    return []
+
+
+def in_worker(vllm_config: VllmConfig) -> None:
+    """Have this process's model runner take up answers that were cut; once is enough."""
+    model, drawn_in_64_bit = vllm_config.model_config, vllm_config.model_config.use_fp64_gumbel
+    vocabulary = model.get_vocab_size()
+
+    class ContinuedState(CachedRequestState):
+        """A request as the model runner first has it: with the tokens before its cut."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            before = sampled_before(self.sampling_params)
+            self.output_token_ids = self.output_token_ids or list(before)
+            if before and self.generator is not None:
+                # The sampler draws so much for each token.
+                logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
+                noise = empty_exponential_noise_like(logits, drawn_in_64_bit)
+                for _ in before:
+                    noise.exponential_(generator=self.generator)
+
+    gpu_model_runner.CachedRequestState = ContinuedState
+    if not hasattr(ThinkingBudgetStateHolder.sync_batch, "__wrapped__"):
+        ThinkingBudgetStateHolder.sync_batch = _read_again(ThinkingBudgetStateHolder.sync_batch)
+
+
+def _read_again(sync_batch: Callable[..., None]) -> Callable[..., None]:
+    """It has the holder go through the tokens of a request that comes with some, as it does while they are sampled.
+
+    vLLM lets it look at all of them at once, also after a preemption, and it then counts others as thought.
+    """
+
+    @functools.wraps(sync_batch)
+    def synced(self: Any, batch_update: Any) -> None:
+        sync_batch(self, batch_update)
+        # A request's place may have changed since.
+        come = {id(tokens) for _, _, _, tokens in batch_update.added if tokens} if batch_update else set()
+        for state in self._state.values():
+            tokens = state["output_tok_ids"]
+            if id(tokens) in come:
+                for count in range(len(tokens)):
+                    state["output_tok_ids"], state["force_index"] = tokens[:count], []
+                    self._update_think_state(state)
+                state["output_tok_ids"] = tokens
+
+    return synced
+
+
+def in_output_processor(processor: Any) -> None:
+    """Have a server's output processor look for stop strings in the text before a cut too."""
+    add_request = processor.add_request
+
+    def added(request: Any, *args: Any, **kwargs: Any) -> None:
+        add_request(request, *args, **kwargs)
+        parameters = request.sampling_params
+        before = sampled_before(parameters)
+        if before and parameters.stop and parameters.detokenize:
+            read_before(processor.request_states[request.request_id].detokenizer, before)
+
+    processor.add_request = added
+
+
+def read_before(detokenizer: Any, tokens: list[int]) -> None:
+    """Have a new detokenizer read the tokens before a cut; those that it gives back are the ones after it."""
+    stop, detokenizer.stop = detokenizer.stop, []
+    detokenizer.update(tokens, False)
+    detokenizer.stop = stop
+    detokenizer.min_tokens = max(0, detokenizer.min_tokens - len(tokens))
+    if hasattr(detokenizer, "prompt_len"):
+        # The one for tokenizers in Python has the prompt's tokens before its own.
+        detokenizer.prompt_len += len(tokens)
+    else:
+        detokenizer.token_ids.clear()
