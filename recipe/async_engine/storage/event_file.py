@@ -123,7 +123,7 @@ class EventFile:
 
 NEEDS = {
     TRAJECTORIES: ("group", "trajectory", "version"),
-    GROUPS: ("group", "version"),
+    GROUPS: ("group",),
     TOKENS: ("version", "tokens"),
     WEIGHTS: ("version",),
 }
