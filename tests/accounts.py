@@ -62,7 +62,8 @@ def check_tokens(run: FinishedRun) -> dict[str, int]:
     if run.summary["resumed"]["step"] == 0:
         # The trainer counts them in its batches.
         assert tokens["trained"] == sum(run.column("fully_async/sampled_tokens")), tokens
-    header, table = read(files(run.folder)[-1])
+    header, table, notes = read(files(run.folder)[-1])
+    assert not notes
     assert header["accelerators"]["trainer"] >= 1
     assert table.num_rows > 0
     return tokens

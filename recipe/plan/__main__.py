@@ -13,12 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.storage.event_file import OtherFormat, files
+from pydantic_core import from_json
+
+from recipe.async_engine.storage.event_file import files
+from recipe.async_engine.storage.schema import BadFile
 from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
-from recipe.plan.simulation import Scenario
-from recipe.plan.times import CannotFit, Times, estimated, fitted, scorers, steps_trained
-from recipe.report.run import NoRecord, Run, about, answer_counts
+from recipe.plan.simulation import Scenario, StandsStill
+from recipe.plan.times import Times, estimated, fitted, group_size, scorers, steps_trained
+from recipe.report.run import Run, about
 
 SHOWN = 8
 WIDEST = 10.0
@@ -30,7 +33,7 @@ def of_run(run: Run, steps: int) -> Scenario:
     replicas = max(1, said["rollout_replicas"])
     return Scenario(
         batch_groups=max(1, round(len(about(run.groups, "trained")) / steps_trained(run))),
-        answers=max(answer_counts(run).values()),
+        answers=group_size(run),
         replicas=replicas,
         slots=said["max_concurrent_trajectories"] // replicas,
         places=said["engine_places"] // replicas,
@@ -54,9 +57,12 @@ def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times
     if options.lengths is None:
         raise BadRequest(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
-        shape = shape_of(json.loads((folder / "config.json").read_text()))
-    except (AttributeError, ValueError):
-        raise BadRequest(f"{folder}/config.json is no JSON object") from None
+        config = from_json((folder / "config.json").read_bytes())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise BadRequest(f"{folder}/config.json is no JSON object")
+    shape = shape_of(config)
     if shape is None:
         raise BadRequest(f"{folder}/config.json has no architecture whose shape is known")
     if options.device not in PROFILES:
@@ -144,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         found, estimate = _found(options)
-    except (BadRequest, CannotFit, NoRecord, OtherFormat) as error:
+    except (BadRequest, BadFile, StandsStill, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if options.picture is not None:
@@ -172,6 +178,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         scenario, times = of_model(options.run, options)
     else:
         times, run = fitted(options.run)
+        sys.stderr.write("".join(f"{note}\n" for note in run.notes))
         if run.devices.shared or run.settings["whole_batches"]:
             raise BadRequest(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
         scenario = of_run(run, options.steps)

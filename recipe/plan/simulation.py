@@ -105,6 +105,10 @@ class _Group:
     answers: list[int] = field(default_factory=list)
 
 
+class StandsStill(RuntimeError):
+    """A run that is simulated comes to no end: with what it is given it never has a batch."""
+
+
 class Simulation:
     """See the module's contract.
 
@@ -151,11 +155,14 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate it to its end; RuntimeError if it stands still."""
+        """Simulate it to its end; raises `StandsStill` where it has none."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
-            raise RuntimeError(f"the simulated run stands still at {self.clock.now:g} s: {self.ledger.counts()}")
+            raise StandsStill(
+                f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
+                f"{self.scenario}: the times and settings of its record cannot be those of a run"
+            )
         self._timeline.stop()
         return self._result()
 

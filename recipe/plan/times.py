@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 
 from recipe.async_engine.core.account import Piece
 from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
+from recipe.async_engine.storage.schema import LIMIT, BadFile, unsaid
 from recipe.plan.device import DeviceTimes
 from recipe.plan.engine_steps import fit_steps
-from recipe.report.run import Run, about, answer_counts, load
+from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], float], float]
 
@@ -75,17 +76,25 @@ class Times:
         return draw.choice(self.rewards)
 
 
-class CannotFit(ValueError):
+class CannotFit(BadFile):
     """A record does not have what a fit needs."""
+
+
+OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
+"""Settings that a plan can do without."""
 
 
 def fitted(folder: Path) -> tuple[Times, Run]:
     """The times of the run in ``folder``, from its record alone.
 
     Raises:
-        CannotFit: no answer, no update or no sync is in its record.
+        CannotFit: no answer, no update or no sync is in its record, or not how the run was set.
+        BadFile: it cannot be read.
     """
     run = load(folder)
+    if absent := unsaid(run.settings, but=OLDER):
+        also = "".join(f"; {note}" for note in run.notes)
+        raise CannotFit(f"the record in {folder} does not have these settings of its run: {', '.join(absent)}{also}")
     answers = _answers(run)
     lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
@@ -94,6 +103,8 @@ def fitted(folder: Path) -> tuple[Times, Run]:
         raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
     replicas = max(1, run.settings["rollout_replicas"])
     places = run.settings["engine_places"] / replicas
+    if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
+        raise CannotFit(f"the record in {folder} has fewer places or trajectories than its {replicas} engines")
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
     prompt = _prompt(run)
@@ -152,7 +163,7 @@ def _agents_s(run: Run, used: Mapping[Class, float], answers: int, places: float
 
 def scorers(run: Run) -> int:
     """Processes that compute rewards; 0 for as many as there are answers."""
-    return run.settings["reward_processes"] * run.settings.get("reward_workers", 1)
+    return run.settings["reward_processes"] * (run.settings.get("reward_workers") or 1)
 
 
 def _rewards(scored: Iterable[tuple[float, float]], processes: int) -> tuple[float, ...]:
@@ -178,6 +189,12 @@ def _within(pieces: Sequence[Piece], moments: Sequence[float], seconds: float) -
                 break
             if (begin := max(piece.start, start)) < (stop := min(piece.end, end)):
                 yield piece._replace(start=begin, end=stop)
+
+
+def group_size(run: Run) -> int:
+    """Answers of a group: as many as any has in its record."""
+    rows = run.trajectories.group_by("group").aggregate([("trajectory", "count_distinct")])
+    return int(pc.max(rows["trajectory_count_distinct"]).as_py())
 
 
 def steps_trained(run: Run) -> int:
@@ -210,7 +227,7 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
     """
     steps = steps_trained(run)
     groups = about(run.groups, "trained")
-    answers = len(groups) / steps * max(answer_counts(run).values())
+    answers = len(groups) / steps * group_size(run)
     prompts = answers * prompt
     line = _line(run, what)
     if line is None:
@@ -228,8 +245,9 @@ def _of_batches(run: Run, what: str, prompt: float) -> Seconds:
 
 def _prompt(run: Run) -> float:
     """Mean length of its prompts; 0 where its metrics do not have it."""
-    means = [line["prompt_length/mean"] for line in run.metrics if "prompt_length/mean" in line]
-    return statistics.fmean(means) if means else 0.0
+    means = [line.get("prompt_length/mean") for line in run.metrics]
+    known = [mean for mean in means if mean is not None and 0 <= mean < LIMIT]
+    return statistics.fmean(known) if known else 0.0
 
 
 def _line(run: Run, what: str) -> tuple[float, float] | None:

@@ -9,11 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
-from recipe.async_engine.storage.event_file import OtherFormat
+from recipe.async_engine.storage.schema import BadFile
 from recipe.report import comparison
 from recipe.report.follow import follow
 from recipe.report.page import brief, write
-from recipe.report.run import NoRecord, load
+from recipe.report.run import Run, load
 from recipe.report.trace import write_trace
 
 WAIT_S = 600.0
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _follow(options.run, WAIT_S if options.wait is None else options.wait)
     try:
         output, lines = _written(options)
-    except (NoRecord, OtherFormat, OSError) as error:
+    except (BadFile, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write("\n".join([*lines, str(output)]) + "\n")
@@ -66,7 +66,7 @@ def _seconds(text: str) -> float:
 
 def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
     """The file that was asked for, and what is said of it."""
-    run = load(options.run)
+    run = _loaded(options.run)
     if options.trace:
         write_trace(run, options.trace)
         return options.trace, []
@@ -75,9 +75,16 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
         write(run, output)
         return output, brief(run)
     output = options.output or options.other / "compared.html"
-    other = load(options.other)
+    other = _loaded(options.other)
     comparison.write(run, other, output)
     return output, [f"{each.name}: {brief(each)[0]}" for each in (run, other)]
+
+
+def _loaded(folder: Path) -> Run:
+    """The run in a folder; what is damaged there is told."""
+    run = load(folder)
+    sys.stderr.write("".join(f"{note}\n" for note in run.notes))
+    return run
 
 
 def _say(line: str) -> None:
@@ -90,7 +97,7 @@ def _follow(run: Path, wait_s: float) -> int:
         return follow(run, wait_s, _say)
     except (KeyboardInterrupt, BrokenPipeError):
         return 128 + signal.SIGINT
-    except (OtherFormat, OSError) as error:
+    except (BadFile, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from recipe.async_engine.core.events import Class
 from recipe.report import charts
 from recipe.report.advice import sides, useful_share
-from recipe.report.page import STALENESS, advice_list, document, learned, steps, steps_of_start, what_happened
+from recipe.report.page import STALENESS, advice_list, document, learned, left_out, steps, steps_of_start, what_happened
 from recipe.report.run import Run
 
 
@@ -23,7 +23,9 @@ def write(first: Run, second: Run, path: Path) -> None:
     if names[0] == names[1]:
         names = [f"A: {names[0]}", f"B: {names[1]}"]
     runs = dict(zip(names, (first, second), strict=True))
-    said = "".join(f"<p><b>{escape(name)}</b>: {escape(what_happened(run))}</p>" for name, run in runs.items())
+    said = "".join(
+        f"<p><b>{escape(name)}</b>: {escape(what_happened(run))}</p>{left_out(run)}" for name, run in runs.items()
+    )
     advice = "".join(f"<div><h2>{escape(name)}</h2>{advice_list(run, most=3)}</div>" for name, run in runs.items())
     top = f'{said}{_figures(runs)}{_settings(runs)}{_account(runs)}<div class="columns">{advice}</div>'
     by_device = []
@@ -77,7 +79,7 @@ FIGURES: Mapping[str, Callable[[Run], str]] = {
     "useful, without the start-up": lambda run: ", ".join(
         f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items()
     ),
-    "staleness of the oldest token, max": lambda run: str(run.summary.get("staleness", {}).get("max", "")),
+    "staleness of the oldest token, max": lambda run: str((run.summary.get("staleness") or {}).get("max", "")),
 }
 
 

@@ -19,7 +19,8 @@ from recipe.async_engine.core.events import SCHEDULER, TRAINER, Class
 from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, STEP, TRAINER_DOES, sides
 from recipe.async_engine.storage.event_file import Tail, files
 from recipe.async_engine.storage.owner import is_owned, owner_of
-from recipe.report.run import FRESH_S, summary_of, whole_steps
+from recipe.async_engine.storage.schema import Summary, steps_of, summary_in
+from recipe.report.run import FRESH_S
 
 POLL_S = 1.0
 LINES_S = 5.0
@@ -35,6 +36,7 @@ class Follower:
     Attributes:
         figures: of the run so far, in the keys of docs/run-record.md.
         steps: metrics of steps that nobody has been told of.
+        notes: what is damaged, of which nobody has been told.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,6 +47,8 @@ class Follower:
         self._phases: defaultdict[str, float] = defaultdict(float)
         self.figures: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._noted: set[str] = set()
 
     def look(self) -> bool:
         """Take in what is new; whether anything was."""
@@ -55,9 +59,15 @@ class Follower:
         return bool(self._file or self.steps or self.figures) or is_owned(self._folder)
 
     @property
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> Summary | None:
         """What the run left at its end."""
-        return summary_of(self._folder)
+        summary, notes = summary_in(self._folder)
+        self._note(notes)
+        return summary
+
+    def _note(self, notes: list[str]) -> None:
+        self.notes += [note for note in notes if note not in self._noted]
+        self._noted.update(notes)
 
     @property
     def is_over(self) -> bool:
@@ -80,6 +90,7 @@ class Follower:
         if self._tail is None:
             return False
         events = self._tail.new()
+        self._note([self._tail.damage] if self._tail.damage else [])
         for event in events:
             if event.lane == TRAINER:
                 self.figures[TRAINER_DOES] = event.what
@@ -102,12 +113,22 @@ class Follower:
             file.seek(self._metrics_at)
             lines = [line for line in file if line.endswith(b"\n")]
             self._metrics_at += sum(map(len, lines))
-        # Where a resumed run has left out lines meanwhile, the first one may be a piece.
-        for step in whole_steps(lines):
+        if lines and not lines[0].startswith(b"{"):
+            # A resumed run has left out lines meanwhile, and this is a piece of one.
+            del lines[0]
+        steps, notes = steps_of(lines, str(path))
+        self._note(notes)
+        for step in steps:
             shares = any(key.startswith(SHARE) for key in self.figures)
-            self.figures |= {key: value for key, value in step.items() if not (shares and key.startswith(SHARE))}
+            self.figures |= {key: value for key, value in step.items() if self._is_figure(key, value, shares)}
             self.steps.append(step)
         return bool(lines)
+
+    @staticmethod
+    def _is_figure(key: str, value: Any, shares: bool) -> bool:
+        if key.startswith(SHARE):
+            return value is not None and not shares
+        return key not in (TRAINER_DOES, ROLLOUT_DOES)
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:
@@ -146,8 +167,11 @@ def follow(folder: Path, wait_s: float, say: Say) -> int:
 def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
     """Say what is new; returns when the sides were last told of."""
     now = time.strftime("%H:%M:%S")
+    for note in follower.notes:
+        say(note)
+    follower.notes = []
     for step in follower.steps:
-        parts = [f"step {step.get(STEP, 0):.0f}"]
+        parts = [f"step {step.get(STEP) or 0:.0f}"]
         parts += [f"{name} {step[key]:.3g}" for name, key in SHOWN.items() if step.get(key) is not None]
         say(f"{now} {', '.join(parts)}")
     follower.steps = []
@@ -161,15 +185,16 @@ def _tell(follower: Follower, said_at: float, last: bool, say: Say) -> float:
 SHOWN = {"reward": "critic/score/mean", "seconds": "timing_s/step"}
 
 
-def _ended(summary: dict[str, Any], say: Say) -> int:
+def _ended(summary: Summary, say: Say) -> int:
     error, alarms = summary.get("error"), summary.get("alarms") or {}
+    has_failed = error is not None or "error" not in summary
     say(
-        f"the run {'failed' if error else 'ended'}{' with alarms' if alarms else ''}: "
+        f"the run {'failed' if has_failed else 'ended'}{' with alarms' if alarms else ''}: "
         f"steps {summary.get('steps')}, versions {summary.get('versions')}, "
         f"{summary.get('wall_seconds') or 0:.0f} s"
     )
-    if error:
-        say(f"{error['name']}: {error['message']}")
+    if error is not None:
+        say(f"{error.get('name')}: {error.get('message')}")
     for name, alarm in alarms.items():
         say(f"alarm {name}, {alarm['count']} {alarm['unit']}: {alarm['said']}")
-    return FAILED if error else WITH_ALARMS if alarms else ENDED
+    return FAILED if has_failed else WITH_ALARMS if alarms else ENDED

@@ -45,7 +45,7 @@ Section = tuple[str, list[Any]]
 
 def write(run: Run, path: Path) -> None:
     """Write the report of ``run`` to ``path``."""
-    top = f"<p>{escape(what_happened(run))}</p>{_alarms(run)}{advice_list(run)}{_tables(run)}"
+    top = f"<p>{escape(what_happened(run))}</p>{left_out(run)}{_alarms(run)}{advice_list(run)}{_tables(run)}"
     path.write_text(document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
 
 
@@ -111,6 +111,12 @@ def what_happened(run: Run) -> str:
         f"{first}. Useful, without the start-up: {shares}; most of the rest was {charts.words(worst)}, "
         f"{100 * lost[worst] / total:.0f}% of all accelerators' time."
     )
+
+
+def left_out(run: Run) -> str:
+    """What is damaged in the run's folder, as a list."""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    return f"<h2>Not in this report</h2><ul>{notes}</ul>" if notes else ""
 
 
 def steps(run: Run) -> int:

@@ -2,17 +2,15 @@
 """What a run's folder says of the run, for its report.
 
 Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written; the account is
-made of these. Of a run with several starts in one folder it is the newest start. Shown by tests/integration/
-test_report.py.
+made of these. Of a run with several starts in one folder it is the newest start. What is damaged is left out and noted,
+or the record is refused (`storage.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +23,14 @@ from recipe.async_engine.core.account import Account, Devices, Piece, close, mea
 from recipe.async_engine.core.alarms import METRIC, WATCHED
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
 from recipe.async_engine.storage.event_file import events_of, files, read
+from recipe.async_engine.storage.schema import BadFile, Header, Settings, Summary, header_of, metrics_in, summary_in
 from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
 """A run whose newest event is older than this, and that left no summary, was killed."""
 
 
-class NoRecord(ValueError):
+class NoRecord(BadFile):
     """There is no record of events in the folder."""
 
 
@@ -39,15 +38,15 @@ class NoRecord(ValueError):
 class Run:
     """A run as far as its folder has it.
 
-    events: of every lane but trajectories, groups and tokens, which are tables. state: "ended", "failed", "goes on" or
-    "was killed". until: seconds of the run's clock that the account covers. later_error: of a start after this one that
-    ended before it had a record.
+    events: of every lane but trajectories, groups and tokens, which are tables. state: "ended", "failed", "goes on",
+    "was killed", or `UNSAID`. until: seconds of the run's clock that the account covers, more than 0. later_error: of a
+    start after this one that ended before it had a record. notes: what is damaged in the folder and was left out.
     """
 
     folder: Path
     state: str
     until: float
-    header: dict[str, Any]
+    header: Header
     devices: Devices
     events: list[Event]
     pieces: list[Piece]
@@ -55,17 +54,18 @@ class Run:
     trajectories: pa.Table
     groups: pa.Table
     tokens: pa.Table
-    summary: dict[str, Any]
+    summary: Summary
     metrics: list[dict[str, Any]]
     later_error: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return dict(self.header.get("settings", {}))
+    def settings(self) -> Settings:
+        return self.header.settings
 
     @property
     def alarms(self) -> dict[str, tuple[int, str]]:
@@ -114,31 +114,41 @@ def speeds(run: Run) -> dict[str, float]:
 
 
 def load(folder: Path) -> Run:
-    """Read the newest start of the run in ``folder``; raises NoRecord if it has none."""
+    """Read the newest start of the run in ``folder``.
+
+    Raises:
+        NoRecord: it has none.
+        BadFile: it cannot be read, or is of another version.
+    """
     found = files(folder)
     if not found:
         raise NoRecord(
             f"{folder} has no record of events: name a run's folder (trainer.default_local_dir) that was written with "
             "async_training.events=true"
         )
-    header, table = read(found[-1])
-    if not header or table.num_rows == 0:
-        raise NoRecord(f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones")
-    summary = summary_of(folder) or {}
-    later_error = None
-    if summary and not summary.get("account") and summary.get("began", 0.0) > header["began"]:
+    written, table, notes = read(found[-1])
+    until = pc.max(table["end"]).as_py() if table.num_rows else 0.0
+    if until <= 0:
+        also = "".join(f"; {note}" for note in notes)
+        raise NoRecord(
+            f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones{also}"
+        )
+    header, of_header = header_of(written, str(found[-1]))
+    summary, of_summary = summary_in(folder)
+    metrics, of_metrics = metrics_in(folder)
+    summary, later_error = summary or {}, None
+    if summary and not summary.get("account") and summary.get("began", 0.0) > header.began:
         # It is of a start that ended before it had a record.
         summary, later_error = {}, (summary.get("error") or {}).get("message")
-    account = summary.get("account") or {}
-    until = account.get("duration") or pc.max(table["end"]).as_py()
+    until = (summary.get("account") or {}).get("duration") or until
     lanes = table["lane"]
     many = pc.is_in(lanes, pa.array([TRAJECTORIES, GROUPS, TOKENS]))
     events = events_of(table.filter(pc.invert(many)))
-    devices = Devices(header["accelerators"], header["shared"])
+    devices = Devices(header.accelerators, header.shared)
     found_pieces = list(pieces(events, devices, until))
     return Run(
         folder=folder,
-        state=_state(summary, time.time() - header["began"] - until),
+        state=_state(summary, time.time() - header.began - until),
         until=until,
         header=header,
         devices=devices,
@@ -149,35 +159,18 @@ def load(folder: Path) -> Run:
         groups=table.filter(pc.equal(lanes, GROUPS)),
         tokens=table.filter(pc.equal(lanes, TOKENS)),
         summary=summary,
-        metrics=_lines(folder / "metrics.jsonl"),
+        metrics=metrics,
         later_error=later_error,
+        notes=[*notes, *of_header, *of_summary, *of_metrics],
     )
 
 
-def _state(summary: dict[str, Any], silent_s: float) -> str:
-    if summary:
-        return "failed" if summary.get("error") else "ended"
-    return "goes on" if silent_s < FRESH_S else "was killed"
+UNSAID = "ended, and its summary does not say how,"
 
 
-def summary_of(folder: Path) -> dict[str, Any] | None:
-    """What the run left at its end, if it can be read."""
-    try:
-        return dict(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return whole_steps(path.read_bytes().splitlines() if path.is_file() else ())
-
-
-def whole_steps(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The steps' metrics, of the lines of ``metrics.jsonl``; a line that was cut off is left out."""
-    found = []
-    for line in lines:
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return found
+def _state(summary: Summary, silent_s: float) -> str:
+    if not summary:
+        return "goes on" if silent_s < FRESH_S else "was killed"
+    if "error" not in summary:
+        return UNSAID
+    return "ended" if summary["error"] is None else "failed"

@@ -65,7 +65,7 @@ class Batch:
 def write_trace(run: Run, path: Path) -> None:
     """Write the trace of ``run`` to ``path``."""
     with open(path, "wb") as stream:
-        file = TraceFile(stream, run.header["began"])
+        file = TraceFile(stream, run.header.began)
         batches = _batches(run)
         _devices(file, file.group("accelerators"), run, batches)
         parts = file.group("run")

@@ -22,7 +22,8 @@ def test_what_was_written_is_read_back_while_the_file_is_open(tmp_path: Path) ->
     file = EventFile(tmp_path, {"mode": "a"})
     assert read(file.path)[1].num_rows == 0
     file.write(EVENTS)
-    header, table = read(file.path)
+    header, table, notes = read(file.path)
+    assert not notes
     assert (header, events_of(table)) == ({"mode": "a"}, EVENTS)
     file.write([])
     file.write(EVENTS)

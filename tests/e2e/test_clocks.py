@@ -41,7 +41,7 @@ def test_record_of_two_hosts_is_on_one_clock(task: TaskPaths, tmp_path: Path, ra
             ended = run.end_within(END_S)
     # Its account closes, with hardly a second that is not known: `drilled` has checked it.
     assert ended.returncode == 0, ended.output[-3000:]
-    _, table = read(files(folder)[-1])
+    table = read(files(folder)[-1]).events
     events = list(events_of(table))
     assert min(event.start for event in events) >= 0
     assert max(event.end for event in events) <= ended.summary["account"]["duration"] + EXCHANGE_S

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,24 @@ import torch
 from main_runs import run_main, small
 from test_fully_async import check_books
 from test_model_engine import FP32, HF_CHECKPOINTS, Weights, batches, forward, largest_difference
+from transformers import AutoModelForCausalLM
 
 from recipe.async_engine.task import TaskPaths
 
 # vLLM's log-probs of its own tokens and Hugging Face's of the same weights.
 ENGINES = 1e-4
+
+
+def merged_by_verl_it_is_the_trainers(checkpoint: Path, target: Path) -> None:
+    """verl's own merger makes a model of a checkpoint's shards, in bfloat16, as users run it."""
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(checkpoint), "--target_dir", str(target)]
+    merged = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert merged.returncode == 0, merged.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).state_dict()
+    shards = torch.load(checkpoint / "model_world_size_1_rank_0.pt", weights_only=False)
+    assert shards.keys() <= model.keys()
+    assert all(torch.equal(shard.to_local().bfloat16(), model[name]) for name, shard in shards.items())
 
 
 class WeightsOfVersions(Weights):
@@ -60,6 +75,7 @@ def test_each_log_prob_is_the_named_versions_also_after_a_resume_within_a_versio
                 assert (batch["rollout_log_probs"][row] - sampled)[own].abs().max() <= ENGINES, step
                 sampled_after += step > stopped and version == 1
     assert sampled_after, "some were sampled by the version in whose middle the run resumed"
+    merged_by_verl_it_is_the_trainers(tmp_path / f"global_step_{steps}" / "actor", tmp_path / "merged")
     # The versions differ by far more than what is allowed here.
     old, new = (forward(weights.of(version), batch, 0)[0] for version in (0, 1))
     assert (old - new).abs().max() > 100 * ENGINES

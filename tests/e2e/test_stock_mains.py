@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 import stock_overrides as stock
+import torch
+from main_runs import FULLY_ASYNC, small
+from main_runs import run_main as run_ours
 from metric_names import row_of, rows
+from safetensors.torch import load_file
 
 from recipe.async_engine.task import TaskPaths
 
@@ -38,6 +42,7 @@ def test_stock_one_step_off_policy_main_trains_on_a_cpu(
     untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:
     overrides = stock.cpu_overrides(untrained_task, tmp_path, ray_dir, devices=2) + stock.one_step_overrides(STEPS)
+    overrides.append(f"trainer.save_freq={STEPS}")
     _, steps = run_main(stock.ONE_STEP_MAIN, overrides, tmp_path)
     assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["actor/grad_norm"] > 0 for step in steps)
@@ -49,6 +54,25 @@ def test_stock_one_step_off_policy_main_trains_on_a_cpu(
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-7
     # Every later batch is one step late: the weights that trained it are not those that generated it.
     assert all(step["training/rollout_probs_diff_max"] > 1e-7 for step in steps[1:])
+    begins_with_the_weights_of(tmp_path / "checkpoints" / f"global_step_{STEPS}", untrained_task, tmp_path, ray_dir)
+
+
+def begins_with_the_weights_of(stock_folder: Path, task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+    """A run of this package, whose learning rate is 0, has the weights of a stock checkpoint bit for bit."""
+    folder = tmp_path / "ours"
+    overrides = [*small(task, folder, ray_dir), "trainer.save_freq=1", "trainer.total_training_steps=1"]
+    overrides += [f"async_training.start_from={stock_folder}", "actor_rollout_ref.actor.optim.lr=0"]
+    run = run_ours(FULLY_ASYNC, overrides, folder)
+    assert run.returncode == 0, run.output[-8000:]
+    assert "optimizer, learning-rate schedule, position in the data" in run.output
+    assert (run.summary["resumed"]["step"], run.summary["steps"]) == (0, 1)
+    stock_weights, ours = (
+        torch.load(place / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
+        for place in (stock_folder, folder / "global_step_1")
+    )
+    base = load_file(task.model / "model.safetensors")
+    assert any(not torch.equal(stock_weights[name].to_local(), base[name]) for name in base)
+    assert all(torch.equal(stock_weights[name].to_local(), ours[name].to_local()) for name in stock_weights)
 
 
 @pytest.mark.e2e

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pickle
 import random
 import signal
 import struct
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from checkpointed import SCORED, plan
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
@@ -118,9 +120,15 @@ class Life:
         self.groups: dict[int, dict[str, Any]] = {}
         trainer = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"}
         keep = {"max_actor_ckpt_to_keep": settings["keep"]}
-        training = SimpleNamespace(async_training=AsyncTraining())
+        training = plan(
+            batch_groups=settings["b"],
+            batches_per_version=settings["k"],
+            max_staleness=settings["bound"],
+            pipeline_depth=settings["depth"],
+        )
+        training.settings.async_training = AsyncTraining(whole_batches=settings["whole"])
         config = OmegaConf.create({"trainer": {**trainer, **keep}})
-        self.state = RunState(config, SimpleNamespace(settings=training), {"settings": "of this run"})
+        self.state = RunState(config, training, {"settings": "of this run"})
         phases.enter("load")
         self.found = self.resume()
         phases.enter("generate")
@@ -154,7 +162,7 @@ class Life:
         assert set(trained) == {(epoch, index) for epoch, first, end in rows for index in range(first, end)}
         for group in self.ledger.in_state(GroupState.READY):
             (reference,) = self.groups[group.id]["payloads"]
-            payload = self.store.get(reference, 1.0)
+            payload = pickle.loads(self.store.get(reference, 1.0))
             assert payload["prompt"] == list(group.prompt.key)
             assert payload["oldest"] == group.start <= payload["newest"] <= self.ledger.version
             assert group.prompt.key not in set(trained)
@@ -179,7 +187,7 @@ class Life:
             if prompt is None:
                 break
             group = self.ledger.issue(prompt.reference)
-            self.groups[group.id] = {"row": prompt.row, "scored": [None], "payloads": [None]}
+            self.groups[group.id] = {"row": prompt.row, "scored": [None], "payloads": [None], "kept": [None]}
         running = self.ledger.in_state(GroupState.RUNNING)
         if running:
             self.end(self.rng.choice(running))
@@ -190,7 +198,7 @@ class Life:
             oldest = self.rng.randint(group.start, self.ledger.version)
             payload = {"prompt": list(group.prompt.key), "oldest": oldest, "newest": self.ledger.version}
             payload["tokens"] = self.rng.randbytes(self.rng.randrange(5000))
-            self.groups[group.id].update(scored=["score"], payloads=[self.store.put(payload)])
+            self.groups[group.id].update(scored=[SCORED], payloads=[self.store.put(pickle.dumps(payload))])
             self.ledger.mark_ready(group.id, oldest)
         elif chance < 0.9:
             self.ledger.restart(group.id)
@@ -217,6 +225,7 @@ class Life:
     def save(self) -> None:
         groups = {group_id: dict(group) for group_id, group in self.groups.items()}
         snapshot = {"ledger": self.ledger.snapshot(), "source": self.source.state(), "groups": groups}
+        snapshot["interrupted_tokens"] = {"cut": 0, "lost": 0, "trained": 0}
         self.state.save(self.step, snapshot, self.save_as_verl)()
 
     def save_as_verl(self) -> None:

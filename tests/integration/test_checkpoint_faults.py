@@ -18,15 +18,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
+from checkpointed import plan, snapshot
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, RunState
 
@@ -157,9 +156,8 @@ class Run:
 
     def state(self, keep: int | None) -> RunState:
         config = {"default_local_dir": str(self.root), "save_freq": 1, "resume_mode": "auto"}
-        training = SimpleNamespace(async_training=AsyncTraining())
         trainer = OmegaConf.create({"trainer": config | {"max_actor_ckpt_to_keep": keep}})
-        return RunState(trainer, SimpleNamespace(settings=training), {})
+        return RunState(trainer, plan(), {})
 
     def save(self, state: RunState, step: int, keep: int | None) -> None:
         self.saves += 1
@@ -176,7 +174,7 @@ class Run:
             with open(self.root / TRACKER, "wb") as file:
                 file.write(str(step).encode())
 
-        state.save(step, {"ledger": {"live": []}, "groups": {}, "source": None, "token": token}, save_verl)()
+        state.save(step, snapshot(token=token), save_verl)()
         if self.cut_off is not None:
             self.complete = {other: self.complete[other] for other in self.complete if other not in going}
             self.complete[step] = content_of(folder)
@@ -311,6 +309,7 @@ def test_newest_complete_checkpoint_is_found_whichever_change_of_the_disk_fails(
 ON_A_SMALL_DISK = """
 import errno, json, os, sys
 from pathlib import Path
+from checkpointed import snapshot
 from test_checkpoint_faults import Run
 
 run = Run(Path(sys.argv[1]))
@@ -321,7 +320,7 @@ run.save(state, 2, None)
 def save(size):
     def save_verl():
         (run.folder(4) / "model.pt").write_bytes(bytes(size))
-    state.save(4, {"ledger": {"live": []}, "groups": {}}, save_verl)()
+    state.save(4, snapshot(), save_verl)()
 
 try:
     save(8 << 20)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpointed import plan, snapshot
 from omegaconf import OmegaConf
 
-from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.storage.owner import FolderTaken
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, CheckpointError, RunState
@@ -21,12 +21,11 @@ from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACK
 
 def run_state(root: Path, **trainer: Any) -> RunState:
     config = {"default_local_dir": str(root), "save_freq": 1, "resume_mode": "auto"} | trainer
-    plan = SimpleNamespace(settings=SimpleNamespace(async_training=AsyncTraining()))
-    return RunState(OmegaConf.create({"trainer": config}), plan, {})
+    return RunState(OmegaConf.create({"trainer": config}), plan(), {})
 
 
 def save(state: RunState, step: int) -> None:
-    state.save(step, {"ledger": {"live": []}, "groups": {}, "source": {"at": step}}, lambda: None)()
+    state.save(step, snapshot(unchanged_versions=step), lambda: None)()
 
 
 def saved(root: Path, *steps: int) -> None:
@@ -53,9 +52,8 @@ def test_checkpoint_whose_rollout_side_cannot_be_read_is_passed_over(tmp_path: P
     state = run_state(tmp_path)
     assert state.find() == str(tmp_path / "global_step_2")
     assert state.resumed["step"] == 2
-    restored: list[Any] = []
-    assert state.load(SimpleNamespace(restore=restored.append)) is not None
-    assert restored == [{"at": 2}]
+    found = state.load(SimpleNamespace(restore=lambda position: None))
+    assert found is not None and found["unchanged_versions"] == 2
     assert (tmp_path / TRACKER).read_text() == "2"
 
 

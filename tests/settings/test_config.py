@@ -234,6 +234,26 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
     assert one_mini_batch.batch_groups == 16
 
 
+SAVED, START = {"trainer.save_freq": 2}, {"async_training.start_from": "/b/global_step_4"}
+SAVE = f"{ACTOR}.checkpoint.save_contents"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.save_freq": -1, f"{ACTOR}.checkpoint": {"save_contents": ["hf_model"]}},
+        SAVED | {"trainer.resume_mode": "disable", f"{ACTOR}.checkpoint": {"save_contents": ["hf_model"]}},
+        SAVED | {f"{ACTOR}.checkpoint": {"save_contents": ["hf_model", "extra", "optimizer", "model"]}},
+        SAVED | MEGATRON | {f"{ACTOR}.checkpoint": {"save_contents": ["hf_model", "optimizer", "extra"]}},
+        SAVED | {f"{ACTOR}.checkpoint": {"save_contents": None}},
+        SAVED | START,
+    ],
+)
+def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants(changes: dict[str, Any]) -> None:
+    found = validate(configured(changes), available=Resources(accelerators=8))
+    assert not [problem for problem in found if "checkpoint" in problem.setting or "start_from" in problem.setting]
+
+
 @pytest.mark.parametrize(
     ("changes", "setting", "words"),
     [
@@ -273,6 +293,27 @@ def test_whole_batches_are_those_of_synchronous_training() -> None:
         ({"async_training.staleness_threshold": float("inf")}, "async_training.staleness_threshold", "a number >= 0"),
         ({"async_training.timeouts.reward": float("inf")}, "async_training.timeouts.reward", "a number > 0"),
         ({f"{ACTOR}.checkpoint": {"async_save": True}}, f"{ACTOR}.checkpoint.async_save", "when all of it is written"),
+        (SAVED | {f"{ACTOR}.checkpoint": {"save_contents": ["hf_model"]}}, SAVE, "model, optimizer, extra where a run"),
+        (SAVED | {f"{ACTOR}.checkpoint": {"save_contents": ["model", "extra"]}}, SAVE, "go on without optimizer"),
+        (SAVED | {f"{ACTOR}.checkpoint": {"save_contents": ["optimizer", "extra"]}}, SAVE, "resume_mode=disable"),
+        (SAVED | {f"{ACTOR}.checkpoint": {"save_contents": []}}, SAVE, "without model and optimizer and extra"),
+        (
+            SAVED | {f"{ACTOR}.checkpoint": {"load_contents": ["hf_model"]}},
+            f"{ACTOR}.checkpoint.load_contents",
+            "model",
+        ),
+        (SAVED | GAE | {"critic.checkpoint": {"save_contents": ["model"]}}, "critic.checkpoint.save_contents", "extra"),
+        (
+            {f"{ACTOR}.checkpoint": {"save_contents": ["hf"]}},
+            SAVE,
+            "a list of some of model, optimizer, extra, hf_model",
+        ),
+        ({f"{ACTOR}.checkpoint": {"save_contents": "model"}}, SAVE, "a list of some of"),
+        (
+            {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/a/global_step_2"} | START,
+            "async_training.start_from",
+            "begins with the weights of one",
+        ),
         ({"trainer.resume_mode": "always"}, "trainer.resume_mode", "auto, disable, resume_path"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_N"),
         ({"trainer.default_hdfs_dir": "hdfs://x"}, "trainer.default_hdfs_dir", "resume_mode=disable"),

@@ -306,4 +306,4 @@ def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str,
 def _place(lane: str) -> tuple[bool, bool, str, int]:
     """Where a device stands in an account: the trainer, then rollout engines by their numbers, then the others."""
     kind, _, number = lane.partition(" ")
-    return lane != TRAINER, kind != ROLLOUT, kind, int(number) if number.isdigit() else 0
+    return lane != TRAINER, kind != ROLLOUT, kind, int(number) if number.isdecimal() else 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a run may go on from what an earlier one saved, with the settings that it has now."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -14,10 +14,27 @@ PER_VERSION = "async_training.trigger_parameter_sync_step"
 WHOLE = "async_training.whole_batches"
 
 
+RESUMED_PARTS = ("model", "optimizer", "extra")
+"""Of verl's checkpoints, what training goes on from: weights, the optimizer's state, learning-rate schedule and RNG."""
+
+
+def not_carried(contents: Iterable[str], strategy: str) -> list[str]:
+    """Of `RESUMED_PARTS`, those that such contents of a checkpoint leave out.
+
+    Megatron's engine takes its weights from ``hf_model`` too (utils/checkpoint/megatron_checkpoint_manager.py:256).
+    """
+    has = {*contents}
+    if strategy == "megatron" and "hf_model" in has:
+        has.add("model")
+    return [part for part in RESUMED_PARTS if part not in has]
+
+
 class Changed(Enum):
     """What a change of a setting since the checkpoint means."""
 
     NOTED = auto()
+    WITHOUT_EFFECT = auto()
+    """Noted: verl goes on with the value that is in the checkpoint."""
     REFUSED_WITH_ANSWERS = auto()
     """Refused where groups were live: their answers have the shape of the value that they were made with."""
     REFUSED = auto()
@@ -43,6 +60,16 @@ RULES: dict[str, Changed] = {
     "data.shuffle": Changed.REFUSED,
     "data.seed": Changed.REFUSED,
     "trainer.total_epochs": Changed.NOTED,
+    # Tensors of other shapes; adapters that are scaled otherwise, or are of another base model.
+    "sizes of actor_rollout_ref.model.path": Changed.REFUSED,
+    "sizes of critic.model.path": Changed.REFUSED,
+    "LoRA": Changed.REFUSED,
+    # The state of one optimizer is nothing to another one.
+    "actor_rollout_ref.actor.optim.optimizer": Changed.REFUSED,
+    "critic.optim.optimizer": Changed.REFUSED,
+    "critic.strategy": Changed.REFUSED,
+    "actor_rollout_ref.actor.optim.lr": Changed.WITHOUT_EFFECT,
+    "critic.optim.lr": Changed.WITHOUT_EFFECT,
     "tokenizer": Changed.REFUSED,
     "chat template": Changed.NOTED,
 }
@@ -54,9 +81,8 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
 
     Raises `SnapshotError` where the run cannot go on with the present values; it names each, with the saved one.
     """
-    found = {
-        name: f"{saved[name]} -> {present[name]}" for name in RULES if name in saved and saved[name] != present[name]
-    }
+    known = [name for name in RULES if name in saved and name in present]
+    found = {name: f"{saved[name]} -> {present[name]}" for name in known if saved[name] != present[name]}
     refused = [
         f"{name} = {present[name]}, but the checkpoint was made with {saved[name]}"
         for name in found
@@ -67,4 +93,5 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any], live: int) -> 
             "; ".join(refused) + ". Resume with the values of the checkpoint, or start a new run from its weights "
             "(actor_rollout_ref.model.path, trainer.resume_mode=disable)."
         )
-    return [f"{name}: {change}" for name, change in found.items()]
+    also = {Changed.WITHOUT_EFFECT: ", without effect: the checkpoint's goes on"}
+    return [f"{name}: {change}{also.get(RULES[name], '')}" for name, change in found.items()]

@@ -10,7 +10,6 @@ are programs. The judgement is `settings.validation`'s, and that of verl's own t
 import contextlib
 import functools
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ import pyarrow
 import pyarrow.parquet
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.inspection.accelerators import memory_here
@@ -33,6 +33,7 @@ from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
+from recipe.async_engine.settings.fields import is_count
 from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.packages import MODULES
@@ -44,6 +45,7 @@ from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
 from recipe.async_engine.settings.verdicts import notices
 from recipe.async_engine.settings.verl_types import well_formed
+from recipe.async_engine.storage.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,14 @@ def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
     """What is found at the paths of a plain configuration: model, data files, reward function, other code."""
-    return [*_model(config), *_data(config), *_reward_function(config), *_programs(config), *code_facts(config)]
+    return [
+        *_model(config),
+        *_start(config),
+        *_data(config),
+        *_reward_function(config),
+        *_programs(config),
+        *code_facts(config),
+    ]
 
 
 def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
@@ -230,6 +239,16 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield FileFact(setting, str(path), "model", fault, largest_tensor=largest, model_config=sizes)
 
 
+def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """The checkpoint whose weights the run begins with; on a cluster it may be where only its nodes see it."""
+    path = lookup(config, "async_training.start_from")
+    sizes = [lookup(config, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
+    if isinstance(path, str) and all(map(is_count, sizes)) and not lookup(config, "ray_kwargs.ray_init.address"):
+        folder = Path(path).expanduser()
+        fault = without_weights(config, math.prod(sizes), has_critic(config), folder)
+        yield FileFact("async_training.start_from", path, "checkpoint", fault)
+
+
 def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
     """A model's config.json: of a folder, of the hub's cache, as this package knows it, or from the hub."""
     from huggingface_hub import try_to_load_from_cache
@@ -241,7 +260,7 @@ def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
     if file is None:
         return known_model(path) or (_config_on_hub(path) if is_there else None)
     with contextlib.suppress(OSError, ValueError):
-        read = json.loads(file.read_text("utf-8"))
+        read = from_json(file.read_bytes())
         return read if isinstance(read, dict) else None
     return None
 
@@ -263,7 +282,13 @@ def _config_on_hub(name: str) -> Mapping[str, Any] | None:
 def _model_fault(path: str) -> str | None:
     local = Path(path).expanduser()
     if local.is_dir():
-        return None if (local / "config.json").is_file() else "has no config.json"
+        if not (local / "config.json").is_file():
+            return "has no config.json"
+        try:
+            is_object = isinstance(from_json((local / "config.json").read_bytes()), dict)
+        except (OSError, ValueError) as error:
+            return f"has a config.json that cannot be read ({error})"
+        return None if is_object else "has a config.json that is no JSON object"
     if local.exists():
         return "is not a directory"
     return _hub_fault(path) if HUB_NAME.fullmatch(path) else "does not exist"

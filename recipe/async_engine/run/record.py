@@ -23,6 +23,7 @@ from recipe.async_engine.core.alarms import Ended, how_it_ended
 from recipe.async_engine.core.figures import STEP
 from recipe.async_engine.storage import durable
 from recipe.async_engine.storage.owner import RUN, Owner
+from recipe.async_engine.storage.schema import FORMAT, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class RunRecord:
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
         self.summary: dict[str, Any] = {
+            "format": FORMAT,
             "mode": mode,
             "ended": None,
             "began": self._began,
@@ -135,11 +137,9 @@ class RunRecord:
 
 
 def _step_of(line: str) -> float:
-    """The step of one line of metrics; infinite for a line that was cut off when its run was killed."""
-    try:
-        return float(json.loads(line).get(STEP, 0))
-    except (ValueError, TypeError, AttributeError):
-        return math.inf
+    """The step of one line of metrics; infinite for a line that is none, as one that a kill cut off."""
+    found, _ = steps_of([line.encode()], METRICS_FILE)
+    return float(found[0].get(STEP) or 0) if found else math.inf
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

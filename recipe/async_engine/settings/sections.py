@@ -258,6 +258,13 @@ class AsyncTraining:
         "Keep a record of events in `trainer.default_local_dir`: what every part did, from when to when. From it come"
         " the account of every accelerator's seconds in `summary.json` and the report (docs/run-record.md).",
     )
+    start_from: str | None = field(
+        None,
+        "The folder `global_step_N` of a checkpoint, of stock verl or of this package, whose weights a run begins with"
+        " where it has no checkpoint of its own to resume from. Only weights are carried, of the actor and, if there is"
+        " one, of the critic: optimizer, learning-rate schedule, position in the data and the number of the step begin"
+        " anew (docs/operations.md).",
+    )
     prometheus: bool = field(
         True,
         "Give the run's figures to Ray's exporter of Prometheus metrics, every second: `ray_recipe_*` on each node's"

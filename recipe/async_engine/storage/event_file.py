@@ -16,13 +16,17 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic_core import from_json
 
-from recipe.async_engine.core.events import Event
+from recipe.async_engine.core.events import GROUPS, RUN, TOKENS, TRAJECTORIES, WEIGHTS, Event
+from recipe.async_engine.storage.schema import LIMIT, BadFile, OtherFormat
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +50,6 @@ COLUMNS = pa.schema(
     ]
 )
 COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
-
-
-class OtherFormat(ValueError):
-    """A record of events is of another version than this one reads."""
 
 
 def files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -121,34 +121,129 @@ class EventFile:
         return True
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], pa.Table]:
-    """The header and the events of one file, as far as they are whole; columns as in `COLUMNS`.
+NEEDS = {
+    TRAJECTORIES: ("group", "trajectory", "version"),
+    GROUPS: ("group",),
+    TOKENS: ("version", "tokens"),
+    WEIGHTS: ("version",),
+}
+"""What an event of these lanes is nothing without."""
+MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
+OFF_BY_S = 1.0
+"""An event may begin before the run, or end before it begins, by this much: clocks of several hosts are compared."""
+NAMES_DEVICE = ("lost", "joined", "begins", "ends", "sampled")
+
+
+class Recorded(NamedTuple):
+    """One start's record, as far as it is whole. notes: what is wrong with it, and was left out.
+
+    header: as it was written (`storage.schema.Header`); empty where the run ended before anything was.
+    """
+
+    header: dict[str, Any]
+    events: pa.Table
+    notes: list[str]
+
+
+def read(path: str | os.PathLike[str]) -> Recorded:
+    """The header and the events of one file.
 
     Raises:
         OtherFormat: it is of another version.
+        BadFile: it cannot be read.
     """
-    batches = []
-    with pa.OSFile(os.fspath(path)) as file:
-        try:
+    name = os.fspath(path)
+    notes = []
+    try:
+        with pa.OSFile(name) as file:
+            if not _has_begun(file):
+                return Recorded({}, COLUMNS.empty_table(), [])
             stream = pa.ipc.open_stream(file)
-        except pa.ArrowInvalid:
-            # The run ended before anything was written.
-            return {}, COLUMNS.empty_table()
-        _check_version(path, stream.schema)
-        while True:
-            try:
-                batches.append(stream.read_next_batch())
-            except (StopIteration, pa.ArrowInvalid, OSError):
-                break
-    return json.loads(stream.schema.metadata[HEADER]), pa.Table.from_batches(batches, schema=stream.schema)
+            header = _header(name, stream.schema)
+            batches, left_out, damage = _whole(stream)
+    except BROKEN as error:
+        raise BadFile(f"{name} cannot be read: {error}") from None
+    if damage is not None:
+        whole = sum(map(len, batches)) + left_out
+        notes.append(f"{name}: what comes after {whole} events is cut off or damaged, and left out ({damage})")
+    if left_out:
+        notes.append(f"{name}: {left_out} events are none, and are left out")
+    return Recorded(header, pa.Table.from_batches(batches, schema=COLUMNS), notes)
+
+
+def _has_begun(file: pa.NativeFile) -> bool:
+    """Whether the stream's schema is there as a whole; a run may have ended before."""
+    try:
+        return pa.ipc.read_message(file) is not None
+    except EOFError:
+        return False
+    except pa.ArrowInvalid as error:
+        if CUT.search(str(error)):
+            return False
+        raise
+    finally:
+        file.seek(0)
+
+
+BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
+"""What Arrow raises of a stream that is none."""
+Whole = tuple[list[pa.RecordBatch], int, Exception | None]
+
+
+def _whole(stream: Any) -> Whole:
+    """The batches up to the first that is not whole, how many of their events are none, and what ended it."""
+    batches: list[pa.RecordBatch] = []
+    left_out = 0
+    while True:
+        try:
+            batch, none = _sound(stream.read_next_batch())
+        except StopIteration:
+            return batches, left_out, None
+        except BROKEN as error:
+            return batches, left_out, error
+        batches.append(batch)
+        left_out += none
+
+
+CUT = re.compile(r"only (read )?\d+|be able to read")
+"""What Arrow says of a message whose end is not there."""
+
+
+def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+    """The events of a batch without those that are none, and their number; raises what `BROKEN` has."""
+    batch.validate(full=True)
+    columns = {name: batch.column(name) for name in COLUMNS.names}
+    start, end, share = columns["start"], columns["end"], columns["share"]
+    # Comparisons with NaN are false, and those with null are null.
+    holds = pc.and_(pc.greater(start, -OFF_BY_S), pc.less(end, LIMIT))
+    holds = pc.and_(holds, pc.less_equal(start, pc.add(end, OFF_BY_S)))
+    holds = pc.and_(holds, pc.and_(pc.greater_equal(share, 0.0), pc.less_equal(share, 1.01)))
+    holds = pc.and_(holds, pc.and_(pc.is_valid(columns["lane"]), pc.is_valid(columns["what"])))
+    for name, most in MOST_OF.items():
+        fits = pc.and_(pc.greater_equal(columns[name], 0), pc.less(columns[name], most))
+        holds = pc.and_(holds, pc.fill_null(fits, True))
+    for lane, names in NEEDS.items():
+        for name in names:
+            holds = pc.and_(holds, pc.or_(pc.not_equal(columns["lane"], lane), pc.is_valid(columns[name])))
+    of_device = pc.and_(pc.equal(columns["lane"], RUN), pc.is_in(columns["what"], pa.array(NAMES_DEVICE)))
+    holds = pc.and_(holds, pc.or_(pc.invert(of_device), pc.is_valid(columns["text"])))
+    is_age = pc.match_substring_regex(columns["what"], r"^-?[0-9]{1,9}$")
+    holds = pc.fill_null(pc.and_(holds, pc.or_(pc.not_equal(columns["lane"], TOKENS), is_age)), False)
+    found = pa.RecordBatch.from_arrays([columns[name] for name in COLUMNS.names], schema=COLUMNS).filter(holds)
+    return found, batch.num_rows - found.num_rows
 
 
 class Tail:
-    """The events of a file that is being written, as they come."""
+    """The events of a file that is being written, as they come; nothing is read past what is damaged.
+
+    Attributes:
+        damage: what is wrong with the file, if anything.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._at = path, 0
+        self._path, self._at = os.fspath(path), 0
         self._schema: pa.Schema | None = None
+        self.damage: str | None = None
 
     def new(self) -> list[Event]:
         """Those that have come since it was asked last, as far as they are whole.
@@ -157,14 +252,27 @@ class Tail:
             OtherFormat: the file is of another version.
         """
         events: list[Event] = []
-        with pa.OSFile(os.fspath(self._path)) as file:
+        if self.damage is not None:
+            return events
+        with pa.OSFile(self._path) as file:
             file.seek(self._at)
             while (message := _message(file)) is not None:
-                if self._schema is None:
-                    self._schema = pa.ipc.read_schema(message)
-                    _check_version(self._path, self._schema)
-                else:
-                    events += events_of(pa.Table.from_batches([pa.ipc.read_record_batch(message, self._schema)]))
+                try:
+                    # Arrow reads whatever it is given as what it is asked for.
+                    if message.type != ("schema" if self._schema is None else "record batch"):
+                        raise BadFile(f"{message.type} is nothing that comes here")
+                    if self._schema is None:
+                        schema = pa.ipc.read_schema(message)
+                        _header(self._path, schema)
+                        self._schema = schema
+                    else:
+                        batch, _ = _sound(pa.ipc.read_record_batch(message, self._schema))
+                        events += events_of(pa.Table.from_batches([batch]))
+                except OtherFormat:
+                    raise
+                except (*BROKEN, BadFile) as error:
+                    self.damage = f"{self._path} cannot be read from here on: {error}"
+                    break
                 self._at = file.tell()
         return events
 
@@ -173,13 +281,23 @@ def _message(file: pa.NativeFile) -> pa.Message | None:
     """The next message of a stream, None if it is not whole or there is none."""
     try:
         return pa.ipc.read_message(file)
-    except (EOFError, pa.ArrowInvalid, OSError):
+    except BROKEN:
         return None
 
 
-def _check_version(path: str | os.PathLike[str], schema: pa.Schema) -> None:
-    if (found := (schema.metadata or {}).get(FORMAT, b"none").decode()) != str(VERSION):
+def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
+    metadata = schema.metadata or {}
+    if (found := metadata.get(FORMAT, b"none").decode(errors="replace")) != str(VERSION):
         raise OtherFormat(f"{path} has events of version {found}; this package reads version {VERSION}")
+    if not schema.equals(COLUMNS):
+        raise BadFile(f"{path} cannot be read: its columns are not those of version {VERSION}")
+    try:
+        header = from_json(metadata.get(HEADER, b""))
+    except ValueError as error:
+        raise BadFile(f"{path} cannot be read: its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise BadFile(f"{path} cannot be read: its header is no object")
+    return header
 
 
 def events_of(table: pa.Table) -> list[Event]:

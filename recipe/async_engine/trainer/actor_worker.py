@@ -27,6 +27,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_vendor
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
+from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.logprobs import bypass, loglinear
@@ -158,6 +159,11 @@ class ActorWorker(DetachActorWorker):
         super().restore_model_from_cpu(n)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Have the weights of a checkpoint, and nothing else of it."""
+        load_weights(self.actor.engine, folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_copy(self, n: str, folder: str) -> None:
         """Write this rank's part of the copy ``n`` to a file of its own."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -177,7 +183,10 @@ class ActorWorker(DetachActorWorker):
                 "ranks, and needs the weights that were published then. Resume with the same number of ranks, or from "
                 "another checkpoint (trainer.resume_mode=resume_path)"
             )
-        saved = torch.load(file, weights_only=True)
+        try:
+            saved = torch.load(file, weights_only=True)
+        except Exception as error:  # whatever a damaged file makes torch raise
+            raise CopyError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
         if [tensor.shape for tensor in saved] != [tensor.shape for tensor in present]:
@@ -193,6 +202,30 @@ class ActorWorker(DetachActorWorker):
 
     def _file(self, folder: str) -> Path:
         return Path(folder) / f"rank_{self.rank}_of_{self.world_size}.pt"
+
+
+class CriticWorker(TrainingWorker):
+    """verl's, which can begin with the weights of a checkpoint."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Have the weights of a checkpoint, and nothing else of it."""
+        load_weights(self.engine, folder)
+
+
+def load_weights(engine: Any, folder: str) -> None:
+    """Have verl's checkpoint manager load the model alone."""
+    # verl spells Megatron's so (workers/engine/megatron/transformer_impl.py:627).
+    manager = getattr(engine, "checkpoint_manager", None) or engine.checkpoint_mananager
+    contents, manager.checkpoint_load_contents = manager.checkpoint_load_contents, ["model"]
+    try:
+        engine.load_checkpoint(folder, del_local_after_load=False)
+    finally:
+        manager.checkpoint_load_contents = contents
+    # Megatron's optimizers train copies of their own, which verl leaves as they were.
+    if (renew := getattr(engine.optimizer, "reload_model_params", None)) is not None:
+        with engine.train_mode():  # where both are on the device
+            renew()
 
 
 def negative_likelihood(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, Any]:

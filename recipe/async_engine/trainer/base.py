@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +24,6 @@ from verl import DataProto
 from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.debug import marked_timer
-from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.events import Class
@@ -41,10 +41,11 @@ from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.settings.plan import derive, epoch_prompts, rehearses
-from recipe.async_engine.trainer.actor_worker import ActorWorker
+from recipe.async_engine.storage.contents import lacking
+from recipe.async_engine.trainer.actor_worker import ActorWorker, CriticWorker
 from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
-from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.checkpoints import RunState, folder_of, loading
 from recipe.async_engine.trainer.exported import PrometheusExporter
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
@@ -81,7 +82,7 @@ class AsyncPPOTrainer(Startup):
         if need_reference_policy(config):
             roles[Role.RefPolicy] = ray.remote(ActorWorker)
         if need_critic(config):
-            roles[Role.Critic] = ray.remote(TrainingWorker)
+            roles[Role.Critic] = ray.remote(CriticWorker)
         trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         super().__init__(
             config,
@@ -102,7 +103,8 @@ class AsyncPPOTrainer(Startup):
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
-        self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))
+        lacks = partial(lacking, config, self.plan.trainer_ranks, need_critic(config))
+        self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer), lacks)
         self.ledger = new_ledger(self.plan)
         self.scheduler: RolloutScheduler | None = None
         self.figures: FiguresStage | None = None
@@ -441,9 +443,11 @@ class AsyncPPOTrainer(Startup):
         """Load the newest complete checkpoint, if any; returns its live groups."""
         self.global_steps = 0
         folder = self.saved.find()
-        self._load_checkpoint()
+        with loading(folder):
+            self._load_checkpoint()
         snapshot = self.saved.load(self.prompts)
         if snapshot is None or folder is None:
+            self._start_from()
             return {}
         self.saving.step = self.global_steps
         self.ledger = new_ledger(self.plan, snapshot["ledger"])
@@ -455,6 +459,22 @@ class AsyncPPOTrainer(Startup):
         self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
         self.alarms = new_alarms(self.plan, snapshot.get("alarms"))
         return snapshot["groups"]
+
+    def _start_from(self) -> None:
+        """Begin with the weights of another run's checkpoint, if one is named."""
+        named = self.plan.settings.async_training.start_from
+        if named is None:
+            return
+        folder = Path(named).expanduser().absolute()
+        with loading(folder):
+            self.actor_rollout_wg.load_weights(str(folder / "actor"))
+            if self.use_critic:
+                self.critic_wg.load_weights(str(folder / "critic"))
+        logger.warning(
+            "the run begins with the weights of %s; its optimizer, learning-rate schedule, position in the data and "
+            "number of steps are not carried",
+            folder,
+        )
 
     def _validate_now(self) -> dict[str, float]:
         """Validate the published weights, on the replicas, beside the generation that goes on."""

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import open_dict
+from ray.exceptions import RayError
 
 from recipe.async_engine.core.errors import RecipeError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
@@ -37,14 +38,18 @@ from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.storage import durable
 from recipe.async_engine.storage.owner import CHECKPOINTS, Owner
+from recipe.async_engine.storage.schema import FORMAT, BadFile, marker_in
 from recipe.async_engine.trainer import rollout_state
+from recipe.async_engine.trainer.from_plan import new_ledger
 from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE
 
 logger = logging.getLogger(__name__)
 
 MARKER = "committed.json"
 TRACKER = "latest_checkpointed_iteration.txt"
-FOLDER = re.compile(r"global_step_(0|[1-9]\d*)")
+DIGITS = 18
+"""Of a step, at most."""
+FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 ASIDE = ".aside"
 BEGUN = "begun"
 """The first file of a folder that this trainer writes, gone once its rollout side is there."""
@@ -78,7 +83,7 @@ def commit(root: str | Path, step: int) -> None:
     track(root, step)
     written = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     files = {str(file.relative_to(folder)): [file.stat().st_size, _digest(file)] for file in written}
-    durable.write(folder / MARKER, json.dumps({"step": step, "files": files}) + "\n")
+    durable.write(folder / MARKER, json.dumps({"format": FORMAT, "step": step, "files": files}) + "\n")
 
 
 def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
@@ -87,13 +92,14 @@ def problem(folder: str | Path, sizes_only: bool = False) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        files = json.loads((folder / MARKER).read_bytes())["files"]
-        named = {str(name): (int(size), digest) for name, (size, digest) in files.items()}
+        marker = marker_in(folder, MARKER)
     except FileNotFoundError:
         return f"it has no {MARKER}, so its writing was cut off"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"its {MARKER} cannot be read ({type(error).__name__}: {error})"
-    for name, (size, digest) in named.items():
+    except BadFile as error:
+        return str(error)
+    if (named := FOLDER.fullmatch(folder.name)) and int(named[1]) != marker.step:
+        return f"its {MARKER} is of step {marker.step}"
+    for name, (size, digest) in marker.files.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
@@ -123,9 +129,9 @@ def tracked(root: str | Path) -> int | None:
     """The step that verl's tracker names; None if there is none or it was cut off."""
     try:
         text = (Path(root) / TRACKER).read_text(errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
-    return int(text) if text.isascii() and text.isdecimal() else None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None
 
 
 def track(root: str | Path, step: int | None) -> None:
@@ -230,15 +236,37 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
         raise
 
 
+@contextmanager
+def loading(folder: str | Path | None) -> Iterator[None]:
+    """verl's workers load what is in the folder; where they cannot, the folder is named."""
+    try:
+        yield
+    except RayError as error:
+        if folder is None:
+            raise
+        raise CheckpointError(
+            f"verl cannot load {folder}, which is damaged, or of another model or LoRA adapter: {error}\nName another "
+            "one (trainer.resume_mode=resume_path trainer.resume_from_path=...), or the settings that it was made with."
+        ) from error
+
+
 class RunState:
     """The checkpoints of one run; see the module's contract.
 
     Args:
         config: the whole configuration; verl's own retention is switched off in it.
         made_with: what decides whether a later run can go on from them (`trainer.made_with`).
+        lacking: what a checkpoint's folder does not have of what this run would load from it (`trainer.contents`).
     """
 
-    def __init__(self, config: Any, plan: RunPlan, made_with: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        plan: RunPlan,
+        made_with: Mapping[str, Any],
+        lacking: Callable[[Path], list[str]] = lambda folder: [],
+    ) -> None:
+        self._plan, self._lacking = plan, lacking
         self._trainer = config.trainer
         limit = config.trainer.get("max_actor_ckpt_to_keep")
         self._kept = 1 if config.trainer.get("remove_previous_ckpt_in_save") else limit
@@ -304,7 +332,6 @@ class RunState:
             self.resumed["step"] = step = int(str(folder).rpartition("global_step_")[2])
             if folder.resolve() == folder_of(self._root, step).resolve():
                 self._history_from = step
-            self._compare(folder)
         if self._trainer.save_freq > 0:
             require_room(self._root, -1 if self._history_from is None else self._history_from)
         return None if folder is None else str(folder)
@@ -345,25 +372,35 @@ class RunState:
         return None
 
     def _read(self, folder: Path) -> str | None:
-        """Read the rollout side; returns why it could not be read."""
+        """Read the rollout side; returns why it cannot be used.
+
+        Raises:
+            SnapshotError: it can, but not with the settings of this run.
+        """
         try:
-            self._found = rollout_state.load(str(folder))
+            found = rollout_state.checked(rollout_state.load(str(folder)))
         except SnapshotError:
             raise
+        except BadFile as error:
+            return str(error)
         except Exception as error:  # unpickling raises anything
             return f"its {ROLLOUT_STATE} cannot be read ({type(error).__name__}: {error})"
-        return None
-
-    def _compare(self, folder: Path) -> None:
-        assert self._found is not None
-        live = len(self._found["ledger"]["live"])
+        ledger = found["ledger"]
         try:
-            changed = changes(self._found["made_with"], self._made_with, live)
+            changed = changes(found["made_with"], self._made_with, len(ledger["live"]))
+            if lacking := self._lacking(folder):
+                raise SnapshotError("; ".join(lacking))
+            new_ledger(self._plan, ledger)
         except SnapshotError as error:
+            if isinstance(error.__cause__, RecipeError) and ledger["max_staleness"] == self._plan.max_staleness:
+                return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error.__cause__}"
             raise SnapshotError(f"cannot resume from {folder}: {error}") from None
-        self.resumed["changed"] = changed
+        except (RecipeError, ArithmeticError, LookupError) as error:
+            return f"the ledger in its {ROLLOUT_STATE} is none of a run: {error}"
+        self._found, self.resumed["changed"] = found, changed
         if changed:
             logger.warning("since the checkpoint that is resumed from, these have changed: %s", "; ".join(changed))
+        return None
 
     def load(self, prompts: PromptSource) -> dict[str, Any] | None:
         """The rollout side that was found, ``prompts`` put in its place; None at the beginning of a run."""

@@ -11,12 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+from pydantic_core import from_json
 
 from recipe.async_engine.core.snapshots import BATCH, PER_VERSION
 from recipe.async_engine.core.snapshots import WHOLE as WHOLE_BATCHES
-from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.settings.plan import RunPlan, has_critic
 
 WHOLE, PART = 256 << 20, 16 << 20
 
@@ -44,7 +48,68 @@ def made_with(config: Any, plan: RunPlan, dataset: Any, tokenizer: Any) -> dict[
         "trainer.total_epochs": config.trainer.total_epochs,
         "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
         "chat template": _digest(str(getattr(tokenizer, "chat_template", None)).encode()),
+        **_of_models(config),
     }
+
+
+SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+"""Of a model's config.json: what its tensors' shapes follow from."""
+
+
+def _of_models(config: Any) -> dict[str, Any]:
+    """Models, adapters and optimizers; what cannot be told, as of a model on the hub, is left out."""
+    policy, found = config.actor_rollout_ref.get("model") or {}, {}
+    sections = {"actor_rollout_ref.actor": policy.get("path")}
+    if has_critic(config):
+        sections["critic"] = OmegaConf.select(config, "critic.model.path")
+        found["critic.strategy"] = OmegaConf.select(config, "critic.strategy")
+    for section, path in sections.items():
+        optimizer = OmegaConf.select(config, f"{section}.optim") or {}
+        found |= {f"{section}.optim.{name}": optimizer.get(name) for name in ("optimizer", "lr") if name in optimizer}
+        if (sizes := _sizes(path)) is not None:
+            found[f"sizes of {section.removesuffix('.actor')}.model.path"] = sizes
+    found["LoRA"] = _lora(policy)
+    return found
+
+
+def _sizes(path: Any) -> str | None:
+    """What the shapes of a model's weights follow from; None for one that is not in a local folder."""
+    file = Path(str(path)).expanduser() / "config.json"
+    try:
+        content = from_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    parts = (
+        [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+        if isinstance(content, dict)
+        else []
+    )
+    return ", ".join(f"{name} {part[name]}" for part in parts for name in SIZES if part.get(name) is not None)
+
+
+def _lora(model: Mapping[str, Any]) -> str:
+    """The adapters that are trained, and of what."""
+    nested = model.get("lora") or {}
+    rank = model.get("lora_rank") or nested.get("rank") or 0
+    if not rank:
+        return "none"
+    alpha = nested.get("alpha") if nested.get("rank") else model.get("lora_alpha")
+    weights = sorted(Path(str(model.get("path"))).expanduser().glob("*.safetensors"))
+    base = files_fingerprint(weights) or str(model.get("path"))
+    return f"rank {rank}, alpha {alpha}, modules {model.get('target_modules')}, of {base}"
 
 
 def files_fingerprint(files: Iterable[Any]) -> str:

@@ -150,7 +150,7 @@ class Recording:
                 self._ask_all()
                 self._write()
                 self._file.close()
-        _, table = read(self._file.path)
+        table = read(self._file.path).events
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
         many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))

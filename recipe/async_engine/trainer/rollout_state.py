@@ -6,8 +6,8 @@ Contract: one file holds all three as of one moment, is written beside the model
 fetched as they are written, on whatever thread, from the object store's memory to the file. After loading it, ready
 groups are trained as they are, running ones go on from the answers that are kept, and no other prompt is affected. It
 is read back with ``torch.load`` in its pickling form: checkpoints are trusted like the code (verl's own ``data.pt`` is
-the same).
-Shown by tests/integration/test_rollout_state.py and tests/e2e/test_faults.py.
+the same). `Snapshot` says what it holds; what is of another kind is damaged (`checked`).
+Shown by tests/integration/test_rollout_state.py, test_damaged_files.py and tests/e2e/test_faults.py.
 """
 
 import logging
@@ -15,21 +15,124 @@ import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import ray
 import torch
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
 from ray.exceptions import ObjectLostError
+from typing_extensions import TypedDict
 
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.snapshots import STATE_FORMAT
+from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
+from recipe.async_engine.rollout.prompts import Prompt
+from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 from recipe.async_engine.storage import durable
+from recipe.async_engine.storage.schema import BadFile, said
 
 logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE = "rollout_state.pt"
+
+Number = Annotated[int, Field(ge=0, lt=2**62)]
+LiveRow = Annotated[
+    tuple[Number, Number, Number, str, Number, Literal["running", "ready"], Number, Number | None],
+    BeforeValidator(lambda row: tuple(row) if isinstance(row, list) else row),
+]
+"""As `Group.to_row` gives it."""
+
+
+class LedgerState(TypedDict):
+    """As `SampleLedger.snapshot` gives it."""
+
+    max_staleness: Number
+    version: Number
+    batches_taken: Number
+    issued: Number
+    trained: Number
+    filtered: dict[str, Number]
+    failed: dict[str, Number]
+    staleness: list[Annotated[list[Number], Field(min_length=2, max_length=2)]]
+    issued_prompts: list[Annotated[list[Number], Field(min_length=3, max_length=3)]]
+    trained_prompts: list[Annotated[list[Number], Field(min_length=3, max_length=3)]]
+    live: list[LiveRow]
+
+
+class Position(TypedDict):
+    """As `PromptSource.state` gives it; earlier versions put one prompt back."""
+
+    epoch: Number
+    taken_in_epoch: Number
+    put_back: list[InstanceOf[Prompt]] | InstanceOf[Prompt] | None
+    dataloader: dict[str, Any] | None
+
+
+@with_config(ConfigDict(arbitrary_types_allowed=True))
+class LiveGroup(TypedDict):
+    """A live group: its prompt, and by trajectory what is there of it."""
+
+    row: dict[str, Any]
+    scored: list[InstanceOf[TrajectoryScored] | None]
+    payloads: list[InstanceOf[torch.Tensor] | InstanceOf[np.ndarray] | bytes | None]
+    kept: list[InstanceOf[TrajectoryRecord] | None]
+
+
+class Interrupted(TypedDict):
+    """Tokens of answers that were cut."""
+
+    cut: Number
+    lost: Number
+    trained: Number
+
+
+class Scores(TypedDict):
+    """Of the first and the last validation."""
+
+    first: float | None
+    last: float | None
+
+
+class Snapshot(TypedDict):
+    """The rollout side as it is read back."""
+
+    format: Literal[1]
+    ledger: LedgerState
+    source: Position
+    groups: dict[int, LiveGroup]
+    interrupted_tokens: Interrupted
+    made_with: dict[str, Any]
+    validation: NotRequired[Scores]
+    alarms: NotRequired[dict[str, Number]]
+
+
+SNAPSHOTS = TypeAdapter(Snapshot)
+
+
+def checked(snapshot: Any) -> dict[str, Any]:
+    """The snapshot itself; raises `BadFile` if it is not what `save` writes."""
+    try:
+        SNAPSHOTS.validate_python(snapshot, strict=True)
+    except ValidationError as error:
+        raise BadFile(f"its {ROLLOUT_STATE} is of another kind ({said(error)})") from None
+    ready = {row[0]: row[5] == GroupState.READY for row in snapshot["ledger"]["live"]}
+    if ready.keys() != snapshot["groups"].keys():
+        raise BadFile(f"its {ROLLOUT_STATE} has other groups than its ledger")
+    for group_id, group in snapshot["groups"].items():
+        payloads = group["payloads"]
+        if not len(payloads) == len(group["scored"]) == len(group["kept"]):
+            raise BadFile(f"its {ROLLOUT_STATE} has parts of group {group_id} that do not fit each other")
+        there = [
+            score is not None for score, payload in zip(group["scored"], payloads, strict=True) if payload is not None
+        ]
+        if not all(there) or (ready[group_id] and len(there) < len(payloads)):
+            raise BadFile(f"its {ROLLOUT_STATE} lacks answers of group {group_id}")
+        for record in group["kept"]:
+            if record is not None:
+                pickle.loads(record.answers)
+    return dict(snapshot)
 
 
 def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
@@ -70,9 +173,16 @@ def _unless_lost(payload: ray.ObjectRef, deadline: float) -> Any:
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Read a snapshot back; raises SnapshotError if its format is another one than this version reads."""
+    """Read a snapshot back.
+
+    Raises:
+        SnapshotError: its format is another one than this version reads.
+        Exception: whatever unpickling raises; it is damaged.
+    """
     snapshot = torch.load(Path(folder) / ROLLOUT_STATE, weights_only=False)
-    if snapshot.get("format") != STATE_FORMAT:
+    if not isinstance(snapshot, dict):
+        raise BadFile(f"its {ROLLOUT_STATE} has a {type(snapshot).__name__}")
+    if isinstance(snapshot.get("format"), bool) or snapshot.get("format") != STATE_FORMAT:
         raise SnapshotError(
             f"{folder} has a rollout side of format {snapshot.get('format')!r}, this version of the package reads "
             f"{STATE_FORMAT}. Resume with the version that wrote it, or start a new run from its weights "

@@ -110,17 +110,24 @@ class ModelShape:
         return rank * (self.layers * attention + self.dense_layers * 3 * (self.hidden + self.mlp))
 
 
+MOST_LAYERS = 10_000
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape that a config.json describes, or None where its family is not known or a size is missing."""
     family = FAMILIES.get(str(config.get("model_type")))
     try:
         return None if family is None else _shape(config, *family)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
 def _shape(config: Mapping[str, Any], qkv_bias: bool, head_norms: bool) -> ModelShape:
     heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+    if not (
+        0 < layers <= MOST_LAYERS and heads > 0 and int(config["hidden_size"]) > 0 and int(config["vocab_size"]) > 0
+    ):
+        raise ValueError("sizes of no model")
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     skipped = set(config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)

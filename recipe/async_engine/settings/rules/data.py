@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterator
 
+from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
 from recipe.async_engine.settings.facts import FileFact, RowFault
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
@@ -13,6 +14,7 @@ WANTED = {
     "model": "a local directory with a config.json, or the name of a model on the hub",
     "data": "existing files",
     "code": "an existing Python file",
+    "checkpoint": "a folder global_step_N of verl's, with the weights that this run trains",
     "description": "a YAML file of what there is",
     "folder": "an existing folder, or a name on the hub",
     "module": "a module that can be imported here",
@@ -59,9 +61,18 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
     return Problem(fact.setting, fact.path, allowed, advice)
 
 
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+"""What verl's checkpoints may have; any other name means nothing to it."""
+
+
 def saving(context: RuleContext) -> Iterator[Problem]:
     """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
+    yield from _contents(context)
     mode = context.get("trainer.resume_mode", "auto")
+    start = context.settings.async_training.start_from
+    if start is not None and mode == "resume_path":
+        advice = "A run goes on from a checkpoint, or begins with the weights of one; set the other to null."
+        yield context.problem("async_training.start_from", "null with trainer.resume_mode=resume_path", advice)
     path = context.get("trainer.resume_from_path")
     if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):
         allowed, advice = "a folder of a checkpoint with resume_mode=resume_path", "Name global_step_N itself."
@@ -69,3 +80,24 @@ def saving(context: RuleContext) -> Iterator[Problem]:
     if mode != "disable" and context.get("trainer.default_hdfs_dir") is not None:
         advice = "verl cannot load from there. Set it to null, or trainer.resume_mode=disable."
         yield context.problem("trainer.default_hdfs_dir", "null where a run may resume", advice)
+
+
+def _contents(context: RuleContext) -> Iterator[Problem]:
+    """Checkpoints that no run could go on from, where one may have to."""
+    saves, resumes = (context.get("trainer.save_freq") or -1) > 0, context.get("trainer.resume_mode") != "disable"
+    for section in context.trained:
+        before: object = None
+        for name in ("save_contents", "load_contents"):
+            setting = f"{section}.checkpoint.{name}"
+            contents = context.get(setting)
+            if contents is None or contents == before:
+                continue
+            before = contents
+            if not isinstance(contents, (list, tuple)) or not {*map(str, contents)} <= {*CONTENTS}:
+                yield context.problem(setting, f"a list of some of {', '.join(CONTENTS)}", "Correct it.")
+            elif saves and resumes and (left_out := not_carried(contents, str(context.get(f"{section}.strategy")))):
+                advice = (
+                    f"A run that resumes would go on without {' and '.join(left_out)}. Add what is missing; or, where "
+                    "checkpoints are for other uses and no run is to resume, set trainer.resume_mode=disable."
+                )
+                yield context.problem(setting, f"a list with {', '.join(RESUMED_PARTS)} where a run may resume", advice)

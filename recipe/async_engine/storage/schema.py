@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's folder holds, as types: the one place that says what a file read back must look like.
+
+Contract: a file is read through its type or not at all. What has no meaning is refused with `BadFile`, which names the
+file; where a part can be missed, that part alone is left out, and a note says which. Numbers are finite and within
+`LIMIT`, so that whoever computes with them needs no guard. A file of another version of its format is refused by that.
+Shown by tests/integration/test_damaged_files.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+from typing_extensions import TypedDict
+
+FORMAT = 1
+"""Of summaries and of markers of checkpoints; those written before they said it have the same."""
+LIMIT = 1e9
+"""Seconds of a run, and counts of its parts, are below."""
+MOST = 1_000_000
+TOO_LARGE = 1e100
+"""A metric beyond this is no measurement."""
+SHOWN = 3
+
+Finite = Annotated[float, Field(allow_inf_nan=False, ge=-LIMIT, le=LIMIT)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=LIMIT)]
+Moment = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Some = Annotated[int, Field(ge=1, le=MOST)]
+Long = Annotated[int, Field(ge=-(2**53), le=2**53)]
+Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+
+
+class BadFile(ValueError):
+    """A file of a run's folder cannot be used; the message names it and says what is wrong with it."""
+
+
+class OtherFormat(BadFile):
+    """A file is of another version of its format than this one reads."""
+
+
+class Settings(TypedDict, total=False):
+    """Those that a record keeps, for advice and for plans."""
+
+    max_staleness: Count
+    pipeline_depth: Annotated[float, Field(allow_inf_nan=False, ge=0, le=MOST)]
+    concurrent_samples_per_replica: Some | None
+    trigger_parameter_sync_step: Some
+    max_concurrent_trajectories: Some
+    engine_places: Some
+    max_num_seqs: Some | None
+    trainer_ranks: Some
+    rollout_replicas: Count
+    publish: Literal["beside", "inline"]
+    at_swap: Literal["drain", "interrupt", "keep"]
+    keep_cache: bool
+    staging: str
+    reward_processes: Annotated[int, Field(ge=0, le=4096)]
+    reward_workers: Annotated[int, Field(ge=1, le=4096)] | None
+    whole_batches: bool
+
+
+class Header(BaseModel):
+    """Of a record of events. accelerators: of one device by its lane's first word. began: seconds since 1970."""
+
+    accelerators: dict[str, Some]
+    shared: bool
+    began: Moment
+    settings: Settings = {}
+
+
+class Failure(TypedDict, total=False):
+    """What ended a run."""
+
+    name: str
+    message: str
+
+
+class AccountSummary(TypedDict, total=False):
+    """Of a run's account, as far as it is read back."""
+
+    duration: Seconds
+    closes: bool
+    tokens: dict[str, Long] | None
+
+
+class Resumed(TypedDict, total=False):
+    """Of a run that was resumed."""
+
+    step: Long
+
+
+class Validated(TypedDict, total=False):
+    """Scores of the first and the last validation."""
+
+    first: Finite | None
+    last: Finite | None
+
+
+class Staleness(TypedDict, total=False):
+    """Of what was trained, in versions."""
+
+    max: Long
+
+
+class Rehearsal(TypedDict, total=False):
+    """What a run went on with in place of its own settings."""
+
+    fallbacks: list[str]
+
+
+class Alarm(TypedDict):
+    """One that rang in a run: how often, in which unit, and what was said last."""
+
+    count: Long
+    unit: str
+    said: str
+
+
+class Summary(TypedDict, total=False):
+    """Of ``summary.json``, what is read back."""
+
+    format: Long
+    began: Moment
+    ended: str | None
+    alarms: dict[str, Alarm]
+    steps: Long
+    versions: Long
+    wall_seconds: Seconds | None
+    error: Failure | None
+    account: AccountSummary | None
+    resumed: Resumed | None
+    validation: Validated | None
+    staleness: Staleness | None
+    rehearsal: Rehearsal | None
+
+
+def _inside(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError("leads out of the folder")
+    return name
+
+
+FileSize = tuple[Annotated[int, Field(ge=0)], str | None]
+
+
+class Marker(BaseModel):
+    """Of a complete checkpoint: every file below it with its size and, of small ones, its digest."""
+
+    format: Format = FORMAT
+    step: Annotated[int, Field(ge=0)]
+    files: dict[Annotated[str, AfterValidator(_inside)], FileSize]
+
+
+T = TypeVar("T")
+HEADERS, SUMMARIES = TypeAdapter(Header), TypeAdapter(Summary)
+Metrics = dict[str, Any]
+
+
+def said(error: ValidationError) -> str:
+    """What is wrong, by place, in one line."""
+    found = [f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors()]
+    return "; ".join([*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
+
+
+def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
+    """The content without the parts that are of no such type, and what was left out; ``what`` names the file.
+
+    Raises:
+        BadFile: nothing is left, or what cannot be missed is not there.
+    """
+    notes: list[str] = []
+    while True:
+        try:
+            return adapter.validate_python(content, strict=True), [f"{what}: left out, {note}" for note in notes]
+        except ValidationError as error:
+            notes.append(said(error))
+            for each in error.errors():
+                if (keys := _leads_to(content, each["loc"])) == ():
+                    raise BadFile(f"{what} cannot be read: {'; '.join(notes)}") from None
+                content = _removed(content, keys)
+
+
+def _leads_to(content: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a place that an error names, the part that is there; its last ones may name a type, or what is missing."""
+    for number, key in enumerate(place):
+        if not (isinstance(content, dict) and key in content):
+            return place[:number]
+        content = content[key]
+    return place
+
+
+def _removed(content: Any, keys: tuple[Any, ...]) -> Any:
+    if keys[0] not in content:
+        return content
+    if len(keys) == 1:
+        return {key: value for key, value in content.items() if key != keys[0]}
+    return {**content, keys[0]: _removed(content[keys[0]], keys[1:])}
+
+
+def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:
+    """A record's header, without settings that are none, and what was left out of it; raises `BadFile`."""
+    return sound_part(HEADERS, content, what)
+
+
+def summary_in(folder: Path) -> tuple[Summary | None, list[str]]:
+    """What the run left at its end, None if that is not there or cannot be read; and what is wrong with it."""
+    file = folder / "summary.json"
+    try:
+        found, notes = sound_part(SUMMARIES, from_json(file.read_bytes()), str(file))
+    except FileNotFoundError:
+        return None, []
+    except BadFile as error:
+        return None, [f"{error}; it is left out"]
+    except (OSError, ValueError) as error:
+        return None, [f"{file} cannot be read, and is left out: {error}"]
+    if found.get("format", FORMAT) != FORMAT:
+        return None, [f"{file} is of format {found['format']}, this package reads {FORMAT}: it is left out"]
+    return found, notes
+
+
+def metrics_in(folder: Path) -> tuple[list[Metrics], list[str]]:
+    """The steps' metrics, and what is wrong with them."""
+    file = folder / "metrics.jsonl"
+    try:
+        lines = file.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"{file} cannot be read, and is left out: {error}"]
+    return steps_of(lines, str(file))
+
+
+def steps_of(lines: Iterable[bytes], what: str) -> tuple[list[Metrics], list[str]]:
+    """The metrics of lines of ``metrics.jsonl``, and what was left out of them; ``what`` names the file.
+
+    A last line without an end is one that is being written, or was when its run was killed: that is nothing to say.
+    """
+    found, bad, values = [], 0, 0
+    for line in lines:
+        try:
+            content = from_json(line)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            bad += line.endswith(b"\n") and bool(line.strip())
+            continue
+        step = {key: value for key, value in content.items() if _is_metric(value)}
+        values += len(content) - len(step)
+        found.append(step)
+    notes = [f"{what}: {bad} lines are no steps, and are left out"] if bad else []
+    return found, notes + ([f"{what}: {values} values are no numbers, and are left out"] if values else [])
+
+
+def _is_metric(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        return False
+    return value is None or (abs(value) < TOO_LARGE and math.isfinite(value))
+
+
+def marker_in(folder: Path, name: str) -> Marker:
+    """The marker of a checkpoint.
+
+    Raises:
+        FileNotFoundError: it has none.
+        BadFile: it is none; the message is without the folder.
+    """
+    try:
+        return Marker.model_validate_json((folder / name).read_bytes(), strict=True)
+    except FileNotFoundError:
+        raise
+    except ValidationError as error:
+        raise BadFile(f"its {name} cannot be read ({said(error)})") from None
+    except OSError as error:
+        raise BadFile(f"its {name} cannot be read ({error})") from None
+
+
+def unsaid(settings: Mapping[str, Any], but: Iterable[str] = ()) -> list[str]:
+    """The settings of a record that are not there."""
+    return [name for name in Settings.__annotations__ if name not in settings and name not in but]
