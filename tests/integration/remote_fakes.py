@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
-from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.replicas.load_balancer import CountingBalancer
-from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
 
 
 class Method:
@@ -105,7 +105,8 @@ def make_loader(size: int, seed: int | None = None, **options: Any) -> StatefulD
     sampler = None
     if seed is not None:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
-    return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=collate_fn)
+    gathers = partial(collate, defaults={})
+    return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=gathers)
 
 
 def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:

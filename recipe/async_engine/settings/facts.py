@@ -50,7 +50,7 @@ class RowFault:
     """Rows of a data file that cannot be used."""
 
     column: str
-    what: Literal["empty", "too long"]
+    what: Literal["empty", "too long", "text", "missing", "no mapping"]
     first: int  # the first such row, from 0
     count: int  # how many rows have it, at least
     most: int | None = None  # of prompts that are too long, the tokens of the longest one
