@@ -11,7 +11,7 @@ import copy
 import inspect
 import json
 import pickle
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,23 @@ COSTS = [kind for kind in CLASSES if hasattr(kind, "words")]
 ENDS = [kind for kind in CLASSES if hasattr(kind, "ends")]
 
 
-def composed(task_model: Path, train: Path, *overrides: str) -> Any:
+@cache
+def composed_once() -> Any:
     GlobalHydra.instance().clear()
-    more = [f"data.train_files={train}", f"data.val_files={train}", f"actor_rollout_ref.model.path={task_model}"]
     with initialize_config_module("recipe.fully_async.config", version_base=None):
-        return compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu", *more, *overrides])
+        return compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu"])
+
+
+def composed(model: Path, train: Path, **settings: Any) -> Any:
+    """Settings of `data` and, with ``model_`` before their names, of the model."""
+    config = copy.deepcopy(composed_once())
+    config.actor_rollout_ref.model.path = str(model)
+    config.data.train_files = config.data.val_files = str(train)
+    config.data.filter_overlong_prompts_workers = None
+    for name, value in settings.items():
+        section = config.actor_rollout_ref.model if name.startswith("model_") else config.data
+        section[name.removeprefix("model_")] = value
+    return config
 
 
 CONFIG = {
@@ -89,7 +101,7 @@ def good_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(model: Path, good_file: Path) -> tuple[Any, Any]:
-    config = composed(model, good_file, f"data.max_prompt_length={LIMIT}")
+    config = composed(model, good_file, max_prompt_length=LIMIT)
     return config, tokenizer_and_processor(config)
 
 
@@ -182,29 +194,26 @@ def test_prompts_are_measured_with_the_tokenizer_and_the_template_of_the_run(
 ) -> None:
     base_model = tokenizer_in(tmp_path / "base", template=False)
     train = write(tmp_path / "a.parquet", rows([message("x" * (LIMIT - 2))] * ROWS))
-    settings = [f"data.max_prompt_length={LIMIT}", f"data.filter_overlong_prompts={filtered}"]
+    settings = {"max_prompt_length": LIMIT, "filter_overlong_prompts": filtered}
     # With the template of the model's tokenizer all are too long, and with none no length is to blame.
-    said = refusal(composed(model, train, *settings))
+    said = refusal(composed(model, train, **settings))
     assert f"prompts of at most data.max_prompt_length={LIMIT} tokens" in said or "0 prompts are left" in said
     assert "Raise data.max_prompt_length" in said
-    assert "no chat template. Set actor_rollout_ref.model.custom_chat_template" in refusal(
-        composed(base_model, train, *settings)
-    )
-    short = f"actor_rollout_ref.model.custom_chat_template='{SHORT}'"
-    assert refusal(composed(base_model, train, *settings, short)) == ""
-    assert refusal(composed(model, train, *settings, short)) == ""
+    no_template = "no chat template. Set actor_rollout_ref.model.custom_chat_template"
+    assert no_template in refusal(composed(base_model, train, **settings))
+    for folder in (model, base_model):
+        assert refusal(composed(folder, train, **settings, model_custom_chat_template=SHORT)) == ""
     # The tokenizer that the workers have, and the data set with them.
-    other = f"actor_rollout_ref.model.tokenizer_path={model}"
     exact = write(tmp_path / "b.parquet", rows([message("x")] * ROWS))
-    assert refusal(composed(base_model, exact, *settings, other)) == ""
-    wrong = "actor_rollout_ref.model.custom_chat_template='{{ raise_exception(\"no such role\") }}'"
-    assert "no such role" in refusal(composed(model, exact, *settings, wrong))
+    assert refusal(composed(base_model, exact, **settings, model_tokenizer_path=str(model))) == ""
+    wrong = "{{ raise_exception('no such role') }}"
+    assert "no such role" in refusal(composed(model, exact, **settings, model_custom_chat_template=wrong))
 
 
 def test_too_few_prompts_are_judged_on_what_the_filter_leaves(model: Path, tmp_path: Path) -> None:
     long, short = [message("x" * LIMIT)] * 30, [message("x")] * 10
     train = write(tmp_path / "a.parquet", rows(short[:3] + long + short[3:]))
-    config = composed(model, train, f"data.max_prompt_length={LIMIT}", "data.filter_overlong_prompts=True")
+    config = composed(model, train, max_prompt_length=LIMIT, filter_overlong_prompts=True)
     assert refusal(config, batch=10) == ""
     said = refusal(config, batch=11)
     assert "data with at least 11 prompts, which a step trains" in said and "10 prompts are left after" in said

@@ -28,7 +28,7 @@ DATASET_INDEX = "dataset_index"
 FAILURE = "data_failure"
 """Of a prompt's fields, alone: why its row could not be had from the data set, in the words of whatever failed."""
 
-ARGUMENTS = frozenset({"agent_loop", "output", "sampling_params", "self", "trace", "trajectory", "validate"})
+ARGUMENTS = frozenset({"output", "sampling_params", "self", "trace", "trajectory", "validate"})
 """What verl's calls have as arguments of their own where they take a row's fields by name: no row can have these.
 
 They are `_run_agent_loop` and `_agent_loop_postprocess` of AgentLoopWorker, and an agent loop's `run`; `priority`,

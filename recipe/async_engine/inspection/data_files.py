@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from pebble import concurrent
 
 from recipe.async_engine.inspection.prompt_check import row_faults
-from recipe.async_engine.settings.facts import FileFact
+from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, FileFact
 from recipe.async_engine.settings.sections import Timeouts, lookup
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TRAIN, VALIDATION = "data.train_files", "data.val_files"
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 """By the end of a file's name: the reader that verl asks `datasets` for (verl/utils/dataset/rl_dataset.py:197)."""
 WORDS = 400
@@ -43,7 +42,7 @@ class Unreadable(Exception):
 
 def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
     """One fact for each file of the two settings, and one more where files cannot be joined."""
-    for setting in (TRAIN, VALIDATION):
+    for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
         paths = [value] if isinstance(value, str) else list(value or [])
         if not paths:

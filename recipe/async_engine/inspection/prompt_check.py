@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.compute as compute
 from huggingface_hub import try_to_load_from_cache
 
-from recipe.async_engine.settings.facts import RowFault
+from recipe.async_engine.settings.facts import VERLS_LOOPS, RowFault
 from recipe.async_engine.settings.plan import MODEL
 from recipe.async_engine.settings.sections import lookup
 
@@ -32,14 +32,13 @@ logger = logging.getLogger(__name__)
 
 # Of the prompts that may be too long, so many are counted in tokens, the longest ones.
 COUNTED = 2000
-VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 
 
 def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
     """The faults of a file's rows, each with its first row (from 0) and how many rows have it."""
     key = str(lookup(config, "data.prompt_key", "prompt"))
     columns = {name: table.data.table.column(name) for name in table.column_names}
-    found = []
+    found: list[RowFault] = []
     if key in columns:
         found += _prompts(columns[key], key, config, _loops_of_verls_own(config, columns))
     for name, needed in (("reward_model", _is_registered(config)), ("extra_info", False)):

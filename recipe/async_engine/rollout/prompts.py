@@ -121,7 +121,7 @@ def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict
     rows = [row for row in rows if FAILURE not in row] or rows
     batch: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name, defaults.get(name)) for row in rows]
+        values: list[Any] = [row.get(name, defaults.get(name)) for row in rows]
         if all(isinstance(value, torch.Tensor) for value in values) and len({value.shape for value in values}) == 1:
             batch[name] = torch.stack(values)
         else:

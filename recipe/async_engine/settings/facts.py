@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+TRAIN_FILES, VAL_FILES = "data.train_files", "data.val_files"
+VERLS_LOOPS = ("single_turn_agent", "tool_agent")
+"""The agent loops that verl brings, which take messages alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:

@@ -105,7 +105,7 @@ class AsyncPPOTrainer(Startup):
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
-        self.val_dataloader = UsableBatches(self.val_dataloader)
+        self.val_dataloader: Any = UsableBatches(self.val_dataloader)
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
         self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer))

@@ -21,10 +21,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer.chat_template import apply_chat_template
 
 from recipe.async_engine.core.columns import FAILURE
-from recipe.async_engine.inspection.data_files import TRAIN, VALIDATION
-from recipe.async_engine.inspection.prompt_check import VERLS_LOOPS
 from recipe.async_engine.rollout.prompts import IndexedDataset, words
+from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
 from recipe.async_engine.settings.fields import render
+from recipe.async_engine.settings.plan import MODEL
 from recipe.async_engine.settings.problems import ConfigError, Problem
 from recipe.async_engine.settings.sections import lookup
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 FIRST = 8
 """So many rows of each data set are looked at."""
-MODEL = "actor_rollout_ref.model"
 
 
 def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
@@ -78,8 +77,9 @@ def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[
     Raises:
         ConfigError: the run cannot use one of them; all that is found is in it.
     """
-    made, problems = [], []
-    for setting, needed in ((TRAIN, batch), (VALIDATION, 1)):
+    made: list[IndexedDataset] = []
+    problems: list[Problem] = []
+    for setting, needed in ((TRAIN_FILES, batch), (VAL_FILES, 1)):
         maker = _Maker(config, setting, tokenizer, processor)
         try:
             made.append(maker.checked(needed))
@@ -96,7 +96,7 @@ class _Maker:
     def __init__(self, config: Any, setting: str, tokenizer: Any, processor: Any) -> None:
         self._config, self._setting = config, setting
         self._tokenizer, self._processor = tokenizer, processor
-        self._is_train = setting == TRAIN
+        self._is_train = setting == TRAIN_FILES
 
     def checked(self, needed: int) -> IndexedDataset:
         """The data set, if it has at least so many rows and its first ones can be used."""
