@@ -112,6 +112,13 @@ class OfTheBatch(Good):
         return {**good(index), "responses": "a", "values": [1], "multi_modal_inputs": "x", "prompts": None}
 
 
+class NamedAsVerlsOwn(Good):
+    """Names of arguments of calls between data and agent loop, which are carried past them."""
+
+    def spoilt(self, index: int) -> Any:
+        return {**good(index), "output": "x", "validate": 1, "trace": None, "trajectory": "y", "trainer_config": 3}
+
+
 class Lambda(Good):
     def spoilt(self, index: int) -> Any:
         return {**good(index), "check": lambda answer: answer == str(index)}
@@ -330,15 +337,8 @@ class NumbersForNames(Good):
         return {**good(index), 7: "x"}
 
 
-class NamedOutput(Good):
-    words = "verl's calls have an argument of the name of its field output"
-
-    def spoilt(self, index: int) -> Any:
-        return {**good(index), "output": "x"}
-
-
 class NamedSamplingParams(Good):
-    words = "its field sampling_params"
+    words = "agent loops have an argument of the name of its field sampling_params"
 
     def spoilt(self, index: int) -> Any:
         return {**good(index), "sampling_params": {"temperature": 0.1}}

@@ -97,11 +97,11 @@ class Rows:
         return {"raw_prompt": [{"role": "user", "content": f"prompt {index}"}], "level": np.int64(index % 3)}
 
 
-def make_loader(size: int, seed: int | None = None, **options: Any) -> StatefulDataLoader:
+def make_loader(size: int, seed: int | None = None, kind: type[Rows] = Rows, **options: Any) -> StatefulDataLoader:
     """verl's kind of data loader, one prompt at a time; shuffled if ``seed`` is given."""
     import torch
 
-    dataset = IndexedDataset(Rows(size))
+    dataset = IndexedDataset(kind(size))
     sampler = None
     if seed is not None:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
@@ -109,6 +109,6 @@ def make_loader(size: int, seed: int | None = None, **options: Any) -> StatefulD
     return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=gathers)
 
 
-def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:
+def make_source(size: int, epochs: int = 1, seed: int | None = None, kind: type[Rows] = Rows) -> PromptSource:
     """Prompts through :func:`make_loader`."""
-    return PromptSource(make_loader(size, seed), epochs)
+    return PromptSource(make_loader(size, seed, kind), epochs)

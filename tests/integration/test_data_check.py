@@ -23,12 +23,14 @@ import yaml
 from datasets import load_dataset
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.inspection import data_files
 from recipe.async_engine.inspection.check import check_plain, plain
 from recipe.async_engine.inspection.data_files import data_facts
-from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
@@ -258,7 +260,7 @@ def test_what_is_elsewhere_is_left_to_the_run_and_its_rows_are_not_known(model: 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_columns_that_verls_calls_have_as_arguments_are_named(
+def test_columns_that_agent_loops_have_as_arguments_are_named(
     model: Path, tmp_path: Path, name: str, suffix: str
 ) -> None:
     content = [{**row, name: "x"} for row in rows([message("sort 1")] * ROWS)]
@@ -266,17 +268,10 @@ def test_columns_that_verls_calls_have_as_arguments_are_named(
     assert f"Rename its column {name}" in said and f"data.train_files={tmp_path}/a.{suffix}" in said
 
 
-def test_these_are_the_arguments_of_verls_calls() -> None:
-    """And a row's field of any other name reaches an agent loop."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-
-    ours = (TrajectoryWorker._run_agent_loop, TrajectoryWorker._agent_loop_postprocess)
-    verls = (AgentLoopWorker._run_agent_loop, AgentLoopWorker._agent_loop_postprocess)
-    calls = (*ours, *verls, SingleTurnAgentLoop.run, ToolAgentLoop.run)
+def test_these_are_the_arguments_of_verls_agent_loops() -> None:
+    calls = (AgentLoopBase.run, SingleTurnAgentLoop.run, ToolAgentLoop.run)
     taken = {name for call in calls for name in inspect.signature(inspect.unwrap(call)).parameters}
-    assert taken - {"kwargs", "agent_name", "priority"} == ARGUMENTS
+    assert taken - {"kwargs", "priority"} == ARGUMENTS
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

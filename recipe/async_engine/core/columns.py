@@ -28,11 +28,10 @@ DATASET_INDEX = "dataset_index"
 FAILURE = "data_failure"
 """Of a prompt's fields, alone: why its row could not be had from the data set, in the words of whatever failed."""
 
-ARGUMENTS = frozenset({"output", "sampling_params", "self", "trace", "trajectory", "validate"})
-"""What verl's calls have as arguments of their own where they take a row's fields by name: no row can have these.
+ARGUMENTS = frozenset({"sampling_params", "self"})
+"""What verl calls each agent loop's ``run`` with, beside a row's fields by name: no row can have fields of these names.
 
-They are `_run_agent_loop` and `_agent_loop_postprocess` of AgentLoopWorker, and an agent loop's `run`; `priority`,
-which these have too, is a row's to set. tests/contracts/verl.toml has their signatures.
+``priority``, which verl's own loops have too, is a row's to set.
 """
 
 OF_THE_BATCH = frozenset(

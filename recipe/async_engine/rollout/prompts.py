@@ -101,7 +101,7 @@ class IndexedDataset(Dataset):
         if wrong := [name for name in row if not isinstance(name, str)]:
             raise TypeError(f"fields must have names, and one is {wrong[0]!r}")
         if taken := ARGUMENTS & row.keys():
-            raise ValueError(f"verl's calls have an argument of the name of its field {min(taken)}: rename it")
+            raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
         if "raw_prompt" not in row:
             raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
         # It goes to other processes and into checkpoints.

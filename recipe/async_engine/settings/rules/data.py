@@ -43,9 +43,7 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
         advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(columns)}."
         yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
     for name in sorted(ARGUMENTS & set(columns)):
-        advice = (
-            f"Rename its column {name}: verl hands a row's columns to agent loops by name, beside {name} of its own."
-        )
+        advice = f"Rename its column {name}: agent loops get a row's columns by name, beside {name} of verl's."
         yield Problem(fact.setting, fact.path, f"data without the columns {', '.join(sorted(ARGUMENTS))}", advice)
     if fact.rows == 0:
         yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
