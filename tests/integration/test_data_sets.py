@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.async_engine.core.columns import DATASET_INDEX
 from recipe.async_engine.core.groups import Group
+from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.rollout.prompts import (
     IndexedDataset,
     Prompt,
@@ -38,9 +39,11 @@ from recipe.async_engine.rollout.prompts import (
     failure_of,
     sample_of,
 )
+from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.task.tokenizer import build_tokenizer
 from recipe.async_engine.trainer.data_sets import data_sets, defaults, tokenizer_and_processor
+from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
 BATCH = 4
 CLASSES = [
@@ -263,3 +266,13 @@ def test_workers_of_a_loader_give_the_same_rows_and_failures(base: Any) -> None:
         train, _ = made(base, kind)
         here = {prompt.index: str(failure_of(prompt.row)) for prompt in fed(train)}
         assert {prompt.index: str(failure_of(prompt.row)) for prompt in fed(train, num_workers=2)} == here
+
+
+def test_engines_are_told_of_the_runs_tokenizer_unless_they_have_one_of_their_own(model: Path, good_file: Path) -> None:
+    config = composed(model, good_file, model_tokenizer_path=str(model))
+    derive_verl_settings(config, derive(plain(config), dataset_rows=ROWS))
+    engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.tokenizer == str(model)
+    engine.tokenizer = "own"
+    derive_verl_settings(config, derive(plain(config), dataset_rows=ROWS))
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.tokenizer == "own"
