@@ -2,9 +2,10 @@
 """Reads what a configuration refers to outside itself, and refuses it where it cannot run.
 
 Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
-They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing,
-and start nothing but the driver's own program that tells the accelerators' memory, and one empty program where answers
-are programs. The judgement is `settings.validation`'s, and that of verl's own types where verl is imported anyway.
+They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
+keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory,
+and one empty program where answers are programs. The judgement is `settings.validation`'s, and that of verl's own
+types where verl is imported anyway.
 """
 
 import contextlib
