@@ -44,7 +44,7 @@ def data_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
     """One fact for each file of the two settings, and one more where files cannot be joined."""
     for setting in (TRAIN_FILES, VAL_FILES):
         value = lookup(config, setting)
-        paths = [value] if isinstance(value, str) else list(value or [])
+        paths = value if isinstance(value, list) else [value] if value else []
         if not paths:
             yield FileFact(setting, "null", "data", fault="is not set")
         tables: list[Dataset] = []
@@ -87,6 +87,8 @@ def _file(setting: str, path: str, config: Mapping[str, Any]) -> tuple[FileFact,
 def _not_there(path: str) -> str | None:
     if path.startswith("~"):
         return "does not exist: ~ is taken as it is written; write the whole path"
+    if "\0" in path:
+        return "does not exist"
     if os.path.isdir(path):
         return "is no file"
     # The library takes patterns.

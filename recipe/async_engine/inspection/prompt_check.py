@@ -84,7 +84,10 @@ def _prompts(
     texts: list[tuple[int, int, list[str]]] = []
     limit = _limit(config)
     first = 0
-    if as_messages and _is_text(column.type):
+    if pyarrow.types.is_null(column.type) and len(column):
+        yield RowFault(key, "empty", 0, len(column))
+        return
+    if as_messages and (_is_text(column.type) or pyarrow.types.is_string_view(column.type)):
         yield RowFault(key, "text", 0, len(column))
         return
     for chunk in column.chunks:
