@@ -23,11 +23,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from checkpointed import SCORED, plan
 from omegaconf import OmegaConf
@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
 from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints, rollout_state
 from recipe.async_engine.trainer.checkpoints import RunState
@@ -134,9 +134,9 @@ class Life:
         phases.enter("generate")
 
     def resume(self) -> dict[str, int]:
-        rows = IndexedDataset([{"text": np.array(f"prompt {n}", dtype=object)} for n in range(PROMPTS)])
+        rows = IndexedDataset([{"raw_prompt": [{"role": "user", "content": f"prompt {n}"}]} for n in range(PROMPTS)])
         sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(7))
-        loader = StatefulDataLoader(rows, batch_size=1, sampler=sampler, collate_fn=collate)
+        loader = StatefulDataLoader(rows, batch_size=1, sampler=sampler, collate_fn=partial(collate, defaults={}))
         self.source = PromptSource(loader, EPOCHS)
         gate = GateSettings(*(self.settings[name] for name in ("b", "k", "bound", "depth")))
         folder = self.state.find()
@@ -238,10 +238,6 @@ class Life:
         self.phases.enter("write tracker")
         with open(self.root / checkpoints.TRACKER, "w") as file:
             file.write(str(self.step))
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {key: np.array([row[key] for row in rows], dtype=object) for key in rows[0]}
 
 
 def live(root: Path, settings: dict[str, Any], seed: str, phases: Phases) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
-from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.replicas.load_balancer import CountingBalancer
-from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource
+from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
 
 
 class Method:
@@ -97,17 +97,18 @@ class Rows:
         return {"raw_prompt": [{"role": "user", "content": f"prompt {index}"}], "level": np.int64(index % 3)}
 
 
-def make_loader(size: int, seed: int | None = None, **options: Any) -> StatefulDataLoader:
+def make_loader(size: int, seed: int | None = None, kind: type[Rows] = Rows, **options: Any) -> StatefulDataLoader:
     """verl's kind of data loader, one prompt at a time; shuffled if ``seed`` is given."""
     import torch
 
-    dataset = IndexedDataset(Rows(size))
+    dataset = IndexedDataset(kind(size))
     sampler = None
     if seed is not None:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
-    return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=collate_fn)
+    gathers = partial(collate, defaults={})
+    return StatefulDataLoader(dataset, **{"batch_size": 1, **options}, sampler=sampler, collate_fn=gathers)
 
 
-def make_source(size: int, epochs: int = 1, seed: int | None = None) -> PromptSource:
+def make_source(size: int, epochs: int = 1, seed: int | None = None, kind: type[Rows] = Rows) -> PromptSource:
     """Prompts through :func:`make_loader`."""
-    return PromptSource(make_loader(size, seed), epochs)
+    return PromptSource(make_loader(size, seed, kind), epochs)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from remote_fakes import make_source
+from remote_fakes import Rows, make_source
 from verl import DataProto
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
@@ -36,8 +36,8 @@ def join(rows: list[Any]) -> DataProto:
     return DataProto.from_dict(tensors={"responses": responses}, non_tensors=fields)
 
 
-def batch_of(*rows: Any, size: int = 1, order: list[int] | None = None) -> DataProto:
-    source = make_source(10)
+def batch_of(*rows: Any, size: int = 1, order: list[int] | None = None, kind: type[Rows] = Rows) -> DataProto:
+    source = make_source(10, kind=kind)
     groups = []
     for group_id in range(len(rows) // size):
         prompt = source.take()
@@ -64,6 +64,25 @@ def test_rows_come_in_the_order_that_is_asked_for_with_all_that_belongs_to_them(
     assert batch.batch[TOKEN_VERSIONS][:, 0].tolist() == [2, 0, 3, 1]
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-0", "0-1", "0-0"]
     assert batch.non_tensor_batch["level"].tolist() == [1, 0, 1, 0]
+
+
+class Uneven(Rows):
+    """Fields that some rows have alone, and some that are called as columns of the batch are."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        own = {"hint": f"hint {index}"} if index % 2 else {"source": "a book", "responses": "x", "values": 3}
+        return {**super().__getitem__(index), **own, "output": "y"}
+
+
+def test_rows_with_different_fields_are_one_batch_and_none_of_them_takes_the_place_of_a_tensor() -> None:
+    batch = batch_of(*[output((0, 2)) for _ in range(3)], kind=Uneven)
+    columns = batch.non_tensor_batch
+    assert columns["hint"].tolist() == [None, "hint 1", None]
+    assert columns["source"].tolist() == ["a book", None, "a book"]
+    assert columns["output"].tolist() == ["y"] * 3
+    batch.batch["values"] = torch.zeros(3, 1)
+    del columns[VERSION_RUNS]
+    assert set(batch.to_tensordict().keys()) >= {"responses", "values", "hint", "source", "output"}
 
 
 def test_every_token_has_its_version_and_padding_none() -> None:

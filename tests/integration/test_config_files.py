@@ -29,7 +29,8 @@ def paths(tmp_path: Path) -> dict[str, Path]:
     model.mkdir()
     (model / "config.json").write_text("{}")
     data = tmp_path / "data.parquet"
-    columns = {"prompt": ["p"] * ROWS, "data_source": ["s"] * ROWS, "reward_model": [{"ground_truth": "1"}] * ROWS}
+    prompt = [{"role": "user", "content": "p"}]
+    columns = {"prompt": [prompt] * ROWS, "data_source": ["s"] * ROWS, "reward_model": [{"ground_truth": "1"}] * ROWS}
     pyarrow.parquet.write_table(pyarrow.table(columns), data)
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")

@@ -3,21 +3,39 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
+import gzip
+import inspect
 import json
+import random
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
+from datasets import load_dataset
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from recipe.async_engine.inspection.check import check
+from recipe.async_engine.core.columns import ARGUMENTS
+from recipe.async_engine.inspection import data_files
+from recipe.async_engine.inspection.check import check_plain, plain
+from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
+MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
 ROWS = 40
 LIMIT = 32
 
@@ -46,21 +64,29 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def problems(model: Path, train: Path, *more: str) -> list[str]:
-    """What is said against a configuration with this training file."""
-    good = write(train.parent / "good.parquet", rows([message("sort 1")] * ROWS))
-    overrides = [
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={train}",
-        f"data.val_files={good}",
-        f"data.max_prompt_length={LIMIT}",
-        *more,
-    ]
+@cache
+def composed() -> dict[str, Any]:
     GlobalHydra.instance().clear()
     with initialize_config_module("recipe.fully_async.config", version_base=None):
-        config = compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu", *overrides])
+        return plain(compose("fully_async_ppo_trainer", overrides=["preset=tiny_cpu"]))
+
+
+def problems(model: Path, train: Any, *more: str, folder: Path | None = None) -> list[str]:
+    """What is said against a configuration with this training file, or these."""
+    where = train.parent if isinstance(train, Path) else folder
+    assert where is not None
+    good = write(where / "good.parquet", rows([message("sort 1")] * ROWS))
+    config = copy.deepcopy(composed())
+    config["actor_rollout_ref"]["model"]["path"] = str(model)
+    config["data"] |= {"val_files": str(good), "max_prompt_length": LIMIT}
+    config["data"]["train_files"] = list(map(str, train)) if isinstance(train, list) else str(train)
+    for override in more:
+        name, _, value = override.partition("=")
+        *sections, key = name.split(".")
+        reduce(dict.__getitem__, sections, config)[key] = yaml.safe_load(value)
+    config["actor_rollout_ref"]["rollout"]["prompt_length"] = config["data"]["max_prompt_length"]
     try:
-        check(config)
+        check_plain(config)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []
@@ -131,7 +157,9 @@ def test_folder_and_file_without_rows_are_refused(model: Path, tmp_path: Path) -
     assert "is no file" in problems(model, tmp_path / "folder.parquet")[0]
     table = pyarrow.Table.from_pylist(rows([message("x")])).slice(0, 0)
     pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
-    assert any("data with rows" in problem for problem in problems(model, tmp_path / "none.parquet"))
+    (tmp_path / "none.json").write_text("[]")
+    for name in ("none.parquet", "none.json"):
+        assert any("data with rows" in problem for problem in problems(model, tmp_path / name))
 
 
 def test_prompts_of_another_form_and_users_data_sets_are_left_to_the_run(model: Path, tmp_path: Path) -> None:
@@ -140,4 +168,247 @@ def test_prompts_of_another_form_and_users_data_sets_are_left_to_the_run(model: 
     empty = write(tmp_path / "b.parquet", rows([message("")] * ROWS))
     own = tmp_path / "own.py"
     own.write_text("class Own: ...\n")
-    assert problems(model, empty, f"data.custom_cls.path={own}", "data.custom_cls.name=Own") == []
+    settings = f"data.custom_cls.path={own}", "data.custom_cls.name=Own"
+    assert problems(model, empty, *settings) == []
+    # What a path means, their class knows: another format, a folder, a name.
+    for path in (tmp_path, tmp_path / "a.sqlite", "openai/gsm8k"):
+        assert problems(model, path, *settings, folder=tmp_path) == []
+
+
+LINES = "\n".join(map(json.dumps, rows([message("sort 1")] * ROWS))).encode()
+LONG = json.dumps({**rows([message("sort 1")])[0], "notes": "x" * 5_000_000}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("an array.json", b"[" + LINES.replace(b"\n", b",") + b"]"),
+        ("in lines that verl reads by their ending.json", LINES),
+        ("an array.jsonl", b"[" + LINES.replace(b"\n", b",\n") + b"]"),
+        ("pretty.json", json.dumps(json.loads(b"[" + LINES.replace(b"\n", b",") + b"]"), indent=2).encode()),
+        ("long lines.jsonl", LONG + b"\n" + LINES),
+        ("bom.jsonl", b"\xef\xbb\xbf" + LINES),
+        ("crlf.jsonl", LINES.replace(b"\n", b"\r\n")),
+        ("packed.jsonl", gzip.compress(LINES)),
+        (
+            "mixed.jsonl",
+            LINES
+            + b"\n"
+            + LINES.splitlines()[0][:-1]
+            + b', "answer": 1}' * 1
+            + b"\n"
+            + LINES.splitlines()[0][:-1]
+            + b', "answer": "one"}',
+        ),
+        ("truths.jsonl", LINES + b"\n" + LINES.splitlines()[0].replace(b'"1"', b"1")),
+        (
+            "contents.jsonl",
+            LINES + b"\n" + LINES.splitlines()[0].replace(b'"sort 1"', b'[{"type": "text", "text": "b"}]'),
+        ),
+        ("optional.jsonl", LINES + b"\n" + LINES.splitlines()[0][:-1] + b', "level": 3}'),
+    ],
+)
+def test_whatever_the_library_reads_is_read(model: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert problems(model, tmp_path / name) == []
+
+
+def test_patterns_and_several_files_are_read_as_the_library_reads_them(model: Path, tmp_path: Path) -> None:
+    plain = rows([message("sort 1")] * ROWS)
+    write(tmp_path / "a1.parquet", plain)
+    write(tmp_path / "a2.parquet", plain)
+    write(tmp_path / "b.parquet", [{**row, "agent_name": "tool_agent", "extra_info": {"index": 1}} for row in plain])
+    write(tmp_path / "c.jsonl", [{**row, "extra_info": {"split": "train"}} for row in plain])
+    assert problems(model, f"{tmp_path}/a*.parquet", folder=tmp_path) == []
+    files = [tmp_path / name for name in ("a1.parquet", "b.parquet", "c.jsonl")]
+    assert problems(model, files, folder=tmp_path) == []
+    write(tmp_path / "d.parquet", [{**row, "extra_info": {"index": "one"}} for row in plain])
+    (said,) = problems(model, [*files, tmp_path / "d.parquet"], folder=tmp_path)
+    assert f"data.train_files={tmp_path}/d.parquet" in said
+    assert "cannot be joined with the files before it" in said and "index" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b"", "it is empty"),
+        ("a.jsonl", LINES[:-20], "is not a jsonl file that can be read"),
+        ("a.jsonl", LINES + b'\n{"prompt": "\xe9"}', "UTF-8"),
+        ("a.jsonl", b"1\n2\n", "is not a jsonl file that can be read"),
+        ("a.parquet", LINES, "is not a parquet file that can be read"),
+        ("a.parquet.gz", LINES, "is none of .parquet, .json, .jsonl"),
+        ("a.csv", LINES, "is none of"),
+        ("a.arrow", LINES, "is none of"),
+        ("A.PARQUET", LINES, "is none of"),
+    ],
+)
+def test_file_that_the_library_does_not_read_is_named(
+    model: Path, tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = problems(model, tmp_path / name)
+    assert len(found) == 1 and f"data.train_files={tmp_path}/{name}" in found[0] and said in found[0], found
+
+
+def test_home_is_not_written_out_by_verl(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.parquet", rows([message("sort 1")] * ROWS))
+    (said,) = problems(model, "~/a.parquet", folder=tmp_path)
+    assert "~ is taken as it is written; write the whole path" in said
+    (said,) = problems(model, tmp_path / "a.parquet", f"actor_rollout_ref.model.path='~/{model.name}'")
+    assert "actor_rollout_ref.model.path=~" in said and "~ is taken as it is written" in said
+
+
+def test_what_is_elsewhere_is_left_to_the_run_and_its_rows_are_not_known(model: Path, tmp_path: Path) -> None:
+    few = write(tmp_path / "few.parquet", rows([message("sort 1")] * 2))
+    assert any("a batch of at most 2 prompts" in said for said in problems(model, few))
+    assert problems(model, [few, "hdfs://there/more.parquet"], folder=tmp_path) == []
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_columns_that_agent_loops_have_as_arguments_are_named(
+    model: Path, tmp_path: Path, name: str, suffix: str
+) -> None:
+    content = [{**row, name: "x"} for row in rows([message("sort 1")] * ROWS)]
+    (said,) = problems(model, write(tmp_path / f"a.{suffix}", content))
+    assert f"Rename its column {name}" in said and f"data.train_files={tmp_path}/a.{suffix}" in said
+
+
+def test_these_are_the_arguments_of_verls_agent_loops() -> None:
+    calls = (AgentLoopBase.run, SingleTurnAgentLoop.run, ToolAgentLoop.run)
+    taken = {name for call in calls for name in inspect.signature(inspect.unwrap(call)).parameters}
+    assert taken - {"kwargs", "priority"} == ARGUMENTS
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_text_where_verl_takes_values_apart_is_named_by_column(model: Path, tmp_path: Path, suffix: str) -> None:
+    text = write(tmp_path / f"a.{suffix}", rows(["sort 1"] * ROWS))
+    (said,) = problems(model, text)
+    assert f"Row 0 and {ROWS - 1} more (counted from 0), column prompt: plain text" in said
+    # An agent loop of the user's may take it.
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: own\n  _target_: json.JSONDecoder\n")
+    agent = "actor_rollout_ref.rollout.agent"
+    own = f"{agent}.agent_loop_config_path={loops}", f"{agent}.default_agent_loop=own"
+    assert problems(model, text, *own) == []
+    content = [{**row, "extra_info": '{"index": 1}'} for row in rows([message("sort 1")] * ROWS)]
+    (said,) = problems(model, write(tmp_path / f"b.{suffix}", content))
+    assert "column extra_info: text or another value" in said
+    content = [{**row, "reward_model": "1"} for row in rows([message("sort 1")] * ROWS)]
+    (said,) = problems(model, write(tmp_path / f"c.{suffix}", content))
+    assert "column reward_model: text or another value" in said
+
+
+def test_a_row_without_what_it_needs_is_found_wherever_it_is(model: Path, tmp_path: Path) -> None:
+    content = rows([message("sort 1")] * 6000)
+    content[5000]["prompt"] = None
+    content[5999]["reward_model"] = None
+    said = problems(model, write(tmp_path / "a.parquet", content))
+    assert len(said) == 2
+    assert any("Row 5000 (counted from 0), column prompt: no text" in problem for problem in said)
+    assert any("Row 5999 (counted from 0), column reward_model: no value" in problem for problem in said)
+
+
+def test_other_names_of_the_columns_are_settings(model: Path, tmp_path: Path) -> None:
+    content = [{"question": row.pop("prompt"), **row} for row in rows([message("")] * ROWS)]
+    path = write(tmp_path / "a.parquet", content)
+    assert "It has no prompt" in problems(model, path)[0]
+    assert "column question: no text" in problems(model, path, "data.prompt_key=question", f"data.val_files={path}")[0]
+
+
+def test_lengths_are_counted_by_the_tokenizer_of_the_run(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    path = write(tmp_path / "a.parquet", rows([message("x" * (LIMIT + 1))] * ROWS))
+    assert problems(other, path) == []
+    (said,) = problems(other, path, f"actor_rollout_ref.model.tokenizer_path={model}")
+    assert f"up to {LIMIT + 1} tokens" in said
+
+
+@pytest.mark.parametrize("value", [7, [7], True, "", "[", "a\0b", ["x/"], {"a": 1}, [None], "**", "~", 1.5])
+def test_files_of_any_value_are_named(tmp_path: Path, value: Any) -> None:
+    good = write(tmp_path / "good.parquet", rows([message("sort 1")] * ROWS))
+    *found, last = data_facts({"data": {"train_files": value, "val_files": str(good)}})
+    assert len(found) == 1 and found[0].setting == "data.train_files" and found[0].fault is not None
+    assert last.fault is None
+
+
+ODD_TYPES: dict[str, tuple[Any, str | None]] = {
+    "large": (pyarrow.array([message("x")] * 2, pyarrow.large_list(MESSAGE)), None),
+    "of fixed size": (pyarrow.array([message("x")] * 2, pyarrow.list_(MESSAGE, 1)), None),
+    "dictionary": (pyarrow.array(["x", "x"]).dictionary_encode(), "text"),
+    "views": (pyarrow.array(["x", "x"], pyarrow.string_view()), "text"),
+    "nothing": (pyarrow.nulls(2), "empty"),
+    "no messages": (pyarrow.array([[None], []], pyarrow.list_(MESSAGE)), "empty"),
+    "numbers": (pyarrow.array([1, 2]), None),
+    "texts": (pyarrow.array([["x"], ["y"]]), None),
+    "without contents": (pyarrow.array([[{"role": "user"}]] * 2), None),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TYPES)
+def test_prompts_of_any_type_of_parquets_are_judged_or_left_to_the_run(tmp_path: Path, name: str) -> None:
+    prompts, fault = ODD_TYPES[name]
+    times = pyarrow.array([datetime.date(2026, 1, 1)] * 2)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "when": times}), tmp_path / "a.parquet")
+    fact = next(iter(data_facts({"data": {"train_files": str(tmp_path / "a.parquet")}})))
+    assert fact.fault is None and fact.rows == 2
+    assert [found.what for found in fact.row_faults] == [fault] * (fault is not None)
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """Cut short, or with some bytes another, or some missing, or twice."""
+    at = chance.randrange(len(content))
+    kind = chance.randrange(4)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        flipped = bytearray(content)
+        for _ in range(chance.choice((1, 3, 50))):
+            flipped[chance.randrange(len(content))] = chance.randrange(256)
+        return bytes(flipped)
+    return content[:at] + content[at + chance.randrange(200) :] if kind == 2 else content[at:] + content[:at]
+
+
+@pytest.mark.parametrize("damages", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_damaged_file_is_read_or_named(tmp_path: Path, damages: int) -> None:
+    """Through the check's own function; no other error, and what verl's call reads is not refused as unreadable."""
+    whole = {name: write(tmp_path / f"whole.{name}", rows([message("sort 1")] * ROWS)) for name in ("parquet", "jsonl")}
+    array = tmp_path / "whole.json"
+    array.write_text(json.dumps(rows([message("sort 1")] * ROWS)))
+    contents = {**{name: path.read_bytes() for name, path in whole.items()}, "json": array.read_bytes()}
+    chance = random.Random(damages)
+    named = 0
+    for number in range(damages):
+        name = chance.choice(sorted(contents))
+        path = tmp_path / f"{number}.{name}"
+        path.write_bytes(damaged(contents[name], chance))
+        facts = list(data_facts({"data": {"train_files": str(path), "val_files": str(array)}}))
+        assert [fact.path for fact in facts] == [str(path), str(array)]
+        assert facts[1].fault is None and facts[1].rows == ROWS
+        faulty = facts[0].fault is not None
+        named += faulty
+        if faulty and path.stat().st_size:
+            with pytest.raises(Exception, match=""):
+                load_dataset("parquet" if name == "parquet" else "json", data_files=str(path))["train"]
+        path.unlink()
+    assert named > damages // 4
+
+
+def test_a_disk_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_read", lambda *_: time.sleep(5))
+    config = {"data": {"train_files": str(write(tmp_path / "a.jsonl", rows([message("x")])))}}
+    config["async_training"] = {"timeouts": {"startup": 0.2}}
+    fact = next(iter(data_facts(config)))
+    assert fact.fault is not None and "not within 0.2 s, async_training.timeouts.startup" in fact.fault
+
+
+def test_main_on_a_cpu_reads_data_without_torch_and_verl() -> None:
+    code = (
+        "import sys; from recipe.async_engine.inspection import check; import datasets; "
+        "print([name for name in ('torch', 'verl', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

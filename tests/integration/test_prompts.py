@@ -171,7 +171,7 @@ def test_position_of_a_checkpoint_that_has_one_prompt_put_back_or_none_is_read(p
     ("signal_number", "said"),
     [
         (signal.SIGSTOP, r"within 6 s.*dataloader_num_workers.*timeouts\.prompt"),
-        (signal.SIGKILL, "RuntimeError.*worker"),
+        (signal.SIGKILL, "RuntimeError.*worker|worker process of it has died"),
     ],
 )
 def test_worker_process_of_a_data_loader_that_stopped_or_died_is_named(signal_number: int, said: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from remote_fakes import make_loader, make_source
+from remote_fakes import Rows, make_loader, make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
 from recipe.async_engine.core.gate import GateSettings
@@ -604,6 +604,36 @@ def test_waiting_trainer_is_told_when_the_last_groups_fail(start: Any) -> None:
     pool.of(1).fail(TrajectoryFailed("odd"))
     trainer.join(SOON)
     assert outcome == [None]
+
+
+class Torn(Rows):
+    """Each third row cannot be had."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 3 == 0:
+            raise ValueError(f"row {index} is torn")
+        return super().__getitem__(index)
+
+
+def test_row_that_cannot_be_had_costs_its_group_and_no_attempt(start: Any) -> None:
+    pool = ScriptedPool(finish_at_once)
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(9, kind=Torn), pool, group_size=2))
+    while train(scheduler) is not None:
+        pass
+    assert {call.group.prompt.index for call in pool.calls} == {1, 2, 4, 5, 7, 8}
+    counts = scheduler.ledger.counts()
+    assert (counts.issued, counts.trained, counts.failed) == (9, 6, 3)
+
+
+class AllTorn(Rows):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise ValueError("all torn")
+
+
+def test_rows_none_of_which_can_be_had_end_the_run_with_their_words(start: Any) -> None:
+    scheduler = start(new_scheduler(new_ledger(b=2), make_source(9, kind=AllTorn), ScriptedPool(finish_at_once)))
+    with pytest.raises(RolloutFailed, match=r"failed in a row.*row [0-9] of the data set: ValueError: all torn"):
+        scheduler.take_batch(SOON)
 
 
 def test_snapshot_keeps_ready_groups_runs_running_ones_again_and_loses_no_prompt(start: Any) -> None:

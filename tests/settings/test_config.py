@@ -701,7 +701,11 @@ def test_the_first_limit_ends_the_run(changes: dict[str, Any], rows: int | None,
 
 def test_a_run_without_any_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.total_training_steps=null"):
-        derive(configured({"rollout.total_rollout_steps": None}))
+        derive(configured({"rollout.total_rollout_steps": None, "trainer.total_epochs": None}))
+
+
+def test_epochs_of_a_data_set_that_only_the_run_can_make_are_a_limit_that_is_not_known_yet() -> None:
+    assert derive(configured({"rollout.total_rollout_steps": None})).total_steps == 0
 
 
 def test_a_plan_is_not_derived_from_faulty_settings() -> None:

@@ -24,3 +24,24 @@ REPORTED = "reward_extra_info"
 
 DATASET_INDEX = "dataset_index"
 """Of a prompt's fields: its row in the data set."""
+
+FAILURE = "data_failure"
+"""Of a prompt's fields, alone: why its row could not be had from the data set, in the words of whatever failed."""
+
+ARGUMENTS = frozenset({"sampling_params", "self"})
+"""What verl calls each agent loop's ``run`` with, beside a row's fields by name: no row can have fields of these names.
+
+``priority``, which verl's own loops have too, is a row's to set.
+"""
+
+OF_THE_BATCH = frozenset(
+    {
+        *("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "dummy_tensor"),
+        *("rollout_log_probs", "old_log_probs", "ref_log_prob", "routed_experts", "teacher_logprobs", "teacher_ids"),
+        *("rm_scores", "token_level_scores", "token_level_rewards", "advantages", "returns", "values", "entropys"),
+        *("rollout_is_weights", "reward_baselines", "sum_pi_squared", "multi_modal_inputs"),
+        *(TOKEN_VERSIONS, SCORED_BY, ENTROPY, VERSION_RUNS, SCORES, REFERENCE, REPORTED),
+    }
+)
+"""What a training batch has of its own. A row's field of such a name is the agent loop's and the reward's alone: verl
+refuses a batch that has a name twice (verl/protocol.py:1115)."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``plan_only=true``: what a run would be, without one.
 
-Contract: nothing is started and nothing is written. The plan is of the platform that the configuration names
-(`trainer.device`), whatever machine it is made on, so that a laptop can plan for a cluster.
+Contract: nothing is started, and nothing written but what the library `datasets` keeps of the data in its cache. The
+plan is of the platform that the configuration names (`trainer.device`), whatever machine it is made on, so that a
+laptop can plan for a cluster.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 """Reads what a configuration refers to outside itself, and refuses it where it cannot run.
 
 Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
-They read files' existence and schemas and the models' config.json, ask the model hub (with a deadline), change nothing,
-and start nothing but the driver's own program that tells the accelerators' memory, and one empty program where answers
-are programs. The judgement is `settings.validation`'s, and that of verl's own types where verl is imported anyway.
+They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
+keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory,
+and one empty program where answers are programs. The judgement is `settings.validation`'s, and that of verl's own
+types where verl is imported anyway.
 """
 
 import contextlib
@@ -20,8 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from pydantic_core import from_json
@@ -29,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
+from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.inspection.node_probe import absent
-from recipe.async_engine.inspection.prompt_check import row_faults
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.fields import is_count
@@ -49,8 +48,6 @@ from recipe.async_engine.storage.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
-# What verl's data set reads.
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 HUB_TIMEOUT_S = 10.0
 REWARD_FUNCTION = "reward.custom_reward_function"
@@ -67,7 +64,7 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
     return [
         *_model(config),
         *_start(config),
-        *_data(config),
+        *data_facts(config),
         *_reward_function(config),
         *_programs(config),
         *code_facts(config),
@@ -253,8 +250,8 @@ def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
     """A model's config.json: of a folder, of the hub's cache, as this package knows it, or from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    file: Path | None = Path(path).expanduser() / "config.json"
-    if not Path(path).expanduser().is_dir():
+    file: Path | None = Path(path) / "config.json"
+    if not Path(path).is_dir():
         cached = try_to_load_from_cache(path, "config.json") if HUB_NAME.fullmatch(path) else None
         file = Path(cached) if isinstance(cached, str) else None
     if file is None:
@@ -280,7 +277,7 @@ def _config_on_hub(name: str) -> Mapping[str, Any] | None:
 
 
 def _model_fault(path: str) -> str | None:
-    local = Path(path).expanduser()
+    local = Path(path)
     if local.is_dir():
         if not (local / "config.json").is_file():
             return "has no config.json"
@@ -291,13 +288,15 @@ def _model_fault(path: str) -> str | None:
         return None if is_object else "has a config.json that is no JSON object"
     if local.exists():
         return "is not a directory"
+    if path.startswith("~"):
+        return "does not exist: ~ is taken as it is written; write the whole path"
     return _hub_fault(path) if HUB_NAME.fullmatch(path) else "does not exist"
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
     """Name and number of elements, from the headers of the model's weights; None where it has no such files."""
     sizes: dict[str, int] = {}
-    for file in model.expanduser().glob("*.safetensors"):
+    for file in model.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
             names = weights.keys()
             sizes |= {name: math.prod(weights.get_slice(name).get_shape()) for name in names}
@@ -329,37 +328,6 @@ def _hub_fault(name: str) -> str | None:
     except (OSError, httpx.HTTPError) as error:
         return f"does not exist as a directory, and the hub cannot be reached ({type(error).__name__})"
     return None
-
-
-def _data(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    for setting in ("data.train_files", "data.val_files"):
-        value = lookup(config, setting)
-        paths = [value] if isinstance(value, str) else list(value or [])
-        if not paths:
-            yield FileFact(setting, "null", "data", fault="is not set")
-        for path in paths:
-            if not _is_remote(str(path)):
-                yield _data_file(setting, str(path), config)
-
-
-def _data_file(setting: str, path: str, config: Mapping[str, Any]) -> FileFact:
-    local = Path(path).expanduser()
-    # A data set class of the user's reads the file in its own way.
-    own = lookup(config, "data.custom_cls.path") is not None
-    if not local.is_file():
-        return FileFact(setting, path, "data", fault="does not exist" if not local.exists() else "is no file")
-    if local.suffix not in DATA_SUFFIXES:
-        return FileFact(setting, path, "data", fault=None if own else f"is none of {', '.join(DATA_SUFFIXES)}")
-    rows, columns = None, None
-    try:
-        if local.suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(local) as file:
-                rows, columns = file.metadata.num_rows, tuple(file.schema_arrow.names)
-        return FileFact(setting, path, "data", None, rows, columns, row_faults=() if own else row_faults(local, config))
-    except pyarrow.ArrowException as error:
-        return FileFact(setting, path, "data", fault=f"is not a {local.suffix[1:]} file ({error})")
-    except OSError as error:
-        return FileFact(setting, path, "data", fault=f"cannot be read ({error.strerror or error})")
 
 
 def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:

@@ -46,13 +46,15 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield _description(setting, path, setting == AGENT_LOOPS and here)
     for setting in (TOOLS, DATASET):
         if path := _local(config, setting):
-            missing = not Path(path).expanduser().is_file()
+            missing = not Path(path).is_file()
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
         # Anything else may be a name on the hub.
         if path and path.startswith(("/", "~", "./", "../")):
-            fault = None if Path(path).expanduser().is_dir() else "does not exist"
+            # Of these verl writes out ~ for the adapter alone (verl/utils/model.py:826).
+            folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
+            fault = None if folder.is_dir() else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
     named = [(setting, name, name) for setting in MODULES for name in asked(lookup(config, setting))]
     loggers = asked(lookup(config, "trainer.logger"))
@@ -88,7 +90,7 @@ def _description(setting: str, path: str, names_modules: bool) -> FileFact:
 
 def _places(path: str) -> Iterator[Path]:
     """Where verl looks (verl/utils/import_utils.py:91): here, beside its package, in it."""
-    yield Path(path).expanduser()
+    yield Path(path)
     verl = importlib.util.find_spec("verl")
     for folder in (verl.submodule_search_locations or []) if verl is not None else []:
         yield Path(folder).parent / path

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from recipe.async_engine.inspection.check import Findings
@@ -148,12 +149,13 @@ def _batches(found: Findings) -> Iterator[str]:
     under_way = replicas * slots_per_replica(config, training)
     yield _row("trajectories at the engines", under_way, f"at most, {at_once} of them generated at once")
     yield _row("proximal log-probs", proximal_source(config, context.settings))
-    try:
-        plan = found.plan
-    except ConfigError:
-        yield _row("steps in all", "not known", "the rows of the data are not, and no setting bounds them")
+    steps = 0
+    with suppress(ConfigError):
+        steps = found.plan.total_steps
+    if steps:
+        yield _row("steps in all", steps, "at most")
     else:
-        yield _row("steps in all", plan.total_steps, "at most")
+        yield _row("steps in all", "not known", "the rows of the data are not, and no setting bounds them")
 
 
 def _batches_of_verl(context: RuleContext) -> Iterator[str]:

@@ -9,47 +9,148 @@ Shown by tests/integration/test_prompts.py.
 """
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from pebble import asynchronous
+from ray import cloudpickle
 from torch.utils.data import Dataset
 
-from recipe.async_engine.core.columns import DATASET_INDEX
+from recipe.async_engine.core.columns import ARGUMENTS, DATASET_INDEX, FAILURE
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 
+logger = logging.getLogger(__name__)
+
 AHEAD = 16
 """Prompts that are taken from the data loader before they are needed."""
+
+
+WORDS = 2000
+"""Characters of a message that are kept."""
 
 
 class DataFailed(RecipeError):
     """The training data gave no prompt: its loader raised, or did not answer in time."""
 
 
-class IndexedDataset(Dataset):
-    """A verl data set whose rows carry their index; every other attribute is the wrapped data set's."""
+def words(error: BaseException) -> str:
+    """The type and the message of what a user's code has raised, of which neither need be well made."""
+    try:
+        said = str(error)[:WORDS]
+    except Exception as own:
+        said = f"(its message cannot be made: {type(own).__name__})"
+    return f"{type(error).__name__}: {said}"
 
-    def __init__(self, dataset: Any) -> None:
+
+class PromptFailed(RecipeError):
+    """The data set has no row for one prompt: it raised, or gave something else."""
+
+
+class IndexedDataset(Dataset):
+    """A data set of verl's interface, one row at a time, of which each costs at most its own prompt.
+
+    Where a row cannot be had, or not be sent to another process, `FAILURE` says why in its place. A field that is null
+    has its default, as it would have without the field: files that are joined have nulls where they lack a column.
+    Every other attribute is the wrapped data set's.
+
+    Args:
+        defaults: by the name of a field, what it is where it is null.
+        is_indexed: whether the rows carry their index.
+    """
+
+    def __init__(self, dataset: Any, defaults: Mapping[str, Any] | None = None, is_indexed: bool = True) -> None:
         self._dataset = dataset
+        self._defaults = {} if defaults is None else dict(defaults)
+        self._is_indexed = is_indexed
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = dict(self._dataset[index])
-        row[DATASET_INDEX] = int(index)
+        try:
+            row = self._row(index)
+        except (Exception, SystemExit) as error:  # a data set may raise anything
+            row = {FAILURE: f"row {index} of the data set: {words(error)}"}
+        if self._is_indexed:
+            row[DATASET_INDEX] = int(index)
         return row
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """As torch's loader asks for a batch; the wrapped data set may have a way of its own for several rows."""
+        return [self[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def _row(self, index: int) -> dict[str, Any]:
+        several = getattr(self._dataset, "__getitems__", None)
+        found = self._dataset[index] if several is None else several([index])[0]
+        if not isinstance(found, Mapping):
+            raise TypeError(f"a row must be a mapping of fields, and is {type(found).__name__}")
+        row = {name: self._defaults.get(name) if value is None else value for name, value in found.items()}
+        if wrong := [name for name in row if not isinstance(name, str)]:
+            raise TypeError(f"fields must have names, and one is {wrong[0]!r}")
+        if taken := ARGUMENTS & row.keys():
+            raise ValueError(f"agent loops have an argument of the name of its field {min(taken)}: rename it")
+        if "raw_prompt" not in row:
+            raise KeyError(f"there is no raw_prompt among its fields ({', '.join(row)}), which agent loops are given")
+        # It goes to other processes and into checkpoints.
+        cloudpickle.loads(cloudpickle.dumps({k: v for k, v in row.items() if not isinstance(v, torch.Tensor)}))
+        return row
+
+
+def collate(rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's batch of these rows: tensors stacked where all have one of the same shape, else objects.
+
+    Unlike verl's, it takes rows with different fields, of which one that lacks a field has the default, or None. Rows
+    that failed are left out where others have not.
+    """
+    lost = [row[FAILURE] for row in rows if FAILURE in row]
+    if lost and DATASET_INDEX not in rows[0]:  # of a prompt that is trained on the scheduler tells
+        logger.error("%d of %d rows of the data are left out, the first: %s", len(lost), len(rows), lost[0])
+    rows = [row for row in rows if FAILURE not in row] or rows
+    batch: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values: list[Any] = [row.get(name, defaults.get(name)) for row in rows]
+        if all(isinstance(value, torch.Tensor) for value in values) and len({value.shape for value in values}) == 1:
+            batch[name] = torch.stack(values)
+        else:
+            batch[name] = np.fromiter(values, dtype=object, count=len(values))
+    if not any(isinstance(column, torch.Tensor) for column in batch.values()):
+        # verl's batches have at least one.
+        batch["dummy_tensor"] = torch.zeros((len(rows), 1), dtype=torch.uint8)
+    return batch
+
+
+class UsableBatches:
+    """A loader of validation batches, without those of which each row has failed."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Raises PromptFailed: of all rows of the data set none can be had."""
+        given, failed = 0, None
+        for batch in self._loader:
+            failed = failed or failure_of(batch)
+            if FAILURE not in batch:
+                given += 1
+                yield batch
+        if failed is not None and not given:
+            raise failed
 
 
 class LoaderInUse:
@@ -83,6 +184,11 @@ class Prompt:
     @property
     def reference(self) -> PromptRef:
         return PromptRef(index=self.index, epoch=self.epoch, uid=f"{self.epoch}-{self.index}")
+
+
+def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
+    """Why a prompt cannot be generated for, if its row could not be had."""
+    return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
 
 
 def sample_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
@@ -244,7 +350,9 @@ class PromptFeed:
             try:
                 return work()
             except BaseException as error:  # a data set may raise anything
-                raise DataFailed(f"the training data's loader {what}: {type(error).__name__}: {error}") from error
+                # Of a worker that died while it handed over tensors, torch says no more than this.
+                died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
+                raise DataFailed(f"the training data's loader {what}{died}: {words(error)}") from error
 
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -55,7 +55,7 @@ from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, Rollou
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
 from recipe.async_engine.rollout.loop_thread import LoopThread
 from recipe.async_engine.rollout.meter import RolloutMeter
-from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource
+from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource, failure_of
 from recipe.async_engine.rollout.run_events import of_attempt, of_group
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError
 from recipe.async_engine.rollout.token_books import AnswerTokens
@@ -405,6 +405,9 @@ class RolloutScheduler:
     def _begin(self, run: GroupRun, n: int, turn: int) -> None:
         """Make the next attempt at a trajectory, which has a slot."""
         admitted = None if self.manager.stream else turn
+        if (failed := failure_of(run.row)) is not None:
+            self._give_up(run, failed)
+            return
         try:
             call = self._pool.call(
                 run.row, run.group, n, run.attempts[n], run.avoid.get(n), run.records.get(n), admitted

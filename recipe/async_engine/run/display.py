@@ -43,7 +43,7 @@ class Bar:
         self, mode: str, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream, self._clock = stream, clock
-        self._bar = tqdm(total=total_steps, desc=mode, unit="step", file=stream, dynamic_ncols=True)
+        self._bar = tqdm(total=total_steps or None, desc=mode, unit="step", file=stream, dynamic_ncols=True)
         self._lines_at = clock() + PLAIN_S
 
     def resume(self, step: int) -> None:
@@ -82,7 +82,7 @@ class LivePanel:
             TimeRemainingColumn(),
             TextColumn("{task.fields[shown]}"),
         )
-        self._task = self._progress.add_task(mode, total=total_steps, shown="")
+        self._task = self._progress.add_task(mode, total=total_steps or None, shown="")
         self._lines: list[tuple[str, str]] = []
         self._console = _Console(file=stream)
         self._live = Live(

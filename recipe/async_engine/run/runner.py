@@ -75,8 +75,9 @@ class TaskRunner:
         watch = self._watch = RunWatch(timeouts.stall, config["trainer"]["default_local_dir"])
         watch.start()
         try:
-            with watch.within("startup", timeouts.startup, "starting the trainer and its workers"):
+            with watch.within("startup", timeouts.startup, "making the data sets (data.train_files, data.custom_cls)"):
                 trainer = self._trainer = self._build(config, trainer_class)
+            with watch.within("startup", timeouts.startup, "starting the trainer and its workers"):
                 thread = threading.get_ident()
                 watch.follow(
                     lambda: trainer.timeline.silent_s,
@@ -115,8 +116,6 @@ class TaskRunner:
 
     @staticmethod
     def _build(config: dict[str, Any], trainer_class: str) -> Any:
-        from verl.utils import hf_processor, hf_tokenizer
-        from verl.utils.fs import copy_to_local
         from verl.utils.import_utils import load_class_from_fqn
 
         from recipe.async_engine.features import check_loaded
@@ -125,14 +124,10 @@ class TaskRunner:
         check_loaded()
         check_not_shadowed()
         from recipe.async_engine.inspection.check import check_types
+        from recipe.async_engine.trainer.data_sets import tokenizer_and_processor
 
         conf = OmegaConf.create(migrated(config))
         # A main on a CPU does without verl, so it has not asked verl's types.
         check_types(OmegaConf.to_container(conf, resolve=True))
         os.environ.setdefault("TENSORBOARD_DIR", os.path.join(conf.trainer.default_local_dir, "tensorboard"))
-        model = conf.actor_rollout_ref.model
-        local_path = copy_to_local(model.path, use_shm=model.get("use_shm", False))
-        trust = conf.data.get("trust_remote_code", False)
-        tokenizer = hf_tokenizer(local_path, trust_remote_code=trust)
-        processor = hf_processor(local_path, trust_remote_code=trust, use_fast=True)
-        return load_class_from_fqn(trainer_class, "trainer")(conf, tokenizer, processor)
+        return load_class_from_fqn(trainer_class, "trainer")(conf, *tokenizer_and_processor(conf))

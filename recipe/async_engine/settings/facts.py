@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+TRAIN_FILES, VAL_FILES = "data.train_files", "data.val_files"
+VERLS_LOOPS = ("single_turn_agent", "tool_agent")
+"""The agent loops that verl brings, which take messages alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
@@ -50,7 +54,7 @@ class RowFault:
     """Rows of a data file that cannot be used."""
 
     column: str
-    what: Literal["empty", "too long"]
+    what: Literal["empty", "too long", "text", "missing", "no mapping"]
     first: int  # the first such row, from 0
     count: int  # how many rows have it, at least
     most: int | None = None  # of prompts that are too long, the tokens of the longest one

@@ -31,7 +31,8 @@ class RunPlan:
     pipeline_depth: float  # how far generation runs ahead, in versions; at most S
     trainer_ranks: int  # processes of the training engine
     rollout_replicas: int
-    total_steps: int  # at most; filtered and failed groups can only make it fewer
+    # At most; filtered and failed groups can only make it fewer. 0: the data set will say it, when the run has made it.
+    total_steps: int
     total_groups: int | None  # prompt groups issued at most; None where only `total_steps` bounds them
     max_concurrent_trajectories: int  # at the engines at the same time, over all replicas
     max_trajectories_with_tools: int  # under way at the same time, while some are at tools
@@ -191,11 +192,12 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
     """`derive`, of a configuration whose sections have been read."""
     training = settings.async_training
     batch_groups = batch_size(config, training)
-    groups = group_limits(lookup(config, "trainer.total_epochs"), settings, batch_groups, dataset_rows).values()
+    epochs = lookup(config, "trainer.total_epochs")
+    groups = group_limits(epochs, settings, batch_groups, dataset_rows).values()
     steps = [limit // batch_groups for limit in groups]
     if (asked := lookup(config, "trainer.total_training_steps")) is not None:
         steps.append(asked)
-    if not steps:
+    if not steps and (epochs is None or dataset_rows is not None):
         advice = "Set it, or rollout.total_rollout_steps, or give the number of rows of the data."
         raise ConfigError([Problem("trainer.total_training_steps", "null", "an integer >= 1", advice)])
     replicas = rollout_accelerators(config, settings) // replica_size(config)
@@ -208,7 +210,7 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
         pipeline_depth=soft_depth(training),
         trainer_ranks=trainer_ranks(config),
         rollout_replicas=replicas,
-        total_steps=min(steps),
+        total_steps=min(steps, default=0),
         total_groups=min(groups, default=None),
         max_concurrent_trajectories=slots,
         max_trajectories_with_tools=slots * (1 if training.concurrent_samples_per_replica else TOOLS_FACTOR),

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 from verl import DataProto
 from verl.single_controller.ray import ResourcePoolManager
-from verl.trainer.ppo.utils import Role, create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.debug import marked_timer
 
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
@@ -35,17 +35,19 @@ from recipe.async_engine.logprobs.sources import scores_column
 from recipe.async_engine.recovery.watch import RunWatch
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, PromptSource
+from recipe.async_engine.rollout.prompts import LoaderInUse, PromptSource, UsableBatches, collate
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
-from recipe.async_engine.settings.plan import derive, epoch_prompts, rehearses
+from recipe.async_engine.settings.plan import batch_size, derive, epoch_prompts, rehearses
+from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.storage.contents import lacking
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CriticWorker
 from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of, loading
+from recipe.async_engine.trainer.data_sets import data_sets, defaults
 from recipe.async_engine.trainer.exported import PrometheusExporter
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
@@ -74,9 +76,10 @@ class AsyncPPOTrainer(Startup):
     """Whether generation happens in turns, each of which ends with its batch; otherwise it is a stream."""
 
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
-        rows, data = config.data.get("train_max_samples", -1), config.data
-        dataset = IndexedDataset(create_rl_dataset(data.train_files, data, tokenizer, processor, max_samples=rows))
-        self.plan = derive(OmegaConf.to_container(config), dataset_rows=len(dataset))
+        settings = OmegaConf.to_container(config)
+        batch = batch_size(settings, read_settings(settings)[0].async_training)
+        dataset, val_dataset = data_sets(config, tokenizer, processor, batch)
+        self.plan = derive(settings, dataset_rows=len(dataset))
         derive_verl_settings(config, self.plan)
         roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
         if need_reference_policy(config):
@@ -92,7 +95,9 @@ class AsyncPPOTrainer(Startup):
             TrainerGroup,
             processor=processor,
             train_dataset=dataset,
-            train_sampler=create_rl_sampler(data, dataset),
+            val_dataset=val_dataset,
+            collate_fn=partial(collate, defaults=defaults(config)),
+            train_sampler=create_rl_sampler(config.data, dataset),
         )
         # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
         self.use_rm = False
@@ -101,6 +106,7 @@ class AsyncPPOTrainer(Startup):
         used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
         self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
         self.train_dataloader = LoaderInUse(len(self.train_dataloader))
+        self.val_dataloader: Any = UsableBatches(self.val_dataloader)
         self.timeline = Timeline(time.monotonic, self.plan.engine_places)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
         lacks = partial(lacking, config, self.plan.trainer_ranks, need_critic(config))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from verl import DataProto
 
-from recipe.async_engine.core.columns import TOKEN_VERSIONS, VERSION_RUNS
+from recipe.async_engine.core.columns import OF_THE_BATCH, TOKEN_VERSIONS, VERSION_RUNS
 from recipe.async_engine.core.errors import StalenessViolation, VersionRecordError
 from recipe.async_engine.core.versions import NOT_SAMPLED, Runs
 from recipe.async_engine.rollout.group_run import GroupRun
@@ -43,7 +43,7 @@ def assemble(
     length = batch.batch["responses"].shape[1]
     batch.batch[TOKEN_VERSIONS] = _expanded([row.extra_fields[VERSION_RUNS] for row in rows], length)
     for key, values in _sample_fields(groups, outputs).items():
-        if key not in batch.non_tensor_batch:
+        if key not in batch.non_tensor_batch and key not in OF_THE_BATCH:
             batch.non_tensor_batch[key] = values[order]
     return batch
 
@@ -88,7 +88,8 @@ def _expanded(rows: Sequence[Runs], length: int) -> torch.Tensor:
 def _sample_fields(groups: Sequence[GroupRun], outputs: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
     samples = [sample_of(group.row, group.group) for group in groups]
     rows = [sample for sample, answers in zip(samples, outputs, strict=True) for _ in answers]
-    return {key: np.fromiter((row[key] for row in rows), dtype=object, count=len(rows)) for key in samples[0]}
+    keys = dict.fromkeys(key for sample in samples for key in sample)
+    return {key: np.fromiter((row.get(key) for row in rows), dtype=object, count=len(rows)) for key in keys}
 
 
 def staleness_metrics(batch: DataProto, version: int, bound: int) -> dict[str, float]:

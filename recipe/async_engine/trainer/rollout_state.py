@@ -21,6 +21,7 @@ import numpy as np
 import ray
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
+from ray import cloudpickle
 from ray.exceptions import ObjectLostError
 from typing_extensions import TypedDict
 
@@ -152,8 +153,10 @@ def save(folder: str, snapshot: dict[str, Any], timeout_s: float) -> None:
     saved = {**snapshot, "format": STATE_FORMAT, "groups": groups, "ledger": {**snapshot["ledger"], "live": live}}
     path = Path(folder) / ROLLOUT_STATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The protocol is that of what is no tensor; torch's own writes bytes as text.
-    durable.write(path, lambda file: torch.save(saved, file, pickle_protocol=pickle.HIGHEST_PROTOCOL))
+    # The protocol is that of what is no tensor; torch's own writes bytes as text. A prompt may have objects of classes
+    # that the user's file defines, which Ray's pickle takes along.
+    keeping = {"pickle_module": cloudpickle, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
+    durable.write(path, lambda file: torch.save(saved, file, **keeping))
 
 
 def _fetched(group: dict[str, Any], deadline: float) -> dict[str, Any]:

@@ -35,9 +35,17 @@ def derive_verl_settings(config: Any, plan: RunPlan) -> None:
             rollout.checkpoint_engine.backend = "naive"
         # By which the agent loops' client knows whether an answer may be cut or go on under another version.
         config.async_training.partial_rollout = plan.settings.weights.at_swap != "drain"
+        _tell_tokenizer(rollout, config.actor_rollout_ref.model.get("tokenizer_path"))
         places = plan.engine_places // plan.rollout_replicas
         tell_servers(rollout, plan.settings.async_training.timeouts, plan.settings.weights, places)
         derive_loss(config, plan.proximal)
+
+
+def _tell_tokenizer(rollout: Any, path: str | None) -> None:
+    """Have vLLM find stop strings and forbidden words by the run's tokenizer; verl lets it take the model folder's."""
+    if path and rollout.name == "vllm":
+        kwargs = rollout.get("engine_kwargs") or {}
+        rollout.engine_kwargs = {**kwargs, "vllm": {"tokenizer": path, **(kwargs.get("vllm") or {})}}
 
 
 def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = None, places: int | None = None) -> None:

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterator
 
+from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
 from recipe.async_engine.settings.facts import FileFact, RowFault
 from recipe.async_engine.settings.problems import Problem
@@ -37,10 +38,14 @@ def files(context: RuleContext) -> Iterator[Problem]:
 
 
 def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
-    missing = [name for name in needed if fact.columns is not None and name not in fact.columns]
+    columns = fact.columns or ()
+    missing = [name for name in needed if fact.columns is not None and name not in columns]
     if missing:
-        advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(fact.columns or ())}."
+        advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(columns)}."
         yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
+    for name in sorted(ARGUMENTS & set(columns)):
+        advice = f"Rename its column {name}: agent loops get a row's columns by name, beside {name} of verl's."
+        yield Problem(fact.setting, fact.path, f"data without the columns {', '.join(sorted(ARGUMENTS))}", advice)
     if fact.rows == 0:
         yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
     for fault in fact.row_faults:
@@ -48,17 +53,27 @@ def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[P
 
 
 def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
+    limit = context.get("data.max_prompt_length")
+    allowed, said = {
+        "empty": ("data whose prompts have text", "no text. Remove the rows, or fill them."),
+        "too long": (
+            f"prompts of at most data.max_prompt_length={limit} tokens",
+            f"up to {fault.most} tokens without the chat template. Raise data.max_prompt_length, shorten or remove the "
+            "rows, or set data.filter_overlong_prompts=True to leave them out.",
+        ),
+        "text": (
+            "prompts that are lists of messages",
+            'plain text. Verl\'s agent loops take [{"role": "user", "content": "..."}].',
+        ),
+        "missing": ("data with this column in each row", "no value. Remove the rows, or fill them."),
+        "no mapping": (
+            "data in which this column is a mapping",
+            "text or another value. Verl takes it apart by its keys.",
+        ),
+    }[fault.what]
     others = "" if fault.count == 1 else f" and {fault.count - 1} more"
     place = f"Row {fault.first}{others} (counted from 0), column {fault.column}:"
-    if fault.what == "empty":
-        allowed, advice = "data whose prompts have text", f"{place} no text. Remove the rows, or fill them."
-    else:
-        allowed = f"prompts of at most data.max_prompt_length={context.get('data.max_prompt_length')} tokens"
-        advice = (
-            f"{place} up to {fault.most} tokens without the chat template. Raise data.max_prompt_length, shorten or"
-            " remove the rows, or set data.filter_overlong_prompts=True to leave them out."
-        )
-    return Problem(fact.setting, fact.path, allowed, advice)
+    return Problem(fact.setting, fact.path, allowed, f"{place} {said}")
 
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")

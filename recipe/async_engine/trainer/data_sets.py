@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's data sets, made by verl's own function, and what is refused of them before anything else starts.
+
+Contract: what a main can't know without verl, the run's tokenizer and the user's class is asked here, of the data sets
+that the run uses: whether they can be made, whether what is left after their filters is enough, whether the first rows
+can be had, and whether verl's own agent loops can make prompts of them. What fails is a `ConfigError` that names the
+setting, with the words of whatever failed. Shown by tests/integration/test_data_sets.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset
+from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.tokenizer.chat_template import apply_chat_template
+
+from recipe.async_engine.core.columns import FAILURE
+from recipe.async_engine.rollout.prompts import IndexedDataset, words
+from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
+from recipe.async_engine.settings.fields import render
+from recipe.async_engine.settings.plan import MODEL
+from recipe.async_engine.settings.problems import ConfigError, Problem
+from recipe.async_engine.settings.sections import lookup
+
+logger = logging.getLogger(__name__)
+
+FIRST = 8
+"""So many rows of each data set are looked at."""
+
+
+def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
+    """Those of the run's own workers: of `model.tokenizer_path`, with `model.custom_chat_template`.
+
+    verl's data sets would be told by `data.trust_remote_code` whether a tokenizer may bring code; its workers go by the
+    model's own setting, and either is enough here.
+
+    Raises:
+        ConfigError: there is none, or it does not load.
+    """
+    model = copy.deepcopy(config.actor_rollout_ref.model)
+    OmegaConf.set_struct(model, False)
+    model.trust_remote_code = bool(model.get("trust_remote_code") or config.data.get("trust_remote_code"))
+    try:
+        made = omega_conf_to_dataclass(model)
+    except Exception as error:  # a model's own code may raise anything
+        path = model.get("tokenizer_path") or model.path
+        advice = f"Loading it as verl's workers do fails with {words(error)}"
+        raise ConfigError([Problem(MODEL, str(path), "a model whose tokenizer can be loaded", advice)]) from error
+    return made.tokenizer, made.processor
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    """What verl's own calls take where a row says nothing, by the name of the field."""
+    agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    return {
+        "agent_name": agent,
+        "priority": 0,
+        "index": 0,
+        "extra_info": {},
+        "tools_kwargs": {},
+        "interaction_kwargs": {},
+    }
+
+
+def data_sets(config: Any, tokenizer: Any, processor: Any, batch: int) -> tuple[IndexedDataset, IndexedDataset]:
+    """The data sets of training and validation.
+
+    Args:
+        batch: prompts of a step, which training needs at least.
+
+    Raises:
+        ConfigError: the run cannot use one of them; all that is found is in it.
+    """
+    made: list[IndexedDataset] = []
+    problems: list[Problem] = []
+    for setting, needed in ((TRAIN_FILES, batch), (VAL_FILES, 1)):
+        maker = _Maker(config, setting, tokenizer, processor)
+        try:
+            made.append(maker.checked(needed))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return made[0], made[1]
+
+
+class _Maker:
+    """Makes one data set and looks at it."""
+
+    def __init__(self, config: Any, setting: str, tokenizer: Any, processor: Any) -> None:
+        self._config, self._setting = config, setting
+        self._tokenizer, self._processor = tokenizer, processor
+        self._is_train = setting == TRAIN_FILES
+
+    def checked(self, needed: int) -> IndexedDataset:
+        """The data set, if it has at least so many rows and its first ones can be used."""
+        rows = self._made(self._config.data)
+        try:
+            size = len(rows)
+        except Exception as error:  # as above
+            raise self._refused("a data set that tells its length", f"len() of it raises {words(error)}.") from error
+        if size < needed:
+            raise self._too_few(size, needed)
+        first = [rows[index] for index in range(min(FIRST, size))]
+        if all(FAILURE in row for row in first):
+            advice = f"None of the first {len(first)} can be had: {first[0][FAILURE]}."
+            raise self._refused("data whose rows can be had", advice)
+        messages = [row["raw_prompt"] for row in first if FAILURE not in row and self._is_verls(row)]
+        if messages and (fault := self._cannot_prompt(messages)) is not None:
+            raise fault
+        return rows
+
+    def _made(self, data: Any) -> IndexedDataset:
+        limit = data.get(f"{'train' if self._is_train else 'val'}_max_samples", -1)
+        files = lookup({"data": data}, self._setting)
+        try:
+            dataset = create_rl_dataset(
+                files, data, self._tokenizer, self._processor, is_train=self._is_train, max_samples=limit
+            )
+        except (Exception, SystemExit) as error:  # a user's class may raise anything
+            raise self._refused(
+                "data that verl's data set class can be made of", f"It raises {words(error)}."
+            ) from error
+        if isinstance(dataset, IterableDataset):
+            allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
+            raise self._refused(allowed, advice, "data.custom_cls.name")
+        return IndexedDataset(dataset, defaults(self._config), is_indexed=self._is_train)
+
+    def _is_verls(self, row: dict[str, Any]) -> bool:
+        """Whether a row goes to an agent loop of verl's own, and not to one of that name of the user's."""
+        agent = self._config.actor_rollout_ref.rollout.agent
+        name = row.get("agent_name", agent.default_agent_loop)
+        return name in VERLS_LOOPS and not agent.get("agent_loop_config_path")
+
+    def _too_few(self, size: int, needed: int) -> ConfigError:
+        what = f"What is used of them has {size} prompts."
+        if self._config.data.get("filter_overlong_prompts", False):
+            what = f"{size} prompts are left after data.filter_overlong_prompts. {self._why_left_out()}".rstrip()
+        advice = f"{what} Use more data, or lower actor_rollout_ref.actor.ppo_mini_batch_size."
+        if not self._is_train:
+            return self._refused("data with at least one prompt", what)
+        return self._refused(f"data with at least {needed} prompts, which a step trains", advice)
+
+    def _why_left_out(self) -> str:
+        """What verl's filter says of the first row, which it prints and counts as too long."""
+        data = copy.deepcopy(self._config.data)
+        OmegaConf.set_struct(data, False)
+        data.filter_overlong_prompts = False
+        try:
+            rows = self._made(data)
+            first = [rows[index] for index in range(min(FIRST, len(rows)))]
+            fault = self._cannot_prompt([row["raw_prompt"] for row in first if FAILURE not in row])
+        except Exception:  # its own filter has its own reasons
+            return ""
+        return "" if fault is None else f"Of all {len(rows)}: {fault.problems[0].advice}"
+
+    def _cannot_prompt(self, prompts: Sequence[Any]) -> ConfigError | None:
+        """Why none of these becomes a prompt of an allowed length; None if one does."""
+        fault = None
+        for prompt in prompts:
+            fault = self._fault_of(prompt)
+            if fault is None:
+                return None
+        return fault
+
+    def _fault_of(self, prompt: Any) -> ConfigError | None:
+        if not isinstance(prompt, list | tuple):
+            allowed = 'prompts that are lists of messages ({"role": ..., "content": ...})'
+            return self._refused(allowed, f"The first one is {type(prompt).__name__}, {str(prompt)[:80]!r}.")
+        template = dict(
+            OmegaConf.to_container(self._config.data.get("apply_chat_template_kwargs") or OmegaConf.create())
+        )
+        for name in ("tokenize", "return_dict", "return_tensors"):
+            template.pop(name, None)
+        maker = self._tokenizer if self._processor is None else self._processor
+        if not getattr(maker, "chat_template", None):
+            advice = f"The tokenizer has no chat template. Set {MODEL}.custom_chat_template, or use a chat model."
+            return self._refused("a model with a chat template", advice, f"{MODEL}.path")
+        try:
+            text = apply_chat_template(maker, list(prompt), tokenize=False, **template)
+            length = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a template may raise anything
+            return self._refused("prompts that the chat template takes", f"It raises {words(error)}.")
+        limit = self._config.data.max_prompt_length
+        if length <= limit:
+            return None
+        advice = f"The first one that was looked at has {length}. Raise data.max_prompt_length, or shorten them."
+        return self._refused(
+            f"prompts of at most data.max_prompt_length={limit} tokens, chat template included", advice
+        )
+
+    def _refused(self, allowed: str, advice: str, setting: str | None = None) -> ConfigError:
+        setting = setting or self._setting
+        value = OmegaConf.select(self._config, setting)
+        return ConfigError(
+            [
+                Problem(
+                    setting,
+                    render(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value),
+                    allowed,
+                    advice,
+                )
+            ]
+        )
