@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' objects as plain values, and their exceptions as text, made in the process where they arose.
+
+Contract: what `plain` returns consists of None, bool, int, float, str, list and dict with text as its keys, all of
+exactly these types, of no more than `MOST` values and characters together: every process can read it, and JSON can say
+it. What cannot be said so raises `NotPlain`, which names the place in the value. `told` never raises for any exception,
+however odd its class. Shown by tests/core/test_plain.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+
+MOST = 4 << 20
+"""Values and characters of one value."""
+DEEPEST = 64
+"""Lists and dicts in each other."""
+LONGEST_MESSAGE, LONGEST_TRACE = 2000, 8000
+"""Characters of an exception's message, and of its traceback."""
+LARGEST_BITS = 1024
+"""Of an int: as large as a float can be."""
+
+# As a class has them, whatever a user's class or its metaclass puts in front.
+_NAME, _CAUSE = type.__dict__["__name__"], BaseException.__dict__["__cause__"]
+
+
+class NotPlain(RecipeError):
+    """A value is none that another process could be given; the message names the place in it."""
+
+
+def plain(value: Any, what: str) -> Any:
+    """The value as the module's contract says.
+
+    Enumerations count as their values; tuples, sets, arrays and tensors as lists; every other number (numpy's,
+    decimals, fractions) as a float. Iterating over it may raise whatever a user's class raises.
+
+    Args:
+        what: names the value in messages.
+
+    Raises:
+        NotPlain: it has none of these types, contains itself, or is larger than `MOST`.
+    """
+    return _Converter().convert(value, what, 0)
+
+
+Where = str | tuple[Any, str | int]
+"""A place in a value: its name, or the place around it and the key in that."""
+
+
+class _Converter:
+    """One conversion, and how much of `MOST` is left for it."""
+
+    def __init__(self) -> None:
+        self._left = MOST
+
+    def convert(self, value: Any, where: Where, depth: int) -> Any:
+        self._count(1, where)
+        if value is None or isinstance(value, bool):
+            return value
+        if depth > DEEPEST:
+            raise NotPlain(f"{_place(where)} is nested deeper than {DEEPEST} levels, or contains itself")
+        if isinstance(value, Enum):
+            return self.convert(value.value, where, depth + 1)
+        if isinstance(value, str):
+            self._count(len(value), where)
+            return readable(str.__str__(value))
+        if isinstance(value, int):
+            if value.bit_length() > LARGEST_BITS:
+                bits = value.bit_length()
+                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} can be given")
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, Mapping):
+            named = {self._key(key, where): part for key, part in value.items()}
+            return {key: self.convert(part, (where, key), depth + 1) for key, part in named.items()}
+        if isinstance(value, list | tuple | AbstractSet):
+            self._count(len(value), where)
+            return [self.convert(part, (where, place), depth + 1) for place, part in enumerate(value)]
+        return self._by_its_methods(value, where, depth)
+
+    def _count(self, size: int, where: Where) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise NotPlain(f"{_place(where)} is too large: more than {MOST:,} values and characters together")
+
+    def _key(self, key: Any, where: Where) -> str:
+        if not isinstance(key, str | Number | None):
+            raise NotPlain(f"{_place(where)} has a key of type {_type_name(key)}: keys are text or numbers")
+        text = readable(str(key))
+        self._count(len(text) + 1, where)
+        return text
+
+    def _by_its_methods(self, value: Any, where: Where, depth: int) -> Any:
+        try:
+            if hasattr(type(value), "tolist"):
+                self._count(int(getattr(value, "nbytes", 0)) // 8, where)
+                return self.convert(value.tolist(), where, depth + 1)
+            if hasattr(type(value), "__float__"):
+                return float(value)
+        except NotPlain:
+            raise
+        except Exception as error:  # whatever its methods raise
+            words = f"{_place(where)}, of type {_type_name(value)}, cannot be converted: {told(error)}"
+            raise NotPlain(words) from error
+        raise NotPlain(
+            f"{_place(where)} is of type {_type_name(value)}, which other processes cannot be given: numbers, text, "
+            "booleans, None, and lists and dicts of them can be"
+        )
+
+
+def _place(where: Where) -> str:
+    if isinstance(where, str):
+        return where
+    outer, part = where
+    return f"{_place(outer)}[{part!r}]"
+
+
+def told(error: BaseException) -> str:
+    """Name of its class and its message, of its first cause too; see the module's contract."""
+    first = _first(error)
+    words = _told_alone(error)
+    return words if first is error else f"{words} (caused by {_told_alone(first)})"
+
+
+def origin(error: BaseException) -> str:
+    """What an error came from that was raised while a user's file was loaded: its first cause, and where; maybe "".
+
+    The place is the last one in the traceback that is not in the libraries of the interpreter, with a word on what
+    dataclasses say of a file that was loaded under no module's name.
+    """
+    first = _first(error)
+    if first is error:
+        return ""
+    frames = traceback.extract_tb(first.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith("<")]
+    place = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{_told_alone(first)}{place}{postponed(traced(first))}"
+
+
+def postponed(trace: str) -> str:
+    """What to do about a traceback that ends in dataclasses, or ""."""
+    if "dataclasses.py" not in trace or "'NoneType' object has no attribute '__dict__'" not in trace:
+        return ""
+    return (
+        " (verl loads such a file without entering it in sys.modules, where dataclasses look postponed annotations up: "
+        "leave out `from __future__ import annotations` there, or move the class to a module that the file imports)"
+    )
+
+
+def traced(error: BaseException) -> str:
+    """Its traceback, the beginning cut off where it is long; empty if the exception cannot even be shown."""
+    try:
+        return readable("".join(traceback.format_exception(error)))[-LONGEST_TRACE:].rstrip()
+    except BaseException:  # methods of a user's class
+        return ""
+
+
+def readable(text: str) -> str:
+    """Text that can be written anywhere: lone surrogates and NUL as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+
+
+def _first(error: BaseException) -> BaseException:
+    """Where the chain of causes begins; a chain may be a circle."""
+    seen = {id(error)}
+    while (cause := _CAUSE.__get__(error)) is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(cause))
+    return error
+
+
+def _told_alone(error: BaseException) -> str:
+    try:
+        message = readable(str(error))
+    except BaseException as inner:  # also what only ends a process elsewhere: its text is asked for, nothing else
+        message = f"<its message cannot be shown: {type(inner).__name__}>"
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"
+    name = _type_name(error)
+    return f"{name}: {message}" if message else name
+
+
+def _type_name(value: Any) -> str:
+    return readable(_NAME.__get__(type(value)))
