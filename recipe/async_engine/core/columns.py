@@ -24,3 +24,18 @@ REPORTED = "reward_extra_info"
 
 DATASET_INDEX = "dataset_index"
 """Of a prompt's fields: its row in the data set."""
+
+OTHER_NAME = "reported_"
+"""Goes before a name that a user's reward or agent loop gave something and that is taken."""
+
+TAKEN = frozenset(
+    {
+        *(TOKEN_VERSIONS, SCORED_BY, OLD_LOG_PROBS, ENTROPY, VERSION_RUNS, SCORES, REFERENCE, DATASET_INDEX),
+        *("exact_versions", "uid", "data_source", "reward_model", "extra_info", "dummy_tensor"),
+        *("prompts", "responses", "response_mask", "loss_mask", "input_ids", "attention_mask", "position_ids"),
+        *("rollout_log_probs", "routed_experts", "teacher_ids", "teacher_logprobs", "rm_scores", "reward_baselines"),
+        *("token_level_scores", "token_level_rewards", "ref_log_prob", "entropys", "values", "advantages", "returns"),
+        *("rollout_is_weights", "sum_pi_squared", "multi_modal_inputs", "__num_turns__", "__do_sample__"),
+    }
+)
+"""Columns of a batch that verl or this package make or read: nothing of a user's takes their place."""

@@ -109,7 +109,7 @@ class AsyncPPOTrainer(Startup):
         self._interrupted_tokens = TokenAccount()
         self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched)
         self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
-        self.validation: dict[str, float | None] = {"first": None, "last": None}
+        self.validation: dict[str, float | None] = {"first": None, "last": None, "failed": 0}
         limit = self.plan.settings.async_training.max_skipped_updates
         self.skipped_updates = {model: SkippedUpdates(model, limit) for model in ("actor", "critic")}
         self.unchanged = UnchangedWeights(self.plan.settings.async_training.weights.max_unchanged)
@@ -440,7 +440,9 @@ class AsyncPPOTrainer(Startup):
             marked_timer("testing", self.timing_raw, color="green"),
             self.async_rollout_manager.validation(self.timeouts.validation),
         ):
+            self.async_rollout_manager.validation_slots = self.running.manager.slots
             metrics = self._validate()
+        self.validation["failed"] = (self.validation.get("failed") or 0) + metrics["val-aux/num_failed"]
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
         score = float(sum(scores) / len(scores)) if scores else None
         if self.validation["first"] is None:
