@@ -38,6 +38,13 @@ STANDS_FOR = {
         "verl.checkpoint_engine.base:CheckpointEngineWorker.execute_checkpoint_engine"
     ),
     "ray._raylet:Config": "ray._private.authentication.authentication_token_setup",
+    # Of pydantic, below both.
+    "verl.experimental.agent_loop.agent_loop:AgentLoopOutput.model_construct": (
+        "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
+    ),
+    "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics.model_validate": (
+        "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics"
+    ),
     # Ours, mixed into vLLM's worker.
     "vllm.v1.worker.gpu_worker:Worker.ignored_parts": "vllm.v1.worker.gpu_worker:Worker",
 }

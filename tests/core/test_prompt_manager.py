@@ -293,13 +293,13 @@ class Turns(RuleBasedStateMachine):
         return {self.manager.state(Trajectory(group_id, index)) for index in range(self.manager.group_size)}
 
     def _sample_a_batch(self) -> None:
-        """The last tokens of the groups that began first, until there is a batch or no more of them began."""
-        for group_id in self._open_group_ids():
-            if self.manager.ledger.next_batch() is None and TrajectoryState.PENDING not in self._states(group_id):
-                for index in range(self.manager.group_size):
-                    if self.manager.state(Trajectory(group_id, index)) is not TrajectoryState.SAMPLED:
-                        self.manager.sampled(Trajectory(group_id, index))
-                self.manager.complete(group_id, self.versions[group_id])
+        """Last tokens of what began first, a trajectory at a time, until there is a batch; the others run on."""
+        while self.manager.ledger.next_batch() is None:
+            self.pick(self.manager.slots + self.manager.group_size)
+            running = self._in_state(TrajectoryState.RUNNING)
+            assert running, "nothing runs, and no batch can be taken"
+            self.manager.sampled(running[0])
+            self.complete()
 
     @rule(data=st.data())
     def fail_an_attempt(self, data: st.DataObject) -> None:
@@ -320,8 +320,6 @@ class Turns(RuleBasedStateMachine):
         """A turn ends with its batch; the ledger's own checks raise if a group were past its bound."""
         ledger = self.manager.ledger
         self._sample_a_batch()
-        if ledger.next_batch() is None:
-            return
         ledger.take()
         self.manager.close_turn()
         ledger.mark_trained()

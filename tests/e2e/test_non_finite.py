@@ -45,6 +45,6 @@ def test_reward_that_is_none_for_some_prompts_costs_these_prompts_and_says_so(
     assert run.summary["skipped_updates"] == sum(run.column("actor/skipped_updates")) == 0
     assert all(step["actor/grad_norm"] >= 0 and step["critic/score/max"] <= 1 for step in run.metrics)
     assert sum(run.column("fully_async/non_finite/metrics")) == 0
-    validated = [step for step in run.metrics if "val-aux/non_finite_scores" in step]
-    assert validated and all(step["val-aux/non_finite_scores"] > 0 for step in validated)
+    validated = [step for step in run.metrics if "val-aux/num_failed" in step]
+    assert validated and all(step["val-aux/num_failed"] > 0 for step in validated)
     assert 0 <= run.summary["validation"]["last"] <= 1

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayTaskError
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 from verl.workers.rollout.replica import TokenOutput
@@ -27,7 +29,11 @@ class Method:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future:
+    def options(self, num_returns: int) -> Method:
+        """The same method, of which each call gives so many things to await, as Ray has a tuple cross processes."""
+        return _Several(self._function, num_returns)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
         future = asyncio.get_running_loop().create_future()
         try:
             result = self._function(*args, **kwargs)
@@ -38,6 +44,26 @@ class Method:
             return asyncio.ensure_future(result)
         future.set_result(result)
         return future
+
+
+class _Several(Method):
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
+        super().__init__(function)
+        self._number = number
+
+    def remote(self, *args: Any, **kwargs: Any) -> list[asyncio.Future]:
+        whole = super().remote(*args, **kwargs)
+
+        async def one(number: int) -> Any:
+            try:
+                return cloudpickle.loads(cloudpickle.dumps((await asyncio.shield(whole))[number]))
+            except RayActorError:
+                raise
+            except Exception as error:
+                crossed = cloudpickle.loads(cloudpickle.dumps(error))
+                raise RayTaskError("method", str(error), crossed).as_instanceof_cause() from None
+
+        return [asyncio.ensure_future(one(number)) for number in range(self._number)]
 
 
 class Handle:

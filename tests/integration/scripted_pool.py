@@ -120,10 +120,12 @@ class ScriptedPool:
         avoid: str | None,
         record: Any = None,
         turn: int | None = None,
+        alone: bool = False,
     ) -> ScriptedCall:
         assert turn is None, "a stream has no turns"
         self.loop = asyncio.get_running_loop()
         call = ScriptedCall(self, group, n, attempt, avoid)
+        call.alone = alone
         self.records[call.key] = record
         return call
 

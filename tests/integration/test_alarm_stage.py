@@ -144,9 +144,9 @@ def test_rewards_are_alike_where_each_prompts_are_or_with_one_answer_each_all_of
 
 def test_validation_with_prompts_that_have_no_score_is_an_alarm() -> None:
     alarms = Alarms({})
-    note_validation({"val-core/task/reward/mean@1": 0.5, "val-aux/non_finite_scores": 0}, alarms)
+    note_validation({"val-core/task/reward/mean@1": 0.5, "val-aux/num_failed": 0}, alarms)
     note_validation({"val-core/task/reward/mean@1": 0.5}, alarms)
     assert rang(alarms) == {}
-    note_validation({"val-aux/non_finite_scores": 2}, alarms)
+    note_validation({"val-aux/num_failed": 2}, alarms)
     note_validation({"val-aux/num_failed": 1}, alarms)
     assert rang(alarms) == {"failed_validation": 2}

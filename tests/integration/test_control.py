@@ -66,16 +66,9 @@ def agent_class() -> type:
 
             self.llm_client = NoClient()
 
-            class NoRollout:
-                class agent:
-                    default_agent_loop = "none"
+            self._default_loop = "none"
 
-            self.rollout_config = NoRollout
-
-        def _sampling_params(self) -> dict[str, Any]:
-            return {}
-
-        async def _run_agent_loop(self, *arguments: Any, **fields: Any) -> Any:
+        async def _run_row(self, *arguments: Any, **fields: Any) -> Any:
             await asyncio.sleep(HELD_S)
 
     return Agent

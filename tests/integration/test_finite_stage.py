@@ -96,11 +96,11 @@ def validated(rewards: list[float], **fields: list[Any]) -> dict[str, float]:
 
 def test_validation_scores_that_are_none_are_counted_and_their_prompts_left_out_of_the_mean() -> None:
     metrics = validated([1.0, NAN, 0.5, 0.5], style=[NAN] * 4)
-    assert metrics["val-aux/non_finite_scores"] == 1
+    assert metrics["val-aux/num_failed"] == 1
     assert metrics["val-core/task/reward/mean@2"] == pytest.approx(0.5)
     metrics = validated([1.0] * 4, acc=[1.0, INF, 0.0, None])
-    assert metrics["val-aux/non_finite_scores"] == 1
-    assert validated([1.0] * 4)["val-aux/non_finite_scores"] == 0
+    assert metrics["val-aux/num_failed"] == 1
+    assert validated([1.0] * 4)["val-aux/num_failed"] == 0
     assert "val-core/task/reward/mean@2" not in validated([NAN] * 4)
 
 

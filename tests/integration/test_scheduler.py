@@ -21,6 +21,7 @@ from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRec
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
 from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError
+from recipe.async_engine.rollout.trajectory_events import TrajectoryDisturbed
 from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 
@@ -156,6 +157,21 @@ def test_group_that_fails_for_good_is_counted_and_replaced_and_its_siblings_are_
     counts = scheduler.ledger.counts()
     assert (counts.failed, counts.failed_by_reason) == (1, {"TrajectoryFailed": 1})
     scheduler.ledger.check_identity()
+
+
+def test_deaths_of_a_worker_cost_nothing_until_they_come_to_the_only_one_under_suspicion(start: Any) -> None:
+    pool = ScriptedPool()
+    scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(8), pool, group_size=2, retries=0))
+    for attempt in range(2):
+        pool.of(0, 0, attempt=attempt).fail(TrajectoryDisturbed("its worker died"))
+    last = pool.of(0, 0, attempt=2)
+    assert [pool.of(0, 0, attempt=n).alone for n in range(3)] == [False, False, True]
+    assert not pool.of(0, 1).alone
+    last.fail(TrajectoryDisturbed("its worker died"))
+    for n in (0, 1):
+        pool.of(1, n).finish()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
+    assert scheduler.ledger.counts().failed_by_reason == {"TrajectoryDisturbed": 1}
 
 
 def test_trajectory_of_a_group_that_failed_is_not_tried_again(start: Any) -> None:

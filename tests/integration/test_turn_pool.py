@@ -78,7 +78,7 @@ async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one
     pool.resume([waiting], 3)
     (scored, _), (_, payload) = await asyncio.wait_for(following, SOON)
     assert isinstance(scored, TrajectoryScored)
-    assert ray.get(payload, timeout=SOON) == (None, 3, True, [2])
+    assert ray.get(payload, timeout=SOON) == (None, 3, True, False, [2])
     assert await pool.end_turn(3, SOON) == TokenAccount(cut=30, lost=6, held=4)
 
 

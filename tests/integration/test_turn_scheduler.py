@@ -36,9 +36,9 @@ class TurnPoolFake(ScriptedPool):
         self.admitted: dict[str, list[int]] = {}
         self.ended: list[int] = []
 
-    def call(self, *arguments: Any) -> ScriptedCall:
+    def call(self, *arguments: Any, alone: bool = False) -> ScriptedCall:
         *arguments, turn = arguments
-        call = super().call(*arguments)
+        call = super().call(*arguments, alone=alone)
         self.admitted[call.key] = [turn]
         return call
 

@@ -34,14 +34,21 @@ ARGUMENTS = frozenset({"sampling_params", "self"})
 ``priority``, which verl's own loops have too, is a row's to set.
 """
 
-OF_THE_BATCH = frozenset(
+OTHER_NAME = "reported_"
+"""Goes before a name that a user's reward or agent loop gave something and that is taken."""
+
+TAKEN = frozenset(
     {
-        *("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "dummy_tensor"),
-        *("rollout_log_probs", "old_log_probs", "ref_log_prob", "routed_experts", "teacher_logprobs", "teacher_ids"),
-        *("rm_scores", "token_level_scores", "token_level_rewards", "advantages", "returns", "values", "entropys"),
-        *("rollout_is_weights", "reward_baselines", "sum_pi_squared", "multi_modal_inputs"),
-        *(TOKEN_VERSIONS, SCORED_BY, ENTROPY, VERSION_RUNS, SCORES, REFERENCE, REPORTED),
+        *(TOKEN_VERSIONS, SCORED_BY, OLD_LOG_PROBS, ENTROPY, VERSION_RUNS, SCORES, REFERENCE, DATASET_INDEX),
+        *("exact_versions", "uid", "data_source", "reward_model", "extra_info", "dummy_tensor"),
+        *("prompts", "responses", "response_mask", "loss_mask", "input_ids", "attention_mask", "position_ids"),
+        *("rollout_log_probs", "routed_experts", "teacher_ids", "teacher_logprobs", "rm_scores", "reward_baselines"),
+        *("token_level_scores", "token_level_rewards", "ref_log_prob", "entropys", "values", "advantages", "returns"),
+        *("rollout_is_weights", "sum_pi_squared", "multi_modal_inputs", "__num_turns__", "__do_sample__"),
     }
 )
+"""Columns of a batch that verl or this package make or read: nothing of a user's takes their place."""
+
+OF_THE_BATCH = TAKEN - {DATASET_INDEX, "uid", "data_source", "reward_model", "extra_info"}
 """What a training batch has of its own. A row's field of such a name is the agent loop's and the reward's alone: verl
 refuses a batch that has a name twice (verl/protocol.py:1115)."""

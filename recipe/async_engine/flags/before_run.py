@@ -3,9 +3,9 @@
 
 The configuration groups name `BeforeRun` as a callback of Hydra, so this runs in every main that composes them: in this
 package's own, and in stock verl's with a flag. Contract: with ``plan_only=true`` the plan is printed and the process
-ends, with status 0 where it can run and 1 where it cannot; no folder of a run, no process is made. Otherwise the mode that
-a flag chose is the one that runs, whatever else the script says, or the process ends here, before stock verl starts
-Ray. Anything else goes on untouched.
+ends, with status 0 where it can run and 1 where it cannot; no folder of a run, no process is made. Otherwise the mode
+that a flag chose is the one that runs, whatever else the script says, or the process ends here, before stock verl
+starts Ray. Anything else goes on untouched.
 Shown by tests/integration/test_plan_only.py.
 """
 

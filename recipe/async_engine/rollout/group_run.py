@@ -2,7 +2,8 @@
 """What the scheduler is told, keeps of a live group and raises."""
 
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,33 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group, OnNonFinite, OnOverdue
 from recipe.async_engine.core.prompt_manager import TrajectoryState
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
-from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
+from recipe.async_engine.rollout.soundness import RewardError
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed, TrajectoryScored
 
 
 class RolloutFailed(RecipeError):
     """Generation cannot go on; the cause is chained."""
+
+
+DEATHS_FOR_NOTHING = 2
+"""How often a trajectory may lose its worker to what may be another one's doing; after that it is tried by itself."""
+
+
+def needs_to_be_alone(errors: Sequence[RecipeError]) -> bool:
+    """Whether a trajectory that failed so is under suspicion: its next attempt is not beside others that are."""
+    return sum(isinstance(error, TrajectoryDisturbed) for error in errors) >= DEATHS_FOR_NOTHING
+
+
+def may_try_again(errors: Sequence[RecipeError], max_retries: int) -> bool:
+    """Whether a trajectory that failed so has another attempt.
+
+    Of its own failures it may have ``max_retries``. What another one of its worker may have done does not count, but
+    where that happens again while it is the only one under suspicion, it is taken for its own.
+    """
+    if errors and isinstance(errors[-1], TrajectoryCancelled | RewardError):
+        return False
+    disturbed = sum(isinstance(error, TrajectoryDisturbed) for error in errors)
+    return disturbed <= DEATHS_FOR_NOTHING and len(errors) - disturbed <= max_retries
 
 
 class BatchTimeout(RecipeError):
@@ -61,9 +84,9 @@ class GroupRun:
 
     fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
     references of its scores by the newest version. records: what a checkpoint had of trajectories that have not ended
-    since. issued_at, ready_at: when, by the monotonic clock. By trajectory: calls under way, failed attempts, and the
-    worker to avoid, that of the last one. given_up: it failed or was overdue, so that none of its trajectories is tried
-    again.
+    since. issued_at, ready_at: when, by the monotonic clock. By trajectory: calls under way, what attempts failed with,
+    and the worker to avoid, that of the last one. given_up: it failed or was overdue, so that none of its trajectories
+    is tried again.
     """
 
     group: Group
@@ -74,7 +97,7 @@ class GroupRun:
     scores: list[Any] = field(default_factory=list)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
     calls: dict[int, Any] = field(default_factory=dict)
-    attempts: Counter[int] = field(default_factory=Counter)
+    errors: defaultdict[int, list[RecipeError]] = field(default_factory=lambda: defaultdict(list))
     avoid: dict[int, str] = field(default_factory=dict)
     given_up: bool = False
     issued_at: float = field(default_factory=time.monotonic)
@@ -99,7 +122,7 @@ class GroupRun:
     def begin_anew(self) -> None:
         """All that it has brought is lost."""
         self.scored, self.payloads, self.scores = [None] * len(self.scored), [None] * len(self.payloads), []
-        self.attempts.clear()
+        self.errors.clear()
 
     def kept(self, told: dict[str, TrajectoryRecord | None]) -> list[TrajectoryRecord | None]:
         """What is kept of each trajectory, None if it is complete or nothing is.

@@ -52,6 +52,11 @@ class TrajectoryRecorder:
     asked_s: float = 0.0
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    @property
+    def validates(self) -> bool:
+        """Whether it is one of a validation, of which nothing is trained."""
+        return self.work is Work.VALIDATION
+
     def mark_multimodal(self) -> None:
         """A request has something else than tokens: log-prob servers cannot score this trajectory."""
         self.text_only = False

@@ -27,7 +27,7 @@ def of_attempt(run: GroupRun, n: int, began: float, sampled: float | None) -> It
     attempt = Event(TRAJECTORIES, "generating", began, sampled or now, 1.0, run.group.start, run.group.id, n)
     tokens = None if scored is None else scored.sampled_tokens
     ended = "" if scored is not None else ", without a reward"
-    yield attempt._replace(tokens=tokens, text=f"attempt {run.attempts[n] + 1}{ended}")
+    yield attempt._replace(tokens=tokens, text=f"attempt {len(run.errors[n]) + 1}{ended}")
     if sampled is not None:
         yield attempt._replace(what="reward", start=sampled, end=now)
     if scored is not None and scored.tool_s and sampled is not None:

@@ -51,15 +51,22 @@ from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.watch import CannotGoOn
 from recipe.async_engine.rollout.changes import Changes
-from recipe.async_engine.rollout.group_run import BatchTimeout, GroupRun, RolloutFailed, SchedulerSettings
+from recipe.async_engine.rollout.group_run import (
+    BatchTimeout,
+    GroupRun,
+    RolloutFailed,
+    SchedulerSettings,
+    may_try_again,
+    needs_to_be_alone,
+)
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
 from recipe.async_engine.rollout.loop_thread import LoopThread
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource, failure_of
 from recipe.async_engine.rollout.run_events import of_attempt, of_group
-from recipe.async_engine.rollout.soundness import NonFinite, RewardError
+from recipe.async_engine.rollout.soundness import NonFinite
 from recipe.async_engine.rollout.token_books import AnswerTokens
-from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -409,8 +416,10 @@ class RolloutScheduler:
             self._give_up(run, failed)
             return
         try:
+            errors = run.errors[n]
+            alone = needs_to_be_alone(errors)
             call = self._pool.call(
-                run.row, run.group, n, run.attempts[n], run.avoid.get(n), run.records.get(n), admitted
+                run.row, run.group, n, len(errors), run.avoid.get(n), run.records.get(n), admitted, alone=alone
             )
         except RecipeError as error:
             self._give_up(run, error)
@@ -432,11 +441,11 @@ class RolloutScheduler:
     def _attempt_failed(self, run: GroupRun, n: int, call: TrajectoryCall, error: RecipeError) -> None:
         if run.given_up or self._closing:
             return
-        if isinstance(error, TrajectoryCancelled | RewardError) or run.attempts[n] >= self._settings.max_retries:
+        run.errors[n].append(error)
+        if not may_try_again(run.errors[n], self._settings.max_retries):
             self._give_up(run, error)
             return
         logger.warning("trajectory %s failed and is tried again: %s", call.key, error)
-        run.attempts[n] += 1
         run.avoid[n] = call.worker_id
         run.scored[n] = None
         if self._change(lambda: self.manager.begin_again(Trajectory(run.group.id, n))):

@@ -12,7 +12,6 @@ Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_non_fini
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -91,8 +90,3 @@ def check_reward(reward: Any, fields: Mapping[str, Any], trained: Iterable[str])
     for name, value in (("reward", reward), *((name, fields.get(name)) for name in trained)):
         if not is_number(value):
             raise NonFiniteReward(f"the reward function gave {name}={value!r}, which is no finite number")
-
-
-def shown_in_validation(reward: Any) -> float:
-    """A validation score that verl's mean can be told to leave out."""
-    return float(reward) if is_number(reward) else math.nan

@@ -13,6 +13,14 @@ class AgentLoopError(RecipeError):
     """An agent loop raised; a note has its traceback, which Ray cuts short for streaming calls."""
 
 
+class TrajectoryFailed(RecipeError):
+    """One attempt failed; a note has the traceback."""
+
+
+class TrajectoryDisturbed(TrajectoryFailed):
+    """It ended by what another trajectory of its worker may have done: the worker died, or it was cancelled there."""
+
+
 class TrajectoryCancelled(RecipeError):
     """The trajectory was ended on request."""
 

@@ -2,15 +2,15 @@
 """The agent-loop workers of a run: verl's manager, whose workers are started again by Ray when they die.
 
 Contract: what :meth:`TrajectoryManager.tell` told the workers is told to one that was started again, by
-:meth:`TrajectoryManager.prepare`, before it has work. Validation has a deadline, and the part of it that a worker had
-when it died is done by another one. Shown by tests/integration/test_trajectory_manager.py and
-tests/e2e/test_replacement.py.
+:meth:`TrajectoryManager.prepare`, before it has work. They are started again as often as they die: a prompt that ends
+its worker costs its own group, and where nothing else happens any more, groups that fail in a row end the run. A
+validation has a deadline; its answers go training's way (`recipe.async_engine.rollout.validation`). Shown by
+tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
 import time
@@ -24,58 +24,54 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
 
-from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.recovery.restarts import Restartable
-from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
 from recipe.async_engine.rollout.reports import joined, reported_names, spread_reports
-from recipe.async_engine.rollout.soundness import RewardError
+from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
-from recipe.async_engine.rollout.worker_pool import NONE_LEFT, NoWorkers
+from recipe.async_engine.rollout.validation import ValidationAnswers, with_stand_ins
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-HELD = ("run_trajectory", "finish_trajectory", "generate_sequences", "rescore")
+HELD = ("run_trajectory", "finish_trajectory", "rescore")
 """What keeps calls of a worker open."""
 CALLS_AT_ONCE = 15_000
 """Such calls of one worker at once; Ray's 1,000 would keep trajectories from their slots."""
+AS_OFTEN_AS_IT_DIES = -1
 
 
 class ValidationTimeout(RecipeError):
     """Validation took longer than ``async_training.timeouts.validation``."""
 
 
-def any_worker(workers: WorkerSet, first: str) -> Any:
-    """Stands in for one of verl's handles in ``generate_sequences``: ``first``, or one that lives through it."""
-
-    async def generate(part: DataProto) -> DataProto:
-        name: str | None = first
-        while name is not None:
-            try:
-                async with workers.one(name) as worker:
-                    return await worker.generate_sequences.remote(part)
-            except WorkerDied as error:
-                logger.warning("a part of the validation is done by another worker: %s", error)
-                name = workers.choose()
-        raise NoWorkers(NONE_LEFT)
-
-    return as_handle("generate_sequences", generate)
+class ValidationFailed(RecipeError):
+    """No answer of a validation came through, nor had one before."""
 
 
 class TrajectoryManager(AgentLoopManager):
-    """See the module's contract; verl's validation goes through its ``generate_sequences``."""
+    """See the module's contract; verl's validation goes through its ``generate_sequences``.
+
+    Attributes:
+        validation_slots: answers of a validation that may be generated at once.
+        failed_validations: how many validations came to nothing, since each of their answers failed.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        restarts = int(self.config.async_training.max_replica_restarts)
-        self.agent_loop_workers_class = Restartable(TrajectoryWorker, restarts, HELD, max_concurrency=CALLS_AT_ONCE)
+        self.agent_loop_workers_class = Restartable(
+            TrajectoryWorker, AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
+        )
         self._told: dict[str, tuple[Any, ...]] = {}
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
         self._telling = threading.Lock()
         self._deadline: float | None = None
-        # What rewards of validations have reported, None before the first one that succeeded.
-        self._reported: dict[str, None] | None = None
-        self._columns: tuple[str, ...] | None = None
+        self.validation_slots = CALLS_AT_ONCE
+        self.failed_validations = 0
+        self._asked, self._errors, self._ever_answered = 0, list[RecipeError](), False
+        # What rewards of validations have reported.
+        self._reported: dict[Any, None] = {}
+        self._columns: tuple[Any, ...] | None = None
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
         """Call a method of every worker; a dead one is called by :meth:`prepare`, should it be started again."""
@@ -95,29 +91,42 @@ class TrajectoryManager(AgentLoopManager):
 
     @contextmanager
     def validation(self, timeout_s: float) -> Iterator[None]:
-        """A ``generate_sequences`` in it has ``timeout_s`` seconds from now."""
+        """A ``generate_sequences`` in it has ``timeout_s`` seconds from now.
+
+        Raises:
+            ValidationFailed: at its end, if each of its answers failed, and none of a validation before had come.
+        """
         self._deadline, self._columns = time.monotonic() + timeout_s, None
+        self._asked, self._errors = 0, []
         try:
             yield
         finally:
             self._deadline = None
+        if self._errors and len(self._errors) == self._asked:
+            self.failed_validations += 1
+            said = f"each of the {self._asked} answers of a validation failed, the last one with: {self._errors[-1]}"
+            if not self._ever_answered:
+                raise ValidationFailed(said) from self._errors[-1]
+            logger.error("%s", said)
+        self._ever_answered |= len(self._errors) < self._asked
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """As verl's; see the module's contract.
+        """The answers of a validation's batch, a row each; see the module's contract.
 
         Raises:
             ValidationTimeout: the time of :meth:`validation` is over.
-            NoWorkers: all have died, and none is started again.
-            RewardError: no answer of it has a score, and none had one before.
         """
-        workers = WorkerSet("agent-loop", self.agent_loop_workers)
-        of_any = copy.copy(self)
-        of_any.agent_loop_workers = [any_worker(workers, name) for name in workers.actors]
+        settings = self.config.async_training
+        samples = self.rollout_config.trace.get("max_samples_per_step_per_worker")
+        traced = TracedGroups(None if samples is None else samples * len(self.agent_loop_workers))
+        limits = settings.timeouts.startup, settings.timeouts.agent_worker
+        pool = WorkerPool(self.agent_loop_workers, self.prepare, *limits, traced, validates=True)
+        answers = ValidationAnswers(pool, self.validation_slots, int(settings.max_group_retries))
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left_s) as limit:
-                answers = await AgentLoopManager.generate_sequences(of_any, prompts)
+                outputs = await answers.of(prompts, int(prompts.meta_info.get("global_steps", -1)))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -126,23 +135,25 @@ class TrajectoryManager(AgentLoopManager):
                 "prompts (data.val_max_samples)"
             ) from error
         finally:
-            workers.stop()
-        spread_reports(answers, self._columns_of(answers))
-        return answers
+            pool.stop()
+        self._asked += len(outputs)
+        self._errors += answers.errors
+        lengths = self.rollout_config.prompt_length, self.rollout_config.response_length
+        batch = joined(self, with_stand_ins(outputs, *lengths))
+        spread_reports(batch, self._columns_of(batch), validation=True)
+        # Times of each answer, of which verl's validation shows none.
+        del batch.meta_info["metrics"]
+        return batch
 
-    def _columns_of(self, answers: DataProto) -> tuple[str, ...]:
+    def _columns_of(self, batch: DataProto) -> tuple[Any, ...]:
         """The same in all parts of a validation: verl has them in lists, and none may begin later than the others."""
-        if self._reported is None:
-            if all(report is None for report in answers.non_tensor_batch[REPORTED]):
-                raise RewardError("no reward at all could be computed; the log above has an error for each answer")
-            self._reported = {}
-        self._reported |= reported_names(answers)
+        self._reported |= reported_names(batch)
         if self._columns is None:
             self._columns = tuple(self._reported)
         if late := self._reported.keys() - set(self._columns):
             logger.warning(
                 "rewards report %s, as those of this validation's first batch did not: shown from the next one on",
-                ", ".join(sorted(late)),
+                ", ".join(sorted(map(str, late))),
             )
         return self._columns
 

@@ -15,36 +15,23 @@ Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_as
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 from uuid import uuid4
 
-import hydra
 import numpy as np
 from omegaconf import OmegaConf
-from ray.exceptions import RayTaskError
-from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import (
-    AgentLoopBase,
-    AgentLoopOutput,
-    AgentLoopWorker,
-    DictConfigWrap,
-    ToolListWrap,
-    _agent_loop_registry,
-)
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
-from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
-from recipe.async_engine.core.plain import told, traced
+from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
@@ -53,34 +40,40 @@ from recipe.async_engine.recovery.restarts import was_restarted
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rewards.dispatch import least_busy_worker
-from recipe.async_engine.rewards.pool import RewardRaised
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.loop_output import INT32, check_report, plain_output
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
-from recipe.async_engine.rollout.reports import joined
-from recipe.async_engine.rollout.soundness import (
-    NonFinite,
-    NonFiniteReward,
-    RewardError,
-    UnusableAnswer,
-    check_answer,
-    check_reward,
-    shown_in_validation,
-)
+from recipe.async_engine.rollout.soundness import NonFiniteReward, RewardError, check_reward
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
+    TrajectoryDisturbed,
     TrajectoryGenerated,
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.turns import TurnGate
+from recipe.async_engine.rollout.users_loop import (
+    OURS,
+    check_answers,
+    contain_exits,
+    explained,
+    guarded,
+    loop_maker,
+    run_loop,
+)
 
 logger = logging.getLogger(__name__)
 
 REWARD_AT_ONCE_S = 0.03
 # For a trajectory that was cancelled to end; an agent loop may catch the cancellation and go on.
 LAST_MOMENT_S = 10.0
+
+CANCELLED = (
+    "its agent loop was cancelled, and nobody here had asked for that: the loop or one of its tools did it, or another "
+    "one's that cancels what is not its own (asyncio.CancelledError)"
+)
 
 REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
@@ -130,9 +123,13 @@ class TrajectoryWorker(AgentLoopWorker):
         self._score_parts = False
         self._reference: ScoringClient | None = None
         self._away, self._life = AwayActivity(time.monotonic), uuid4().hex
-        if (default := self.rollout_config.agent.default_agent_loop) in _agent_loop_registry:
+        with suppress(RuntimeError):  # made where no event loop runs
+            contain_exits(asyncio.get_running_loop())
+        self._default_loop = self.rollout_config.agent.default_agent_loop
+        with suppress(AgentLoopError):  # it is not registered, and rows may name another
             # Its module's own error, at the start.
-            _loop_maker(default)
+            loop_maker(self._default_loop)
+        self._vocabulary = vocabulary_of(self.model_config)
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -180,6 +177,7 @@ class TrajectoryWorker(AgentLoopWorker):
         record: TrajectoryRecord | None = None,
         turn: int | None = None,
         trace: bool = True,
+        validate: bool = False,
     ) -> tuple[TrajectoryGenerated | TrajectoryScored, np.ndarray | None]:
         """Run one trajectory; see the module's contract for what is returned.
 
@@ -190,24 +188,34 @@ class TrajectoryWorker(AgentLoopWorker):
             record: what :meth:`export` gave for this trajectory in an earlier process.
             turn: the generation turn that it is admitted to, to later ones by :meth:`resume`; None in a stream.
             trace: whether it is among those that verl's rollout trace has, if that is on.
+            validate: sample as for validation; no checkpoint, account or book of tokens has it.
 
         Raises:
             WorkerRestarted: :meth:`be_prepared` is to come.
+            TrajectoryDisturbed: a call was cancelled, and nobody had asked for that.
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
         if self._unwanted.take(key):
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
-        scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
-        answers = self._answers.begin(key, record)
         context = copy_context()
-        ticket = None if turn is None else self._turns.begin(key, turn)
-        purpose = Work.NEW if is_first_attempt(key) else Work.RETRY
-        trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": False}
-        fields = {"agent_name": self.rollout_config.agent.default_agent_loop, **sample}
-        tools = self._away.tool_time(fields["agent_name"])
-        recorder = context.run(start_recording, scorer, answers, ticket, purpose, tools, group_of(key))
-        work = self._run_agent_loop(self._sampling_params(), trajectory, trace=trace, **fields)
+        trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
+        fields = dict(sample)
+        agent_name = str(found) if is_given(found := fields.pop("agent_name", None)) else self._default_loop
+        if validate:
+            recorder = context.run(start_recording, work=Work.VALIDATION)
+        else:
+            scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
+            recorder = context.run(
+                start_recording,
+                scorer,
+                self._answers.begin(key, record),
+                None if turn is None else self._turns.begin(key, turn),
+                Work.NEW if is_first_attempt(key) else Work.RETRY,
+                self._away.tool_time(agent_name),
+                group_of(key),
+            )
+        work = guarded(self._run_row, agent_name, trajectory, fields, recorder, trace)
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
         running = self._running[key] = _Running(task, recorder, told, asyncio.Event())
@@ -218,6 +226,9 @@ class TrajectoryWorker(AgentLoopWorker):
                 await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
                 if not task.done():
                     return TrajectoryGenerated(), None
+        except asyncio.CancelledError:
+            self._end(key, running, complete=False)
+            raise TrajectoryDisturbed(CANCELLED) from None
         except BaseException:
             self._end(key, running, complete=False)
             raise
@@ -238,6 +249,8 @@ class TrajectoryWorker(AgentLoopWorker):
             ended = self._scored(output, running.recorder), pack(output)
             complete = True
             return ended
+        except asyncio.CancelledError:
+            raise TrajectoryDisturbed(CANCELLED) from None
         finally:
             self._end(key, running, complete)
 
@@ -247,7 +260,10 @@ class TrajectoryWorker(AgentLoopWorker):
         running.recorder.tools.leave()
         self._running.pop(key, None)
         self._turns.end(key)
-        self._answers.end(key, complete)
+        if running.recorder.validates:
+            running.recorder.answers.over = True
+        else:
+            self._answers.end(key, complete)
         running.over.set()
 
     async def _until_sampled(self, running: _Running, key: str) -> None:
@@ -273,16 +289,12 @@ class TrajectoryWorker(AgentLoopWorker):
         if running.told.done():
             await running.cancel(key)
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
-        try:
-            return await running.task
-        except asyncio.CancelledError:
-            if running.task.cancelled():
-                raise TrajectoryCancelled(f"trajectory {key} was ended on request") from None
-            raise
-        except (RewardError, NonFinite, UnusableAnswer):
-            raise
-        except Exception as error:  # a user's agent loop may raise anything
-            raise _explained(AgentLoopError, "", error) from error
+        if running.task.cancelled():
+            raise TrajectoryDisturbed(CANCELLED)
+        error = running.task.exception()
+        if error is None:
+            return running.task.result()
+        raise error if isinstance(error, OURS) else explained(AgentLoopError, "", error)
 
     async def activity(self) -> Activity:
         """What its trajectories were at, when at no engine, since this was asked last."""
@@ -323,18 +335,19 @@ class TrajectoryWorker(AgentLoopWorker):
         """Let these trajectories go on in ``turn``."""
         self._turns.admit(keys, turn)
 
-    async def _run_agent_loop(
+    async def _run_row(
         self,
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        *,
         agent_name: str,
-        trace: bool = True,
-        **kwargs: Any,
+        trajectory: dict[str, Any],
+        row: dict[str, Any],
+        recorder: TrajectoryRecorder,
+        trace: bool,
     ) -> Any:
-        """As verl's, but an agent loop's class is looked up once; Hydra takes a millisecond or more each time."""
+        """As verl's ``_run_agent_loop``, with a loop's class looked up once: Hydra takes a millisecond or more."""
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
-            agent_loop = _loop_maker(agent_name)(
+            if not trajectory["validate"]:
+                check_answers(row, self.config.actor_rollout_ref.rollout.get("n"))
+            agent_loop = loop_maker(agent_name)(
                 trainer_config=DictConfigWrap(config=self.config),
                 server_manager=self.llm_client,
                 tokenizer=self.tokenizer,
@@ -344,27 +357,25 @@ class TrajectoryWorker(AgentLoopWorker):
                 data_config=DictConfigWrap(self.config.data),
                 tools=ToolListWrap(self.tools),
             )
-            output = await agent_loop.run(sampling_params, **kwargs)
-            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+            v1 = {"session_id": trajectory["rollout_n"], "global_steps": trajectory["step"]}
+            returned = await run_loop(agent_loop, self._sampling_params(trajectory["validate"]), row, **v1)
+            recorder.tools.end()
+            recorder.sampled.set_result(None)
+            return await self._finished(plain_output(returned, self.rollout_config, self._vocabulary), row, recorder)
 
-    def _sampling_params(self) -> dict[str, Any]:
+    def _sampling_params(self, validate: bool) -> dict[str, Any]:
         config = self.rollout_config
+        of = config.val_kwargs if validate else config
         return {
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
+            "temperature": of.temperature,
+            "top_p": of.top_p,
+            "top_k": of.top_k,
             "repetition_penalty": 1.0,
             "logprobs": config.calculate_log_probs,
         }
 
-    async def _agent_loop_postprocess(self, output: AgentLoopOutput, validate: bool, **kwargs: Any) -> Any:
-        recorder = current_recorder()
-        if recorder is None:
-            return await super()._agent_loop_postprocess(output, validate, **kwargs)
-        recorder.tools.end()
-        recorder.sampled.set_result(None)
-        rollout = self.rollout_config
-        check_answer(output, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
+    async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
+        """The padded trajectory with its versions, reward and log-probs."""
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
         output.extra_fields[VERSION_RUNS] = alignment.runs
         output.extra_fields["exact_versions"] = alignment.exact
@@ -372,8 +383,11 @@ class TrajectoryWorker(AgentLoopWorker):
         output.extra_fields["max_global_steps"] = alignment.newest
         reference = asyncio.create_task(self._reference_scores(recorder, output))
         try:
-            padded = await super()._agent_loop_postprocess(output, validate, **kwargs)
-            with self._away.at(Away.LOG_PROBS):
+            # The row as one argument, whatever its columns are called; `_compute_score` takes it out again.
+            padded = await self._agent_loop_postprocess(
+                output, recorder.validates, raw_prompt=row.get("raw_prompt"), row=row
+            )
+            with nullcontext() if recorder.validates else self._away.at(Away.LOG_PROBS):
                 scores = {REFERENCE: await reference}
                 if recorder.scorer is not None:
                     collected = recorder.scorer.collect(output.prompt_ids, output.response_ids, output.response_mask)
@@ -385,7 +399,7 @@ class TrajectoryWorker(AgentLoopWorker):
 
     async def _reference_scores(self, recorder: TrajectoryRecorder, output: AgentLoopOutput) -> np.ndarray | None:
         """The reference policy's log-probs of the response, float32 (R,); None if no server gives them."""
-        if self._reference is None or not recorder.text_only:
+        if self._reference is None or not recorder.text_only or recorder.validates:
             return None
         part = Part(STATIC, output.prompt_ids, output.response_ids)
         with suppress(Unscored):
@@ -395,18 +409,18 @@ class TrajectoryWorker(AgentLoopWorker):
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl's, with a deadline and retries.
 
-        In validation a reward that failed counts as NaN, which the means leave out: one call does not end a run.
-
         Raises:
-            RewardError: every attempt failed; the last one is its cause.
-            NonFiniteReward: it is no number; in validation it counts as NaN.
+            RewardError: every attempt failed; it says what the last one did.
+            NonFiniteReward: it is no number.
         """
+        recorder = current_recorder()
+        validates = recorder is not None and recorder.validates
         for attempt in range(1, self._reward_attempts + 1):
             try:
-                with self._away.at(Away.REWARD) if current_recorder() is not None else nullcontext():
+                with nullcontext() if validates else self._away.at(Away.REWARD):
                     async with asyncio.timeout(self._reward_timeout_s):
-                        await super()._compute_score(outputs, kwargs)
-                self._check_reward(outputs[-1])
+                        await super()._compute_score(outputs, kwargs["row"])
+                self._check_reward(outputs[-1], () if validates else self._reward_fields)
                 return
             except NonFiniteReward:
                 raise
@@ -416,39 +430,30 @@ class TrajectoryWorker(AgentLoopWorker):
                 )
             except Exception as error:  # a user's reward function may raise anything; the last one is reported
                 cause = error
-            logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, cause)
-        failed = _explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
-        if current_recorder() is not None:
-            raise failed from cause
-        logger.error("an answer of the validation has no score: %s", failed, exc_info=cause)
-        outputs[-1].reward_score, outputs[-1].extra_fields[REPORTED] = math.nan, None
+            logger.warning("reward attempt %d of %d failed: %s", attempt, self._reward_attempts, told(cause))
+        raise explained(RewardError, f"the reward failed {self._reward_attempts} times, last with ", cause)
 
-    def _postprocess(self, inputs: list[Any], *arguments: Any, **options: Any) -> DataProto:
-        """As verl's, with what the rewards reported in one column, for `spread_reports` to be told of all rows."""
-        return joined(self, inputs, *arguments, **options)
-
-    def _check_reward(self, output: AgentLoopOutput) -> None:
+    def _check_reward(self, output: AgentLoopOutput, trained: Sequence[str]) -> None:
         if output.reward_score is None and not self.reward_loop_worker_handles:
             # The trainer computes it.
             return
-        if current_recorder() is None:
-            output.reward_score = shown_in_validation(output.reward_score)
-        else:
-            check_reward(output.reward_score, output.extra_fields.get(REPORTED, {}), self._reward_fields)
+        report = output.extra_fields.get(REPORTED)
+        check_report(report)
+        check_reward(output.reward_score, report or {}, trained)
+        output.reward_score = float(output.reward_score)
 
-    def _metric_of(self, output: Any) -> float | None:
-        if self._filter_metric is None:
-            return None
-        found = {REWARD_METRIC: output.reward_score, **output.extra_fields.get(REPORTED, {})}
-        if found.get(self._filter_metric) is None:
+    def _metric_of(self, output: Any, metric: str) -> float:
+        found = {**(output.extra_fields.get(REPORTED) or {}), REWARD_METRIC: output.reward_score}
+        if found.get(metric) is None:
             raise RewardError(
-                f"algorithm.filter_groups.metric={self._filter_metric} is not among what the reward gave "
-                f"({', '.join(sorted(found))}); have the reward function return it, or name one of those"
+                f"algorithm.filter_groups.metric={metric} is not among what the reward gave "
+                f"({', '.join(sorted(map(str, found)))}); have the reward function return it, or name one of those"
             )
-        check_reward(output.reward_score, found, [self._filter_metric])
-        return float(found[self._filter_metric])
+        check_reward(output.reward_score, found, [metric])
+        return float(found[metric])
 
     def _scored(self, output: Any, recorder: TrajectoryRecorder) -> TrajectoryScored:
+        metric = None if recorder.validates else self._filter_metric
         return TrajectoryScored(
             score=output.reward_score,
             oldest_version=output.extra_fields["min_global_steps"],
@@ -460,7 +465,7 @@ class TrajectoryWorker(AgentLoopWorker):
             cut_tokens=recorder.cut_tokens,
             recovered_tokens=recorder.recovered_tokens,
             restored_tokens=recorder.answers.restored_tokens,
-            filter_metric=self._metric_of(output),
+            filter_metric=None if metric is None else self._metric_of(output, metric),
             sampled_tokens=sum(n for version, n in output.extra_fields[VERSION_RUNS] if version != NOT_SAMPLED),
             received_tokens=recorder.answers.received_tokens,
             tool_s=recorder.tools.seconds,
@@ -484,27 +489,13 @@ def filter_metric(config: Any) -> str | None:
     return str(settings.metric) if settings is not None and settings.get("enable") else None
 
 
-def _explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
-    """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
-    what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-    # The reward's own words, and no name of this package's before them.
-    failed = kind(f"{words}{what if isinstance(what, RewardRaised) else told(what)}")
-    failed.add_note(traced(error))
-    return failed
+def is_given(value: Any) -> bool:
+    """Whether a column has a value in a row: files that are read together need not have the same columns."""
+    return value is not None and value != "" and value == value
 
 
-@cache
-def _loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
-    """What makes the agent loop registered under ``agent_name``, given verl's arguments.
-
-    Raises:
-        AgentLoopError: none is registered under that name.
-    """
-    if agent_name not in _agent_loop_registry:
-        raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
-    settings = _agent_loop_registry[agent_name]
-    own = {name: value for name, value in settings.items() if name != "_target_"}
-    if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
-        # Arguments of its own that Hydra builds.
-        return partial(hydra.utils.instantiate, settings)
-    return partial(hydra.utils.get_object(settings["_target_"]), **own)
+def vocabulary_of(model_config: Any) -> int:
+    """How many tokens the model knows; as many as a batch can hold where its configuration does not say."""
+    config = getattr(model_config, "hf_config", None)
+    config = getattr(config, "text_config", None) or config
+    return getattr(config, "vocab_size", None) or INT32

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_events import (
     AgentLoopError,
     TrajectoryCancelled,
+    TrajectoryDisturbed,
+    TrajectoryFailed,
     TrajectoryGenerated,
 )
 
@@ -40,11 +42,13 @@ logger = logging.getLogger(__name__)
 STARTUP_S = 600.0
 LARGE = 64 << 10
 """Ray copies larger arguments into the object store too, once for each call."""
+VALIDATION = "validation-"
+"""What the keys of a validation's trajectories begin with; a worker has those of training beside them."""
+ALONE = (
+    ", once more, while no other trajectory was under suspicion (look for what in its agent loop or tools ends, blocks "
+    "or fills the process)"
+)
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
-
-
-class TrajectoryFailed(RecipeError):
-    """An agent loop raised, or its worker died; a note has the traceback."""
 
 
 class NoWorkers(RecipeError):
@@ -53,7 +57,10 @@ class NoWorkers(RecipeError):
 
 @dataclass(eq=False)
 class TrajectoryCall:
-    """One attempt at one trajectory on one worker; ``turn``: the newest generation turn that it is admitted to."""
+    """One attempt at one trajectory on one worker.
+
+    turn: the newest generation turn that it is admitted to. alone: no other such call runs meanwhile.
+    """
 
     key: str
     worker_id: str
@@ -64,6 +71,7 @@ class TrajectoryCall:
     record: TrajectoryRecord | None = None
     turn: int | None = None
     trace: bool = True
+    alone: bool = False
     submitted: bool = False
     cancelled: bool = False
 
@@ -79,20 +87,22 @@ class TrajectoryCall:
             self.record,
             self.turn,
             self.trace,
+            self.pool.validates,
         )
 
     async def events(self) -> AsyncIterator[tuple[Any, Any]]:
         """(event, None) for each event, then (None, payload's object reference).
 
         Raises:
-            TrajectoryFailed: the agent loop raised or the worker died.
+            TrajectoryFailed: the agent loop raised.
+            TrajectoryDisturbed: the worker died, or something there cancelled it.
             RewardError: the answer is complete but could not be scored.
             TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
         """
         self.pool.under_way[self.key] = self
         self.pool.users[self.group.id] += 1
         try:
-            async with self.pool.one(self.worker_id) as actor:
+            async with self.pool.by_itself if self.alone else nullcontext(), self.pool.one(self.worker_id) as actor:
                 if self.cancelled:
                     raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
                 said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments())
@@ -110,6 +120,8 @@ class TrajectoryCall:
             failed: RecipeError
             if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
                 failed = type(cause)(str(cause))
+            elif isinstance(cause, TrajectoryDisturbed):
+                failed = TrajectoryDisturbed(f"trajectory {self.key}{ALONE if self.alone else ''}: {cause}")
             else:
                 said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"
                 failed = TrajectoryFailed(f"trajectory {self.key} raised {said}")
@@ -117,7 +129,8 @@ class TrajectoryCall:
                 failed.add_note(note)
             raise failed from error
         except WorkerDied as error:
-            raise TrajectoryFailed(f"the agent-loop worker of trajectory {self.key} died: {error}") from error
+            often = ALONE if self.alone else ""
+            raise TrajectoryDisturbed(f"the agent-loop worker of trajectory {self.key} died{often}: {error}") from error
         except RecipeError:
             raise
         except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
@@ -145,6 +158,7 @@ class WorkerPool(WorkerSet):
         prepare: tells one that was what the others have been told.
         startup_s, answer_s: see `WorkerSet`.
         traced: which groups verl's rollout trace has.
+        validates: its calls are those of a validation.
 
     Attributes:
         under_way: calls by their key.
@@ -158,6 +172,7 @@ class WorkerPool(WorkerSet):
         startup_s: float = STARTUP_S,
         answer_s: float = ANSWER_S,
         traced: TracedGroups | None = None,
+        validates: bool = False,
     ) -> None:
         super().__init__("agent-loop", actors, answer_s, startup_s)
         self._size = len(actors)
@@ -169,6 +184,8 @@ class WorkerPool(WorkerSet):
         self._ended_turn = 0
         self._prepare_actor = prepare
         self._traced = traced or TracedGroups()
+        self.validates = validates
+        self.by_itself = asyncio.Lock()
 
     @property
     def alive(self) -> int:
@@ -183,10 +200,12 @@ class WorkerPool(WorkerSet):
         avoid: str | None,
         record: TrajectoryRecord | None = None,
         turn: int | None = None,
+        alone: bool = False,
     ) -> TrajectoryCall:
         """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
 
         ``record``: what a checkpoint has of it. ``turn``: the generation turn that it is admitted to, None in a stream.
+        ``alone``: workers died under it, so that it runs while no other such trajectory does.
 
         Raises:
             NoWorkers: none is alive or being started again.
@@ -196,7 +215,9 @@ class WorkerPool(WorkerSet):
         if worker_id is None:
             raise NoWorkers(NONE_LEFT)
         key, trace = f"{group.id}-{rollout_n}-{attempt}", self._traced.has(group.id, group.start)
-        return TrajectoryCall(key, worker_id, self, row, group, rollout_n, record, turn, trace)
+        if self.validates:
+            key = f"{VALIDATION}{key}"
+        return TrajectoryCall(key, worker_id, self, row, group, rollout_n, record, turn, trace, alone)
 
     def sample_for(self, call: TrajectoryCall) -> Any:
         """The prompt of a call as its worker gets it: itself, or where the object store has it."""

@@ -43,7 +43,7 @@ class Timeouts:
     agent_worker: float = seconds(
         180.0,
         "How long an agent-loop worker may not answer, because its process stopped or a tool blocks its event loop,"
-        " before it is ended and started again (`max_replica_restarts`).",
+        " before it is ended and started again.",
     )
     reward: float = seconds(300.0, "The reward of one trajectory; a group that fails by it is retried.")
     batch_wait: float = seconds(
@@ -213,8 +213,8 @@ class AsyncTraining:
         3,
         "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
         " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
-        " trainer's accelerators, the next weight sync waits for it. Each reward worker and each agent-loop worker is"
-        " started again as often.",
+        " trainer's accelerators, the next weight sync waits for it. Each reward worker is started again as often; an"
+        " agent-loop worker is as often as it dies.",
         minimum=0,
     )
     partial_tokens_interval: float | None = field(

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 EMPTY_SHARE, SHORT = 0.5, 16
 """An answer of more tokens is not empty, whatever they are."""
 WINDOW_BATCHES = 4
-WITHOUT_SCORE = ("val-aux/non_finite_scores", "val-aux/num_failed")
-"""What a validation says of answers and prompts that its means are without."""
+WITHOUT_SCORE = "val-aux/num_failed"
+"""How many answers of a validation have no score; its means are without their prompts."""
 
 
 class NothingTrained(RecipeError):
@@ -85,7 +85,7 @@ def note_rewards(batch: DataProto, alarms: Alarms) -> None:
 
 def note_validation(metrics: Mapping[str, Any], alarms: Alarms) -> None:
     """Tell of a validation's metrics."""
-    alarms.note("failed_validation", any(metrics.get(name, 0) > 0 for name in WITHOUT_SCORE))
+    alarms.note("failed_validation", metrics.get(WITHOUT_SCORE, 0) > 0)
 
 
 def nothing_trained(plan: RunPlan, counts: LedgerCounts) -> NothingTrained:

@@ -122,7 +122,7 @@ class AsyncPPOTrainer(Startup):
         )
         self.step_metrics = StepMetrics(config, self.plan)
         self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
-        self.validation: dict[str, float | None] = {"first": None, "last": None}
+        self.validation: dict[str, float | None] = {"first": None, "last": None, "failed": 0}
         self.alarms = new_alarms(self.plan)
         self.unchanged = UnchangedWeights()
         self._validated_at = -1
@@ -489,7 +489,9 @@ class AsyncPPOTrainer(Startup):
             marked_timer("testing", self.timing_raw, color="green"),
             self.async_rollout_manager.validation(self.timeouts.validation),
         ):
+            self.async_rollout_manager.validation_slots = self.running.manager.slots
             metrics = self._validate()
+        self.validation["failed"] = (self.validation.get("failed") or 0) + metrics["val-aux/num_failed"]
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
         score = float(sum(scores) / len(scores)) if scores else None
         note_validation(metrics, self.alarms)

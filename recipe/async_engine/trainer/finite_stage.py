@@ -3,9 +3,9 @@
 
 Contract: a token whose log-prob, value or advantage is NaN or infinite is not trained. Its answer is left out of the
 step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
-ends. Prompts of a validation with a score that is none are left out of its means, and the scores counted. Rewards and
-the rollout's own log-probs have been looked at before (`recipe.async_engine.rollout.soundness`), and of gradients the
-alarms are told (`alarm_stage`).
+ends. Prompts of a validation with an answer that has no score, since it is no number or its trajectory failed, are left
+out of its means, and the answers counted. Rewards and the rollout's own log-probs have been looked at before
+(`recipe.async_engine.rollout.soundness`), and of gradients the alarms are told (`alarm_stage`).
 
 Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from verl import DataProto
 
@@ -64,9 +65,9 @@ def leave_out(batch: DataProto, names: Sequence[str]) -> int:
 
 
 def with_scores(
-    data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]]
-) -> tuple[Sequence[str], list[Any], dict[str, list[Any]], int]:
-    """Of a validation's answers those to prompts all of whose answers have a score, and how many scores are none.
+    data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]], turns: list[Any]
+) -> tuple[Sequence[str], list[Any], dict[str, list[Any]], list[Any], int]:
+    """Of a validation's answers those to prompts all of whose answers have a score, and how many have none.
 
     verl takes means over prompts with the same number of answers, so an answer without a score leaves with its prompt.
 
@@ -74,6 +75,7 @@ def with_scores(
         data_sources: of each answer.
         uids: of its prompt.
         infos: what the reward reports, by name; verl can take means of what is returned.
+        turns: of each batch, the numbers of turns of its answers.
     """
     # verl's main score is one of these.
     scored = [infos[name] for name in ("reward", "acc") if name in infos]
@@ -81,11 +83,12 @@ def with_scores(
     without = {uid for uid, is_none in zip(uids, none, strict=True) if is_none}
     if without:
         counts = sum(none), len(none), len(without)
-        logger.warning("%d of %d validation scores are no numbers; the means are without their %d prompts", *counts)
+        logger.warning("%d of %d answers of the validation have no score; the means are without %d prompts", *counts)
         kept = [row for row, uid in enumerate(uids) if uid not in without]
         data_sources, uids = [data_sources[row] for row in kept], [uids[row] for row in kept]
         infos = {name: [values[row] for row in kept] for name, values in infos.items()}
-    return data_sources, uids, {name: _averaged(values) for name, values in infos.items()}, sum(none)
+        turns = [np.concatenate(turns)[kept]] if turns and kept else []
+    return data_sources, uids, {name: _averaged(values) for name, values in infos.items()}, turns, sum(none)
 
 
 def _averaged(values: list[Any]) -> list[Any]:

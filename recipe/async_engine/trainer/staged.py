@@ -104,9 +104,9 @@ class StagedTrainer(SeparateRayPPOTrainer):
     def _val_metrics_update(
         self, data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]], turns: list[Any]
     ) -> dict[str, float]:
-        data_sources, uids, infos, without = with_scores(data_sources, uids, infos)
+        data_sources, uids, infos, turns, without = with_scores(data_sources, uids, infos, turns)
         metrics = super()._val_metrics_update(data_sources, uids, infos, turns)
-        return {**metrics, "val-aux/non_finite_scores": without}
+        return {**metrics, "val-aux/num_failed": without}
 
     # verl's calls of its worker groups.
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent loop returned, as the plain values that the rest of the way may rely on.
+
+Contract: whatever a user's loop returns, it is an ``AgentLoopOutput`` of lists of Python numbers and of fields that any
+process can read, or it fails here, by the name of the field. Arrays and tensors count as the lists that they are. What
+is in ``extra_fields`` and is no plain value is taken if it comes through pickling whole. A field that has the name of a
+column of verl's is renamed. Numbers that are none are left to `recipe.async_engine.rollout.soundness`.
+
+Shown by tests/integration/test_users_loops.py.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from ray import cloudpickle
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from recipe.async_engine.core.columns import OTHER_NAME, REPORTED, TAKEN
+from recipe.async_engine.core.plain import told
+from recipe.async_engine.rollout.soundness import UnusableAnswer, check_answer
+
+LEAVES = frozenset({NoneType, bool, int, float, complex, str, bytes})
+LISTS = frozenset({list, tuple, set, frozenset})
+SIZED = frozenset({str, bytes, dict, np.ndarray, torch.Tensor, *LISTS})
+DEEPEST = 100
+"""Levels of lists and dicts in a field; code that walks through deeper ones runs out of stack."""
+LARGEST = 256 << 20
+"""Bytes of text and arrays in a field: a batch has thousands of answers."""
+INT32 = 2**31
+
+
+def plain_output(returned: Any, rollout: Any, vocabulary: int) -> AgentLoopOutput:
+    """What the loop returned, its own object left as it is.
+
+    Args:
+        rollout: verl's settings of the rollout.
+        vocabulary: tokens that the model knows.
+
+    Raises:
+        UnusableAnswer: it cannot be trained; the message names the field.
+        NonFiniteLogProb: as `check_answer` does.
+    """
+    output = _the_one(returned)
+    log_probs, routed = output.response_logprobs, output.routed_experts
+    replayed = getattr(rollout, "enable_rollout_routing_replay", False)
+    if replayed and routed is None:
+        raise UnusableAnswer("its AgentLoopOutput has no routed_experts, which enable_rollout_routing_replay needs")
+    plain = AgentLoopOutput.model_construct(
+        prompt_ids=_whole_numbers("prompt_ids", output.prompt_ids, vocabulary),
+        response_ids=_whole_numbers("response_ids", output.response_ids, vocabulary),
+        response_mask=_whole_numbers("response_mask", output.response_mask, 2),
+        response_logprobs=_numbers(log_probs) if rollout.calculate_log_probs and log_probs is not None else None,
+        routed_experts=routed if replayed else None,
+        multi_modal_data=_mapping("multi_modal_data", output.multi_modal_data),
+        reward_score=_reward(output.reward_score),
+        num_turns=_whole_numbers("num_turns", [output.num_turns], INT32)[0],
+        metrics=_metrics(output.metrics),
+        extra_fields={},
+        mm_processor_kwargs=_mapping("mm_processor_kwargs", output.mm_processor_kwargs),
+        mm_processor_output=output.mm_processor_output,
+    )
+    check_answer(plain, rollout.prompt_length, rollout.response_length, rollout.calculate_log_probs)
+    for name, value in (_mapping("extra_fields", output.extra_fields) or {}).items():
+        if not isinstance(name, str):
+            raise UnusableAnswer(f"extra_fields of its AgentLoopOutput has the name {shown(name)}, which is no text")
+        carried = check_carried(f"extra_fields[{name!r}] of its AgentLoopOutput", value)
+        plain.extra_fields[f"{OTHER_NAME}{name}" if name in TAKEN else name] = carried
+    check_report(plain.extra_fields.get(REPORTED))
+    return plain
+
+
+def _the_one(returned: Any) -> AgentLoopOutput:
+    if isinstance(returned, list) and len(returned) == 1:
+        returned = returned[0]
+    if isinstance(returned, AgentLoopOutput):
+        return returned
+    what = f"a list of {len(returned)}" if isinstance(returned, list) else f"a {type(returned).__name__}"
+    raise UnusableAnswer(
+        f"its agent loop returned {what}: it has to return one AgentLoopOutput, or a list with just one. Several "
+        "trajectories of one answer are for verl's own v1 trainers"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for a message, whatever its class does when it is asked, and however long it is."""
+    if type(value) in LEAVES:
+        return f"{value!r:.100}"
+    return f"a {type(value).__name__}"
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """The values of a list, an array or a tensor, wherever that one is."""
+    if isinstance(values, np.ndarray | torch.Tensor):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(values)}, and no list")
+    return list(values)
+
+
+def _whole_numbers(name: str, values: Any, below: int) -> list[int]:
+    numbers = _listed(name, values)
+    if not {int, bool}.issuperset(map(type, numbers)):
+        for place, value in enumerate(numbers):
+            try:
+                numbers[place] = operator.index(value)
+            except Exception:  # whatever a user's class raises
+                what = f"{name} of its AgentLoopOutput has {shown(value)} at {place}, and no whole number"
+                raise UnusableAnswer(what) from None
+    if numbers and not 0 <= min(numbers) <= max(numbers) < below:
+        worst = min(numbers) if min(numbers) < 0 else max(numbers)
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput has {shown(worst)}, which is not from 0 to {below - 1}")
+    return numbers
+
+
+def _numbers(values: Any) -> list[Any]:
+    """Log-probs; those that are no numbers stay for `check_answer` to name."""
+    numbers = _listed("response_logprobs", values)
+    if not {float}.issuperset(map(type, numbers)):
+        numbers = [_number(value) for value in numbers]
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except Exception:  # whatever a user's class raises
+        return None
+
+
+def _reward(value: Any) -> float | None:
+    number = _number(value)
+    if value is not None and number is None:
+        raise UnusableAnswer(f"reward_score of its AgentLoopOutput is {shown(value)}, and no number")
+    return number
+
+
+def _mapping(name: str, value: Any) -> dict[Any, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UnusableAnswer(f"{name} of its AgentLoopOutput is {shown(value)}, and no dict")
+    return dict(value)
+
+
+def _metrics(value: Any) -> AgentLoopMetrics:
+    try:
+        return AgentLoopMetrics.model_validate(vars(value) if isinstance(value, AgentLoopMetrics) else value)
+    except ValidationError as error:
+        raise UnusableAnswer(f"metrics of its AgentLoopOutput: {told(error)}") from None
+
+
+def check_report(report: Any) -> None:
+    """Raise `UnusableAnswer` unless this is what a reward may report beside its score."""
+    if not isinstance(report, dict | NoneType):
+        raise UnusableAnswer(f"{REPORTED} is {shown(report)}, and no dict")
+    for name, value in (report or {}).items():
+        check_carried(f"{REPORTED}[{shown(name)}]", value)
+
+
+def check_carried(what: str, value: Any) -> Any:
+    """The value, if any process can read it.
+
+    Raises:
+        UnusableAnswer: it cannot; ``what`` it is.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    try:
+        if not _is_plain(what, value, set(), set()):
+            pickle.loads(cloudpickle.dumps(value))
+    except UnusableAnswer:
+        raise
+    except BaseException as error:  # whatever a user's class raises
+        raise UnusableAnswer(f"{what} cannot be sent to another process: {told(error)}") from None
+    return value
+
+
+def _is_plain(what: str, value: Any, above: set[int], seen: set[int]) -> bool:
+    """Whether the value is made of Python's own types and arrays; ``above``: the ids of what it is in."""
+    kind = type(value)
+    if kind in SIZED and (size := _size(value)) > LARGEST:
+        raise UnusableAnswer(f"{what} has {size} bytes, and may have {LARGEST}")
+    if kind in LEAVES or isinstance(value, np.generic) or (id(value) in seen and id(value) not in above):
+        return True
+    if kind is torch.Tensor or (kind is np.ndarray and not value.dtype.hasobject):
+        return True
+    if kind is dict:
+        inside = [*value.keys(), *value.values()]
+    elif kind in LISTS or kind is np.ndarray:
+        inside = list(value.flat) if kind is np.ndarray else list(value)
+    else:
+        return False
+    if id(value) in above or len(above) >= DEEPEST:
+        raise UnusableAnswer(f"{what} contains itself, or is more than {DEEPEST} levels deep")
+    seen.add(id(value))
+    if {bool, int, float, NoneType}.issuperset(map(type, inside)):
+        return True
+    above = above | {id(value)}
+    # Each of them: one that is not plain does not spare the others their bounds.
+    return all([_is_plain(what, each, above, seen) for each in inside])
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return int(value.nbytes)
+    return len(value) if isinstance(value, str | bytes) else 8 * len(value)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's agent loop, called so that whatever it does costs its own trajectory and no other's.
+
+Contract: what a loop or one of its tools raises, ``SystemExit`` included, becomes an `AgentLoopError` with its words
+and its traceback as text: their objects cross no process. That the loop's task was cancelled, which nobody had asked
+for, is known by whoever waits for the task. Columns of the data reach the loop whatever their names are, but for
+`ARGUMENTS`. Shown by tests/integration/test_users_loops.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from functools import cache, partial
+from typing import Any, cast
+
+import hydra
+from ray.exceptions import RayTaskError
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_registry
+
+from recipe.async_engine.core.columns import ARGUMENTS
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import told, traced
+from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.trajectory_events import AgentLoopError
+
+ROLLOUT_N = "__rollout_n__"
+"""The column by which verl's v1 trainers have another number of answers to a prompt than ``rollout.n``."""
+ANY = "**"
+CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
+"""Columns that verl itself reads and does not hand on."""
+
+OURS = (AgentLoopError, RewardError, NonFinite, UnusableAnswer)
+"""What says already what is wrong with a trajectory."""
+
+
+async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """What ``work`` gives.
+
+    Raises:
+        AgentLoopError: it raised something else than `OURS`.
+    """
+    try:
+        return await work(*arguments)
+    except (*OURS, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # a user's loop may raise anything, and SystemExit would end the worker's event loop
+        raise explained(AgentLoopError, "", error) from None
+
+
+def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
+    """Have no task of this event loop end it: asyncio lets ``SystemExit`` through, of any task that a tool is in."""
+
+    async def contained(work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise explained(AgentLoopError, "", error) from None
+
+    def made(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(contained(work), loop=loop, **options)
+        # Of a task that was cancelled before it began, Python would complain that nobody awaited its work.
+        task.add_done_callback(lambda _: work.close())
+        return task
+
+    loop.set_task_factory(cast(Any, made))
+
+
+async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:
+    """What the loop returns for a row of the data, whose columns are its arguments.
+
+    Args:
+        v1: what verl's v1 trainers give a loop beside them, for one that takes it.
+    """
+    for name in ARGUMENTS & row.keys():
+        raise AgentLoopError(f"the data has a column {name!r}, the name of an argument of every agent loop: rename it")
+    takes = _parameters(type(agent_loop).run)
+    # A column that this row's file lacks has the loop's own default, if that has one.
+    columns = {
+        name: value
+        for name, value in row.items()
+        if name not in CONTROLS and (value is not None or not takes.get(name, False))
+    }
+    more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
+    return await agent_loop.run(sampling_params, **{**more, **columns})
+
+
+def check_answers(row: dict[str, Any], n: int) -> None:
+    """Raise `AgentLoopError` if a row wants another number of answers than all have."""
+    if (asked := row.get(ROLLOUT_N)) is not None and asked != n:
+        raise AgentLoopError(
+            f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers give "
+            f"each prompt a number of its own, here it is actor_rollout_ref.rollout.n={n}; leave the column out"
+        )
+
+
+@cache
+def _parameters(run: Hashable) -> dict[str, bool]:
+    """The names of a loop's arguments, and whether each has a default; `ANY` among them if it takes any."""
+    try:
+        parameters = inspect.signature(cast(Callable[..., Any], run)).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {
+        ANY if parameter.kind is inspect.Parameter.VAR_KEYWORD else parameter.name: parameter.default
+        is not inspect.Parameter.empty
+        for parameter in parameters
+    }
+
+
+def explained(kind: type[RecipeError], words: str, error: BaseException) -> RecipeError:
+    """An error of this kind that says what ``error`` was; a note has its traceback, which Ray cuts short."""
+    what = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    # This package's own errors speak for themselves.
+    failed = kind(f"{words}{what if isinstance(what, RecipeError) else told(what)}")
+    failed.add_note(traced(error))
+    return failed
+
+
+@cache
+def loop_maker(agent_name: str) -> Callable[..., AgentLoopBase]:
+    """What makes the agent loop registered under ``agent_name``, given verl's arguments.
+
+    Raises:
+        AgentLoopError: none is registered under that name.
+    """
+    if agent_name not in _agent_loop_registry:
+        raise AgentLoopError(f"no agent loop {agent_name!r} is registered, only {sorted(_agent_loop_registry)}")
+    settings = _agent_loop_registry[agent_name]
+    own = {name: value for name, value in settings.items() if name != "_target_"}
+    if any(name.startswith("_") or not isinstance(value, str | int | float | None) for name, value in own.items()):
+        # Arguments of its own that Hydra builds.
+        return partial(hydra.utils.instantiate, settings)
+    return partial(hydra.utils.get_object(settings["_target_"]), **own)

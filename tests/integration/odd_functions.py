@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users' agent loops and tools may do: raise in every way, and return what nobody expects.
+
+Each row of `RAISING` is called where it should do something; the words that it says are to be found by whoever reads
+the run's log. Each row of `RETURNED` is what an agent loop changes of a sound output, and which field the message has
+to name; None where it is to be taken as the plain value that it stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+import warnings
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from ray.exceptions import ActorDiedError, RayTaskError
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from recipe.async_engine.core.errors import SettingError
+from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerRestarted
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed
+
+WORDS = "the calculator is out of order"
+
+
+class NeedsTwo(Exception):
+    """Pickles, and does not unpickle, as errors of HTTP clients do."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NotPickled(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this one does not pickle")
+
+
+class SaysNothing(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError(WORDS)
+
+
+class SaysExit(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(WORDS)
+
+
+class SaysNumber(Exception):
+    def __str__(self) -> str:
+        return 7  # type: ignore[return-value]
+
+
+class Own(BaseException):
+    """No `Exception`."""
+
+
+class OddMeta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__name__":
+            raise RuntimeError(WORDS)
+        return super().__getattribute__(name)
+
+
+class OddClass(Exception, metaclass=OddMeta):
+    pass
+
+
+class OddAttributes(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"{WORDS}: {name}")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _local() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local(WORDS)
+
+
+def _deep() -> None:
+    _deep()
+
+
+def _with_attribute(value: Any) -> None:
+    error = ValueError(WORDS)
+    error.attribute = value  # type: ignore[attr-defined]
+    raise error
+
+
+def _chained() -> None:
+    first, second = ValueError(WORDS), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+def _of_itself() -> None:
+    values: list[Any] = [WORDS]
+    values.append(values)
+    raise ValueError(WORDS, values)
+
+
+def _noted() -> None:
+    error = ValueError(WORDS)
+    error.__notes__ = [object(), "x" * 1_000_000]  # type: ignore[list-item]
+    raise error
+
+
+def _warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.warn(WORDS, stacklevel=1)
+
+
+def _ended_generator() -> Any:
+    return next(iter(()))
+
+
+RAISING: dict[str, tuple[Callable[[], Any], str]] = {
+    "ValueError": (lambda: _raise(ValueError(WORDS)), WORDS),
+    "KeyError": (lambda: _raise(KeyError(WORDS)), WORDS),
+    "an index": (lambda: [][3], "IndexError: list index out of range"),
+    "no attribute": (lambda: object().calculator, "no attribute 'calculator'"),
+    "no name": (lambda: calculator, "name 'calculator' is not defined"),  # type: ignore[name-defined] # noqa: F821
+    "a division": (lambda: 1 / 0, "ZeroDivisionError"),
+    "no message": (lambda: _raise(AssertionError()), "AssertionError"),
+    "TypeError": (lambda: len(7), "object of type 'int' has no len"),  # type: ignore[arg-type]
+    "an import": (lambda: __import__("calculator_of_nobody"), "calculator_of_nobody"),
+    "OSError": (lambda: _raise(OSError(28, WORDS)), WORDS),
+    "no file": (lambda: open("/calculator"), "/calculator"),  # noqa: SIM115
+    "TimeoutError": (lambda: _raise(TimeoutError(WORDS)), WORDS),
+    "asyncio's TimeoutError": (lambda: _raise(asyncio.TimeoutError(WORDS)), WORDS),  # noqa: UP041
+    "ConnectionResetError": (lambda: _raise(ConnectionResetError(104, WORDS)), WORDS),
+    "BrokenPipeError": (lambda: _raise(BrokenPipeError(32, WORDS)), WORDS),
+    "EOFError": (lambda: _raise(EOFError(WORDS)), WORDS),
+    "MemoryError": (lambda: _raise(MemoryError(WORDS)), WORDS),
+    "NotImplementedError": (lambda: _raise(NotImplementedError(WORDS)), WORDS),
+    "a syntax error": (lambda: compile("1 +", "calculator", "eval"), "SyntaxError"),
+    "text that is no JSON": (lambda: json.loads("{"), "JSONDecodeError"),
+    "bytes that are no text": (lambda: b"\xff".decode(), "UnicodeDecodeError"),
+    "a program that fails": (lambda: subprocess.run(["false"], check=True), "CalledProcessError"),
+    "a program that is not there": (lambda: subprocess.run(["calculator-of-nobody"], check=True), "FileNotFoundError"),
+    "a warning": (_warned, WORDS),
+    "a recursion": (_deep, "RecursionError"),
+    "a group": (lambda: _raise(ExceptionGroup(WORDS, [ValueError("one"), KeyError("two")])), WORDS),
+    "a group of any": (lambda: _raise(BaseExceptionGroup(WORDS, [KeyboardInterrupt("one")])), WORDS),
+    "StopAsyncIteration": (lambda: _raise(StopAsyncIteration(WORDS)), "StopAsyncIteration"),
+    "StopIteration": (_ended_generator, "StopIteration"),
+    "SystemExit": (lambda: _raise(SystemExit(WORDS)), WORDS),
+    "SystemExit with success": (lambda: _raise(SystemExit(0)), "SystemExit"),
+    "KeyboardInterrupt": (lambda: _raise(KeyboardInterrupt(WORDS)), WORDS),
+    "BaseException": (lambda: _raise(BaseException(WORDS)), WORDS),
+    "one of its own that is no Exception": (lambda: _raise(Own(WORDS)), WORDS),
+    "needs arguments": (lambda: _raise(NeedsTwo(WORDS, status=429)), WORDS),
+    "does not pickle": (lambda: _raise(NotPickled(WORDS)), WORDS),
+    "a class of a function": (_local, WORDS),
+    "cannot say what it is": (lambda: _raise(SaysNothing()), "SaysNothing"),
+    "exits when it is asked": (lambda: _raise(SaysExit()), "SaysExit"),
+    "says a number": (lambda: _raise(SaysNumber()), "SaysNumber"),
+    "a class without a name": (lambda: _raise(OddClass(WORDS)), WORDS),
+    "attributes that raise": (lambda: _raise(OddAttributes(WORDS)), WORDS),
+    "ten megabytes of words": (lambda: _raise(ValueError(WORDS + "x" * 10_000_000)), WORDS),
+    "half a character": (lambda: _raise(ValueError(f"{WORDS} \ud800")), WORDS),
+    "a character of zero": (lambda: _raise(ValueError(f"{WORDS} \0")), WORDS),
+    "bytes": (lambda: _raise(ValueError(WORDS.encode())), WORDS),
+    "a lock": (lambda: _with_attribute(threading.Lock()), WORDS),
+    "a lambda": (lambda: _with_attribute(lambda: 1), WORDS),
+    "a tensor": (lambda: _with_attribute(torch.zeros(1_000_000)), WORDS),
+    "its own cause": (_chained, WORDS),
+    "arguments in themselves": (_of_itself, WORDS),
+    "odd notes": (_noted, WORDS),
+    "an error of Ray's": (lambda: _raise(ActorDiedError()), "ActorDiedError"),
+    "a task's error of Ray's": (lambda: _raise(RayTaskError("tool", WORDS, ValueError(WORDS))), WORDS),
+    "a setting's error": (lambda: _raise(SettingError("a", 1, WORDS)), WORDS),
+    "what says that a worker died": (lambda: _raise(WorkerDied(WORDS)), WORDS),
+    "what says that a worker is new": (lambda: _raise(WorkerRestarted(WORDS)), WORDS),
+    "what says that it was cancelled": (lambda: _raise(TrajectoryCancelled(WORDS)), WORDS),
+    "what says that it was disturbed": (lambda: _raise(TrajectoryDisturbed(WORDS)), WORDS),
+}
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Opaque:
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return Opaque, ()
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def _in_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["again"] = [value]
+    return value
+
+
+def _doubling() -> Any:
+    value: Any = [0]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+NAN = float("nan")
+RETURNED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "arrays": ({"prompt_ids": np.array([1, 2]), "response_ids": np.array([10, 11])}, None),
+    "tensors": ({"response_ids": torch.tensor([10, 11]), "response_mask": torch.ones(2, dtype=torch.bool)}, None),
+    "numbers of numpy": ({"response_ids": [np.int64(10), np.int32(11)]}, None),
+    "tensors of one number": ({"response_ids": [torch.tensor(10), torch.tensor(11)]}, None),
+    "a tuple": ({"response_ids": (10, 11)}, None),
+    "log-probs of numpy": ({"response_logprobs": np.array([-1.0, -2.0], np.float32)}, None),
+    "log-probs that are decimals": ({"response_logprobs": [Decimal("-1"), Fraction(-1, 2)]}, None),
+    "no tokens": ({"response_ids": [], "response_mask": [], "response_logprobs": []}, "sampled none"),
+    "no list": ({"response_ids": None}, "response_ids .* None"),
+    "text": ({"response_ids": "10 11"}, "response_ids .* '10 11'"),
+    "an iterator": ({"response_ids": iter([10, 11])}, "response_ids"),
+    "a number": ({"response_ids": 10}, "response_ids"),
+    "an array without sides": ({"response_ids": np.array(10)}, "response_ids"),
+    "an array of two sides": ({"response_ids": np.array([[10, 11]])}, "response_ids"),
+    "tokens that are fractions": ({"response_ids": [10.0, 11.5]}, "response_ids .* 10.0"),
+    "tokens that are text": ({"response_ids": ["10", "11"]}, "response_ids .* '10'"),
+    "no token": ({"response_ids": [10, None]}, "response_ids .* None at 1"),
+    "a negative token": ({"response_ids": [10, -1]}, "response_ids .* -1"),
+    "an unknown token": ({"response_ids": [10, 1_000]}, "response_ids .* 1000, .* 0 to 999"),
+    "a large token": ({"response_ids": [10, 2**70]}, "response_ids"),
+    "an unknown token in the prompt": ({"prompt_ids": [1, 10**6]}, "prompt_ids .* 1000000"),
+    "no prompt": ({"prompt_ids": None}, "prompt_ids"),
+    "a long prompt": ({"prompt_ids": [1] * 5}, "prompt of 5 tokens, where data.max_prompt_length=4"),
+    "a long answer": (
+        {"response_ids": [10] * 9, "response_mask": [1] * 9, "response_logprobs": [-1.0] * 9},
+        "response of 9 tokens",
+    ),
+    "a short mask": ({"response_mask": [1]}, "2 tokens and 1 mask"),
+    "a mask of nothing": ({"response_mask": [0, 0]}, "sampled none"),
+    "a mask of others": ({"response_mask": [1, 2]}, "response_mask .* 2"),
+    "a mask of fractions": ({"response_mask": [1.0, 0.5]}, "response_mask"),
+    "no mask": ({"response_mask": None}, "response_mask"),
+    "a short list of log-probs": ({"response_logprobs": [-1.0]}, "2 tokens and 1 log-probs"),
+    "no log-probs": ({"response_logprobs": None}, "no log-probs"),
+    "log-probs that are none": ({"response_logprobs": [-1.0, NAN]}, "log-prob of token 1 of 2 is nan"),
+    "log-probs that are text": ({"response_logprobs": ["-1", "-2"]}, "log-prob of token 0 of 2"),
+    "log-probs that are nothing": ({"response_logprobs": [None, -1.0]}, "log-prob of token 0 of 2"),
+    "a reward of numpy": ({"reward_score": np.float32(0.5)}, None),
+    "a reward that is a tensor": ({"reward_score": torch.tensor(0.5)}, None),
+    "a reward that is true": ({"reward_score": True}, None),
+    "a reward that is text": ({"reward_score": "0.5"}, "reward_score .* '0.5'"),
+    "a reward that is a list": ({"reward_score": [0.5, 0.5]}, "reward_score .* list"),
+    "a reward that is none": ({"reward_score": NAN}, "reward=nan"),
+    "a reward without end": ({"reward_score": float("inf")}, "reward=inf"),
+    "a complex reward": ({"reward_score": 1j}, "reward_score"),
+    "no turns": ({"num_turns": None}, "num_turns"),
+    "turns of text": ({"num_turns": "two"}, "num_turns .* 'two'"),
+    "turns of a fraction": ({"num_turns": 2.5}, "num_turns"),
+    "turns without end": ({"num_turns": 2**40}, "num_turns"),
+    "no metrics": ({"metrics": None}, "metrics"),
+    "metrics of a dict": ({"metrics": {"tool_calls": 1.5}}, None),
+    "metrics of text": ({"metrics": AgentLoopMetrics.model_construct(tool_calls="much")}, "metrics"),
+    "experts that nobody asked for": ({"routed_experts": "all"}, None),
+    "images of no processor": ({"multi_modal_data": {"images": [object()]}}, None),
+    "images in a list": ({"multi_modal_data": [1]}, "multi_modal_data"),
+    "arguments in a list": ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs"),
+    "no fields": ({"extra_fields": None}, None),
+    "fields in a list": ({"extra_fields": [1]}, "extra_fields"),
+    "a mapping of fields": ({"extra_fields": UserDict(note="kept")}, None),
+    "a field without a name": ({"extra_fields": {7: 1}}, "extra_fields .* 7"),
+    "plain fields": ({"extra_fields": {"a": [1, {"b": (2, None)}], "c": np.zeros(3), "d": torch.zeros(2)}}, None),
+    "a tuple with names": ({"extra_fields": {"pair": OrderedDict(a=1)}}, None),
+    "a field of a tensor with a gradient": ({"extra_fields": {"t": torch.zeros(2, requires_grad=True) * 2}}, None),
+    "a field of a lambda": ({"extra_fields": {"f": lambda: 7}}, None),
+    "a field of a lock": ({"extra_fields": {"mine": threading.Lock()}}, "extra_fields.'mine'"),
+    "a field of a lock below": ({"extra_fields": {"mine": {"a": [threading.Lock()]}}}, "extra_fields.'mine'"),
+    "a field of a generator": ({"extra_fields": {"mine": (n for n in range(3))}}, "extra_fields.'mine'"),
+    "a field that does not unpickle": ({"extra_fields": {"mine": Opaque(7)}}, "extra_fields.'mine'"),
+    "a field in an array": ({"extra_fields": {"mine": np.array([Opaque(7)], object)}}, "extra_fields.'mine'"),
+    "a field that raises": ({"extra_fields": {"mine": NotPickled()}}, "extra_fields.'mine'.*does not pickle"),
+    "a field in itself": ({"extra_fields": {"mine": _in_itself()}}, "extra_fields.'mine'. .* contains itself"),
+    "a deep field": ({"extra_fields": {"mine": _nested(5_000)}}, "extra_fields.'mine'"),
+    "a field of many paths": ({"extra_fields": {"mine": _doubling()}}, None),
+    "a huge field": ({"extra_fields": {"mine": b"x" * (2 << 20)}}, "extra_fields.'mine'. of its AgentLoopOutput has"),
+    "a huge array": ({"extra_fields": {"mine": np.zeros(1 << 20)}}, "extra_fields.'mine'. of its AgentLoopOutput has"),
+    "verl's names": ({"extra_fields": {"uid": "mine", "advantages": 7, "prompts": [1], "data_source": 3}}, None),
+    "this package's names": ({"extra_fields": {"version_runs": 7, "proximal_scores": 1, "exact_versions": 0}}, None),
+    "a report in a list": ({"extra_fields": {"reward_extra_info": [1]}}, "reward_extra_info"),
+    "a report of a lock": ({"extra_fields": {"reward_extra_info": {"a": threading.Lock()}}}, "reward_extra_info"),
+}
+
+INSTEAD: dict[str, tuple[Callable[[AgentLoopOutput], Any], str | None]] = {
+    "a list of one": (lambda output: [output], None),
+    "a list of two": (lambda output: [output, output], "a list of 2.*one AgentLoopOutput"),
+    "an empty list": (lambda output: [], "a list of 0"),
+    "a list of others": (lambda output: [7], "a int"),
+    "nothing": (lambda output: None, "a NoneType"),
+    "a dict": (lambda output: output.model_dump(), "a dict"),
+    "its class": (lambda output: AgentLoopOutput, "AgentLoopOutput"),
+    "text": (lambda output: "the answer", "a str"),
+    "a tuple": (lambda output: (output, 1.0), "a tuple"),
+    "the same twice": (lambda output: output, None),
+    "an exception": (lambda output: ValueError(WORDS), "a ValueError"),
+}
