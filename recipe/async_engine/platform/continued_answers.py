@@ -34,7 +34,7 @@ SCHEDULER = f"{__name__}.scheduler"
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
     """The scheduler that vLLM would have chosen, which takes up answers that were cut."""
     vllm_config.scheduler_config.scheduler_cls = None
-    chosen = vllm_config.scheduler_config.get_scheduler_cls()
+    chosen: Any = vllm_config.scheduler_config.get_scheduler_cls()
 
     class ContinuingScheduler(chosen):
         """Gives a request the tokens before its cut, before anything else is known of it."""
@@ -102,7 +102,7 @@ def in_worker(vllm_config: VllmConfig) -> None:
         def __post_init__(self) -> None:
             super().__post_init__()
             before = sampled_before(self.sampling_params)
-            self.output_token_ids = self.output_token_ids or list(before)
+            self.output_token_ids: list[int] = list(before)
             if before and self.generator is not None:
                 # The sampler draws so much for each token.
                 logits = torch.empty(vocabulary, dtype=torch.float32, device=self.generator.device)
