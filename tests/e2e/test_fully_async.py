@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
         DECOUPLED,
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=user_loop",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=user_manager.UserManager",
         "actor_rollout_ref.actor.use_kl_loss=true",
+        f"trainer.rollout_data_dir={tmp_path / 'dumped'}",
         "async_training.partial_rollout=false",
         *EMULATED_DEVICES,
         "async_training.staleness_threshold=0.5",
@@ -127,6 +130,9 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
     check_follow(run, capsys)
     assert run.summary["versions"] == steps // 2
     check_devices(devices, steps, versions=steps // 2)
+    # By the worker of a manager of the user's, for each answer.
+    dumped = [json.loads(line) for file in (tmp_path / "dumped").iterdir() for line in file.read_text().splitlines()]
+    assert len(dumped) == steps * 16 and all(row["of_the_users_worker"] > 0 for row in dumped)
     # Tried twice, then counted and replaced; the run went on.
     assert run.summary["ledger"]["failed"] == 1
     assert run.summary["ledger"]["issued"] == steps * 4 + 1

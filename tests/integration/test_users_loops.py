@@ -38,6 +38,7 @@ from recipe.async_engine.rollout.trajectory_events import (
     TrajectoryDisturbed,
     TrajectoryFailed,
 )
+from recipe.async_engine.rollout.users_loop import run_loop
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 DOES: dict[str, Any] = {}
@@ -383,6 +384,36 @@ async def test_another_number_of_answers_to_one_prompt_is_refused_by_name(worker
     same, other = await outcomes(worker, rows)
     assert not isinstance(same, str)
     assert "__rollout_n__ asks for 2 answers" in other and "rollout.n=4" in other
+
+
+async def test_lists_that_verl_makes_no_array_of_are_refused_by_name(worker: Any) -> None:
+    """Lists of one length, and of mappings, reach the reward."""
+    rows = [{"agent_name": "PlainLoop", "parts": parts} for parts in ([[1], [1, 2]], [[1, 2], [3, 4]], [{"a": 1}, {}])]
+    ragged, *others = await outcomes(worker, rows)
+    assert "column 'parts' has lists of different lengths" in ragged
+    assert not any(isinstance(other, str) for other in others)
+
+
+async def test_column_that_a_file_lacks_has_the_loops_own_default() -> None:
+    class Loop:
+        async def run(self, sampling_params: Any, level: str = "easy", *, hint: Any, **more: Any) -> Any:
+            return level, hint, more
+
+    row = {"level": None, "hint": None, "other": None}
+    assert await run_loop(Loop(), {}, row) == ("easy", None, {"other": None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("priority", "used"), [(3, 3), (np.int64(4), 4), ("high", 0), (None, 0), (2.5, 0)])
+async def test_verls_loops_have_a_priority_that_is_a_whole_number_and_other_loops_whatever_it_is(
+    priority: Any, used: int
+) -> None:
+    class Loop:
+        async def run(self, sampling_params: Any, priority: Any = 0, **more: Any) -> Any:
+            return priority
+
+    verls = type("Verls", (Loop,), {"__module__": "verl.experimental.agent_loop.single_turn_agent_loop"})
+    assert await run_loop(verls(), {}, {"priority": priority}) == used
+    assert await run_loop(Loop(), {}, {"priority": priority}) == (0 if priority is None else priority)  # type: ignore
 
 
 # Tools, in verl's own loop.

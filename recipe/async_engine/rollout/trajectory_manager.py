@@ -60,7 +60,7 @@ class TrajectoryManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = Restartable(
-            TrajectoryWorker, AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
+            self.worker_class(), AS_OFTEN_AS_IT_DIES, HELD, max_concurrency=CALLS_AT_ONCE
         )
         self._told: dict[str, tuple[Any, ...]] = {}
         # What is told last is what a worker is left with: the trainer's thread tells, the scheduler's prepares.
@@ -72,6 +72,10 @@ class TrajectoryManager(AgentLoopManager):
         # What rewards of validations have reported.
         self._reported: dict[Any, None] = {}
         self._columns: tuple[Any, ...] | None = None
+
+    def worker_class(self) -> type[TrajectoryWorker]:
+        """What the workers are; a user's manager has its own under it (`users_manager`)."""
+        return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
         """Call a method of every worker; a dead one is called by :meth:`prepare`, should it be started again."""

@@ -56,7 +56,7 @@ from recipe.async_engine.rollout.trajectory_events import (
 from recipe.async_engine.rollout.turns import TurnGate
 from recipe.async_engine.rollout.users_loop import (
     OURS,
-    check_answers,
+    check_row,
     contain_exits,
     explained,
     guarded,
@@ -345,8 +345,7 @@ class TrajectoryWorker(AgentLoopWorker):
     ) -> Any:
         """As verl's ``_run_agent_loop``, with a loop's class looked up once: Hydra takes a millisecond or more."""
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
-            if not trajectory["validate"]:
-                check_answers(row, self.config.actor_rollout_ref.rollout.get("n"))
+            check_row(row, None if trajectory["validate"] else self.config.actor_rollout_ref.rollout.get("n"))
             agent_loop = loop_maker(agent_name)(
                 trainer_config=DictConfigWrap(config=self.config),
                 server_manager=self.llm_client,

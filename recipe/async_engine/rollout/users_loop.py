@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import hydra
+import numpy as np
 from ray.exceptions import RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_registry
 
@@ -27,6 +28,7 @@ from recipe.async_engine.rollout.trajectory_events import AgentLoopError
 
 ROLLOUT_N = "__rollout_n__"
 """The column by which verl's v1 trainers have another number of answers to a prompt than ``rollout.n``."""
+PRIORITY = "priority"
 ANY = "**"
 CONTROLS = frozenset({ROLLOUT_N, "__do_sample__"})
 """Columns that verl itself reads and does not hand on."""
@@ -83,12 +85,25 @@ async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], r
         if name not in CONTROLS and (value is not None or not takes.get(name, False))
     }
     more = {name: value for name, value in v1.items() if ANY in takes or name in takes}
+    if type(agent_loop).__module__.startswith("verl.") and not isinstance(columns.get(PRIORITY), int | np.integer):
+        # verl's own loops take it for a request's place in the engine's queue.
+        columns.pop(PRIORITY, None)
     return await agent_loop.run(sampling_params, **{**more, **columns})
 
 
-def check_answers(row: dict[str, Any], n: int) -> None:
-    """Raise `AgentLoopError` if a row wants another number of answers than all have."""
-    if (asked := row.get(ROLLOUT_N)) is not None and asked != n:
+def check_row(row: dict[str, Any], n: int | None) -> None:
+    """Raise `AgentLoopError` if a row wants another number of answers than all have, or verl cannot hand it on."""
+    for name, value in row.items():
+        if not (isinstance(value, list | tuple) and any(isinstance(part, list | tuple | np.ndarray) for part in value)):
+            continue
+        try:
+            np.array([value])
+        except ValueError:
+            raise AgentLoopError(
+                f"the data's column {name!r} has lists of different lengths in each other, of which verl can make no "
+                "array for the reward: make it text (JSON), a mapping, or lists of one length"
+            ) from None
+    if n is not None and (asked := row.get(ROLLOUT_N)) is not None and asked != n:
         raise AgentLoopError(
             f"the data's column {ROLLOUT_N} asks for {asked} answers to this prompt: only verl's own v1 trainers give "
             f"each prompt a number of its own, here it is actor_rollout_ref.rollout.n={n}; leave the column out"

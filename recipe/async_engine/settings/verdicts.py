@@ -132,13 +132,6 @@ TABLE: tuple[Verdict, ...] = (
         allowed="null",
     ),
     *_refused(
-        "Trajectories run one by one in this package's own workers, which no other manager can drive. Agent loops of"
-        f" your own go by {ROLLOUT}.agent.agent_loop_config_path, in every mode; remove the setting.",
-        f"{ROLLOUT}.agent.agent_loop_manager_class",
-        allowed="null",
-        refuses=lambda name: name not in (None, PLACEHOLDER),
-    ),
-    *_refused(
         "Other accelerators were never tried with this package; use verl's own trainers.",
         "trainer.device",
         allowed="cuda or cpu",

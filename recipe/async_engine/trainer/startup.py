@@ -40,8 +40,10 @@ from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.users_manager import manager_class
 from recipe.async_engine.settings.log_prob_servers import LogProbServers
 from recipe.async_engine.settings.placement import wanted
+from recipe.async_engine.settings.verdicts import PLACEHOLDER
 from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.staged import StagedTrainer
@@ -95,11 +97,18 @@ class RolloutSide:
         }
 
 
+def _users_manager(config: Any) -> str | None:
+    """The agent-loop manager that a user has named; a flag has a placeholder there, for verl's own main."""
+    named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    return None if named == PLACEHOLDER else named
+
+
 def start_agents(config: Any, reservations: Reservations) -> RolloutSide:
     """Create the rollout side up to the replicas' servers, which are to be launched."""
+    manager = manager_class(_users_manager(config))
     rewards = ScoringManager(config, reservations)
     replicas = ReplicaManager(config, reservations)
-    agents = TrajectoryManager.create(
+    agents = manager.create(
         config=config,
         llm_client=replicas.get_client(ResumingClient),
         reward_loop_worker_handles=rewards.reward_loop_worker_handles,
