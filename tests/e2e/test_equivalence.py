@@ -86,7 +86,7 @@ def baseline(task: TaskPaths, tmp_path_factory: pytest.TempPathFactory, short_di
     folder = tmp_path_factory.mktemp("sync")
     overrides = [
         "+preset=tiny_cpu",
-        *setting(task, folder, short_dir),
+        *(override for override in setting(task, folder, short_dir) if not override.startswith("async_training.")),
         "trainer.use_v1=false",
         "trainer.logger=[console,file]",
         "actor_rollout_ref.hybrid_engine=true",

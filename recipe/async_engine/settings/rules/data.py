@@ -33,7 +33,7 @@ def files(context: RuleContext) -> Iterator[Problem]:
         if fact.fault is not None:
             correct = "name, install it, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
             yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the {correct}.")
-        elif context.get("data.custom_cls.path") is None:
+        elif fact.kind == "data" and context.get("data.custom_cls.path") is None:
             yield from _data(context, fact, needed)
 
 
