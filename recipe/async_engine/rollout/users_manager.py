@@ -44,12 +44,13 @@ def manager_class(name: str | None) -> type[TrajectoryManager]:
     _check(name, users, AgentLoopManager)
     if users is AgentLoopManager:
         return TrajectoryManager
+    named: str = name
 
     class UsersManager(TrajectoryManager, users):  # type: ignore[misc, valid-type]
         """This package's manager over the user's."""
 
         def worker_class(self) -> type[TrajectoryWorker]:
-            return worker_over(name, self.agent_loop_workers_class)
+            return worker_over(named, self.agent_loop_workers_class)
 
     return UsersManager
 
