@@ -294,6 +294,7 @@ class Turns(RuleBasedStateMachine):
 
     def _sample_a_batch(self) -> None:
         """Last tokens of what began first, a trajectory at a time, until there is a batch; the others run on."""
+        self.complete()
         while self.manager.ledger.next_batch() is None:
             self.pick(self.manager.slots + self.manager.group_size)
             running = self._in_state(TrajectoryState.RUNNING)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An emulated engine that adds a line to the file ``ENGINE_RECORD`` for each request that reaches it: its tokens."""
+"""An emulated engine that adds a line to the file ``ENGINE_RECORD`` for each request that reaches it: its tokens.
+
+Those of its answer before a cut are among them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from recipe.async_engine.core.cuts import sampled_before
 from recipe.emulation.engine import EmulatedExtension
 
 
@@ -19,7 +23,11 @@ class RecordedRequests(EmulatedExtension):
         execute = GPUModelRunner.execute_model
 
         def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            lines = [json.dumps(request.prompt_token_ids) + "\n" for request in scheduler_output.scheduled_new_reqs]
+            asked = [
+                [*request.prompt_token_ids, *sampled_before(request.sampling_params)]
+                for request in scheduler_output.scheduled_new_reqs
+            ]
+            lines = [json.dumps(tokens) + "\n" for tokens in asked]
             with Path(os.environ["ENGINE_RECORD"]).open("a") as file:
                 file.writelines(lines)
             return execute(self, scheduler_output, *args, **kwargs)

@@ -46,7 +46,8 @@ class CircularWorker(ActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def pass_without_update(self, data: Any) -> None:
         self._passing.set()
-        time.sleep(0.2)
+        # On a busy machine the weights may be sent a while later.
+        self._sending.wait(2)
         while self._sending.is_set() and not self._left.is_set():
             time.sleep(0.01)
         super().pass_without_update(data)

@@ -110,7 +110,7 @@ def test_drained_syncs_with_a_user_defined_agent_loop_and_one_failing_prompt(
         DECOUPLED,
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=user_loop",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=user_manager.UserManager",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=user_manager.UserManager",
         "actor_rollout_ref.actor.use_kl_loss=true",
         f"trainer.rollout_data_dir={tmp_path / 'dumped'}",
         "async_training.partial_rollout=false",

@@ -12,6 +12,7 @@ from recipe.async_engine.settings.rules import stock
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.verdicts import notices
+from recipe.async_engine.settings.verl_types import well_formed
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("nnodes", "n_gpus_per_node")
@@ -28,19 +29,19 @@ def context(placement: str = "separate", top: tuple[int, int] = (1, 8), **rollou
     return RuleContext(config, read_settings(config)[0], None, None, ())
 
 
-def refused(**rollout: Any) -> list[str]:
-    return [problem.setting for problem in stock.memory_share(context(**rollout))]
+def refused(case: RuleContext) -> list[str]:
+    return [problem.setting for problem in well_formed(dict(case.config), misses=False)[1]]
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.1, float("nan"), float("inf"), True, "0.8", [0.8]])
 def test_memory_shares_that_are_none_are_refused(share: Any) -> None:
-    assert refused(standalone_gpu_memory_utilization=share) == [f"{ROLLOUT}.standalone_gpu_memory_utilization"]
+    assert refused(context(standalone_gpu_memory_utilization=share)) == [f"{ROLLOUT}.standalone_gpu_memory_utilization"]
 
 
 def test_share_of_standalone_replicas_counts_where_there_are_some() -> None:
     for share in (0.85, 1):
         case = context(standalone_gpu_memory_utilization=share)
-        assert refused(standalone_gpu_memory_utilization=share) == []
+        assert refused(case) == []
         assert standalone_share(case.config) == share and list(stock.without_effect(case)) == []
     shared = context("shared", standalone_gpu_memory_utilization=0.85)
     assert standalone_share(shared.config) is None
@@ -57,14 +58,12 @@ def profiling(steps: Any, tool: str | None, discrete: bool, enable: bool = True)
 
 @pytest.mark.parametrize("steps", [2, "2", [0], [1.5], ["2"], [True], {"a": 1}, [None]])
 def test_steps_to_profile_that_are_none_are_refused(steps: Any) -> None:
-    assert [problem.setting for problem in stock.profiled_steps(profiling(steps, "torch", True))] == [
-        "global_profiler.steps"
-    ]
+    assert refused(profiling(steps, "torch", True)) == ["global_profiler.steps"]
 
 
 def test_engines_that_verl_would_not_profile_are_said_to_be_left_out() -> None:
     for steps in (None, [], [2, 3]):
-        assert list(stock.profiled_steps(profiling(steps, "torch", True))) == []
+        assert refused(profiling(steps, "torch", True)) == []
         assert list(stock.without_effect(profiling(steps, "torch", True))) == []
     assert list(stock.without_effect(profiling([2], "torch", False, enable=False))) == []
     assert "discrete=true alone" in next(stock.without_effect(profiling([2], "torch", False)))

@@ -24,7 +24,6 @@ from recipe.async_engine.settings.rules import (
     parallel,
     rewards,
     servers,
-    stock,
 )
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup, read_settings
@@ -62,8 +61,6 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.builtin_task,
     data.files,
     data.saving,
-    stock.memory_share,
-    stock.profiled_steps,
     memory.memory,
 )
 

@@ -63,6 +63,23 @@ TEXT = Expected("a path or name", lambda value: isinstance(value, str), "")
 NAMES = Expected("a name, or a list of names", _is_paths, None)
 PATHS = Expected("a path, or a list of paths", _is_paths, None)
 MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
+SHARE = Expected(
+    "a number > 0 and <= 1",
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
+    None,
+    "It is the share of an accelerator that an engine takes.",
+)
+STEPS = Expected(
+    "a list of steps from 1 on",
+    lambda value: isinstance(value, list | tuple) and all(map(is_count, value)),
+    None,
+    "Write [2], or [2,3].",
+)
+LISTED = Expected(
+    "a list of names",
+    lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
+    None,
+)
 MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, None))
 
 
@@ -161,7 +178,13 @@ EXPECTED: Mapping[str, Expected] = {
         "reward.reward_model.rollout", MAYBE_COUNT, *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
     ),
     **_of("reward.reward_model.rollout", MAYBE_TEXT, "name"),
+    **_of(ROLLOUT, _or_null(SHARE), "standalone_gpu_memory_utilization"),
+    **_of(ROLLOUT, MAYBE_TEXT, "engine_kwargs.vllm.scheduler_cls"),
     # Of the rest.
+    **_of("", MAYBE_SECTION, "global_profiler"),
+    **_of("global_profiler", _or_null(STEPS), "steps"),
+    **_of(f"{ACTOR}.checkpoint", _or_null(LISTED), "save_contents", "load_contents"),
+    **_of("critic.checkpoint", _or_null(LISTED), "save_contents", "load_contents"),
     **_of("", MAYBE_FLAG, "distillation.enabled", "algorithm.use_kl_in_reward"),
     **_of("", MAYBE_TEXT, "model_engine", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"),
     **_of("algorithm.rollout_correction", MAYBE_FLAG, "bypass_mode"),

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,7 +196,7 @@ class Trackers:
             if self._resumed_step > 0 or self._folder.resolve() in Path(writer.log_dir).resolve().parents:
                 _leave_out(writer, self._resumed_step + 1 if self._resumed_step > 0 else 0)
         elif name == "mlflow" and name in tracking.logger:
-            _end_killed_run(self._folder / MLFLOW_FILE)
+            _end_killed_run(import_module(name), self._folder / MLFLOW_FILE)
         return tracking
 
     def _write(self, row: dict[str, Any], step: int, tracking: Tracking) -> None:
@@ -219,7 +220,7 @@ class Trackers:
             elif name == "file":
                 backend.log(said, self._last_step)
             elif name == "mlflow" and backend is not None:
-                _end_mlflow_run(said, has_failed, self._folder / MLFLOW_FILE)
+                _end_mlflow_run(import_module(name), said, has_failed, self._folder / MLFLOW_FILE)
         finally:
             tracking.finish(exit_code=int(has_failed))
 
@@ -284,9 +285,8 @@ def _leave_out(writer: Any, step: int) -> None:
     writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
 
-def _end_killed_run(file: Path) -> None:
+def _end_killed_run(mlflow: Any, file: Path) -> None:
     """Give the MLflow run of an earlier start that was killed its status, and note the one that has begun."""
-    import mlflow
 
     active = mlflow.active_run()
     assert active is not None
@@ -299,9 +299,7 @@ def _end_killed_run(file: Path) -> None:
         logger.warning("an MLflow run of an earlier start keeps the status that it has: %r", error)
 
 
-def _end_mlflow_run(said: Mapping[str, Any], has_failed: bool, file: Path) -> None:
-    import mlflow
-
+def _end_mlflow_run(mlflow: Any, said: Mapping[str, Any], has_failed: bool, file: Path) -> None:
     try:
         mlflow.set_tags({name: str(value) for name, value in said.items()})
     finally:

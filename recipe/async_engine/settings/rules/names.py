@@ -43,10 +43,13 @@ LOGGERS: Mapping[str, str] = {
 }
 
 
-def _described_loops(context: RuleContext) -> Sequence[str]:
-    """The agent loops that the user's file describes."""
-    files = (fact for fact in context.files if fact.setting == f"{ROLLOUT}.agent.agent_loop_config_path")
-    return next((fact.columns for fact in files if fact.columns is not None), ())
+def _is_no_described_loop(context: RuleContext) -> bool:
+    """Whether the default agent loop is none that the user's file describes, as far as that can be read here."""
+    setting = f"{ROLLOUT}.agent.agent_loop_config_path"
+    described = next((fact.columns for fact in context.files if fact.setting == setting), None)
+    if described is None:
+        return context.get(setting) is None
+    return context.get(f"{ROLLOUT}.agent.default_agent_loop") not in described
 
 
 def _takes_torchs(section: str) -> Callable[[RuleContext], bool]:
@@ -99,7 +102,7 @@ NAMES: tuple[Name, ...] = (
         f"{ROLLOUT}.agent.default_agent_loop",
         ("single_turn_agent", "tool_agent"),
         "verl.experimental.agent_loop.agent_loop:_agent_loop_registry",
-        used=lambda context: context.get(f"{ROLLOUT}.agent.default_agent_loop") not in _described_loops(context),
+        used=_is_no_described_loop,
     ),
     Name(
         f"{ROLLOUT}.multi_turn.format",
