@@ -308,7 +308,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
             SAVE,
             "a list of some of model, optimizer, extra, hf_model",
         ),
-        ({f"{ACTOR}.checkpoint": {"save_contents": "model"}}, SAVE, "a list of some of"),
+        ({f"{ACTOR}.checkpoint": {"save_contents": "model"}}, SAVE, "a list of names"),
         (
             {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/a/global_step_2"} | START,
             "async_training.start_from",

@@ -8,7 +8,7 @@ refused when the answer is asked for, cut or not. Shown by tests/core/test_cuts.
 a line here fails, and with a real engine by tests/integration/test_cut_answers.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLED = "recipe_sampled"
@@ -83,3 +83,16 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
     if getattr(sampling_params.get("output_kind"), "value", sampling_params.get("output_kind")) == _DELTA:
         return "output_kind=DELTA: verl's server keeps the last piece of an answer only; remove it"
     return None
+
+
+def as_engine_takes(
+    prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
+) -> tuple[list[int], dict[str, Any]]:
+    """Prompt and parameters of a request, of whose tokens the last ``sampled`` are of its answer already."""
+    # Another form of the same log-probs, of which verl cannot read one that is empty.
+    parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
+    split = len(prompt_ids) - sampled
+    if sampled:
+        before = list(prompt_ids[split:])
+        parameters["extra_args"] = {**(parameters.get("extra_args") or {}), SAMPLED: before}
+    return list(prompt_ids[:split]), parameters

@@ -34,7 +34,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from recipe.async_engine.core.cuts import SAMPLED
+from recipe.async_engine.core.cuts import as_engine_takes
 from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
 from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
@@ -153,12 +153,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
-            # Another form of the same, of which verl cannot read one that is empty.
-            sampling_params = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
-            if sampled:
-                before = list(prompt_ids[-sampled:])
-                more = {**(sampling_params.get("extra_args") or {}), SAMPLED: before}
-                prompt_ids, sampling_params = prompt_ids[:-sampled], {**sampling_params, "extra_args": more}
+            prompt_ids, sampling_params = as_engine_takes(prompt_ids, sampling_params, sampled)
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
