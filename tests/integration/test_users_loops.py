@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import random
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,14 @@ def worker(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F
     monkeypatch.setattr(sys.modules[LOOPS], "OddLoop", OddLoop, raising=False)
     monkeypatch.setitem(_agent_loop_registry, "odd", {"_target_": f"{LOOPS}.OddLoop"})
     return make_worker(ScriptedServer(*[part([10, 11], 7)] * 2_000), Reward(*[0.5] * 2_000), trajectory_s=SOON)
+
+
+@pytest.fixture(autouse=True)
+def unlogged() -> Iterator[None]:
+    """verl logs what tools raise as it is, and workers of pytest-xdist cannot send half a character."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 async def outcome(pool: WorkerPool, number: int, row: dict[str, Any]) -> Any:
