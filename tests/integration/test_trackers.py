@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import tracker_files
 import wandb
+from wandb.sdk.data_types._private import MEDIA_TMP
 
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.trainer.trackers import MLFLOW_FILE, TrackerFailed, Trackers
@@ -40,6 +41,8 @@ ACCOUNT: dict[str, Any] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in tracker_files.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
+    # Another test of this process may have had a TMPDIR of its own, which is gone, when W&B was imported.
+    Path(MEDIA_TMP.name).mkdir(parents=True, exist_ok=True)
     yield tmp_path
     wandb.teardown()
 
