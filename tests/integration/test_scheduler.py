@@ -258,6 +258,18 @@ def test_run_ends_with_the_causes_text_when_groups_fail_one_after_the_other(star
     assert isinstance(caught.value.__cause__, TrajectoryFailed)
 
 
+def test_groups_that_fail_at_once_do_not_end_a_run_whose_first_group_takes_its_time(start: Any) -> None:
+    pool = ScriptedPool(lambda call: call.fail(TrajectoryFailed("at once")) if call.group.id else None)
+    ledger = new_ledger()
+    scheduler = start(new_scheduler(ledger, make_source(20), pool, failures=3))
+    deadline = time.monotonic() + SOON
+    while ledger.counts().failed < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pool.of(0).finish()
+    assert [run.group.id for run in scheduler.take_batch(SOON)] == [0]
+    assert ledger.counts().failed >= 6
+
+
 def test_run_ends_at_the_first_failed_group_when_no_worker_is_left(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, failures=100, retries=0))

@@ -459,13 +459,22 @@ class RolloutScheduler:
         self._failures_in_a_row += 1
         if not drops and (past := self._group_ended(error)) is not None:
             self.fail(past)
-        if self._failures_in_a_row >= self._settings.max_consecutive_failures or self._pool.lost:
+        if self._pool.lost or self._nothing_succeeds(run.group.id):
             failed = RolloutFailed(
                 f"{self._failures_in_a_row} prompt groups failed in a row and none succeeded, the last one "
                 f"({run.group.prompt}) with: {error}"
             )
             failed.__cause__ = error
             self.fail(failed)
+
+    def _nothing_succeeds(self, last: int) -> bool:
+        """Whether as many groups as may have failed in a row, and none from before the last of them still runs.
+
+        What fails at once would else be ahead of all that takes its time to succeed.
+        """
+        if self._failures_in_a_row < self._settings.max_consecutive_failures:
+            return False
+        return not any(run.unfinished and not run.given_up for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
         """Leave a group out that is not complete; what is under way of it is ended."""
