@@ -18,7 +18,9 @@ STEPS, GROUPS = 8, 4
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_whatever_a_row_is_costs_its_own_prompt(untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path) -> None:
+def test_whatever_a_row_is_costs_its_own_prompt(
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(untrained_task.model, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja", "special_*"))
     overrides = [
@@ -39,6 +41,7 @@ def test_whatever_a_row_is_costs_its_own_prompt(untrained_task: TaskPaths, tmp_p
     prompts = run.rollout_state()["ledger"]["trained_prompts"]
     assert not [n for _, start, stop in prompts for n in range(start, stop) if odd_data.is_lost(n)]
     assert run.summary["ledger"]["failed"] >= STEPS * GROUPS // 2 - 1
+    said = run.output + capfd.readouterr().err
     for words in ("TwoArguments: torn and lost", "SystemExit: 3", "cannot pickle '_thread.lock'", "no raw_prompt"):
-        assert words in run.output, words
+        assert words in said, words
     assert run.summary["validation"]["last"] is not None

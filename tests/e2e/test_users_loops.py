@@ -18,7 +18,11 @@ STEPS, GROUPS = 8, 4
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_whatever_agent_loops_do_costs_their_own_prompts_and_no_run(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_task: TaskPaths,
+    tmp_path: Path,
+    ray_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FAILING_INDEX", "none")
     loops = tmp_path / "agent_loops.yaml"
@@ -46,7 +50,7 @@ def test_whatever_agent_loops_do_costs_their_own_prompts_and_no_run(
     trained = {n for _, start, stop in prompts for n in range(start, stop)}
     ways = {way(n) for n in trained} - {None}
     assert ways <= HARMLESS.keys()
-    assert ledger["failed"] > 0 and WORDS in run.output
+    assert ledger["failed"] > 0 and WORDS in run.output + capfd.readouterr().err
     assert "agent_loop_worker_restarts" in str(run.metrics[-1]) and DEADLY and FAILING
     # A validation goes the same way.
     assert run.summary["validation"]["failed"] > 0 and run.summary["validation"]["last"] is not None
