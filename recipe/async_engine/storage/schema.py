@@ -68,7 +68,7 @@ class Settings(TypedDict, total=False):
 class Header(BaseModel):
     """Of a record of events. accelerators: of one device by its lane's first word. began: seconds since 1970."""
 
-    accelerators: dict[str, Some]
+    accelerators: dict[str, Count]
     shared: bool
     began: Moment
     settings: Settings = {}
