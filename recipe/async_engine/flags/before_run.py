@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
@@ -43,14 +42,14 @@ class BeforeRun(Callback):
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
-        from recipe.async_engine.run.record import SUMMARY_FILE, exit_status
+        from recipe.async_engine.run.record import exit_status
+        from recipe.async_engine.storage.schema import summary_in
 
-        try:
-            summary = json.loads(Path(config.trainer.default_local_dir, SUMMARY_FILE).read_text())
-            is_of_this_run = summary["began"] >= self._began
-        except (OSError, ValueError, TypeError, KeyError):  # it may be on a node whose folders are others
+        # It may be on a node whose folders are others.
+        summary, _ = summary_in(Path(config.trainer.default_local_dir))
+        if summary is None or summary.get("began", 0.0) < self._began:
             return
-        if is_of_this_run and (status := exit_status(summary, config.async_training.alarms.exit_status)):
+        if status := exit_status(summary, config.async_training.alarms.exit_status):
             sys.exit(status)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 from recipe.async_engine.core.columns import ARGUMENTS, DATASET_INDEX, FAILURE
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
+from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.prompts import PromptRef
 
 logger = logging.getLogger(__name__)
@@ -33,21 +34,8 @@ AHEAD = 16
 """Prompts that are taken from the data loader before they are needed."""
 
 
-WORDS = 2000
-"""Characters of a message that are kept."""
-
-
 class DataFailed(RecipeError):
     """The training data gave no prompt: its loader raised, or did not answer in time."""
-
-
-def words(error: BaseException) -> str:
-    """The type and the message of what a user's code has raised, of which neither need be well made."""
-    try:
-        said = str(error)[:WORDS]
-    except Exception as own:
-        said = f"(its message cannot be made: {type(own).__name__})"
-    return f"{type(error).__name__}: {said}"
 
 
 class PromptFailed(RecipeError):
@@ -78,7 +66,7 @@ class IndexedDataset(Dataset):
         try:
             row = self._row(index)
         except (Exception, SystemExit) as error:  # a data set may raise anything
-            row = {FAILURE: f"row {index} of the data set: {words(error)}"}
+            row = {FAILURE: f"row {index} of the data set: {told(error)}"}
         if self._is_indexed:
             row[DATASET_INDEX] = int(index)
         return row
@@ -352,7 +340,7 @@ class PromptFeed:
             except BaseException as error:  # a data set may raise anything
                 # Of a worker that died while it handed over tensors, torch says no more than this.
                 died = " (a worker process of it has died)" if isinstance(error, EOFError | ConnectionError) else ""
-                raise DataFailed(f"the training data's loader {what}{died}: {words(error)}") from error
+                raise DataFailed(f"the training data's loader {what}{died}: {told(error)}") from error
 
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -43,7 +43,7 @@ class Manifest(TypedDict):
 MANIFESTS = TypeAdapter(Manifest)
 
 
-def trained_models(config: Any, has_critic: bool) -> dict[str, str]:
+def trained_models(has_critic: bool) -> dict[str, str]:
     """The sections of the models that are trained, by the folder of each in a checkpoint."""
     return {"actor": "actor_rollout_ref.actor"} | ({"critic": "critic"} if has_critic else {})
 
@@ -51,10 +51,9 @@ def trained_models(config: Any, has_critic: bool) -> dict[str, str]:
 def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
     """What a run on so many training ranks needs for a resume and would not get from this folder, one text each."""
     found = []
-    for model, section in trained_models(config, has_critic).items():
-        load = lookup(config, f"{section}.checkpoint.load_contents")
-        strategy = str(lookup(config, f"{section}.strategy"))
+    for model, section in trained_models(has_critic).items():
         setting = f"{section}.checkpoint.load_contents"
+        load, strategy = lookup(config, setting), str(lookup(config, f"{section}.strategy"))
         if left_out := not_carried(RESUMED_PARTS if load is None else load, strategy):
             found.append(f"{setting} = {list(load)} leaves out {' and '.join(left_out)}, and a resume needs all of it")
         absent = dict(_absent(folder / model, strategy, ranks))
@@ -70,7 +69,7 @@ def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> 
     """Why a run with so many training ranks cannot begin with the weights in this folder; None if it can."""
     if not folder.is_dir():
         return "is no folder"
-    for model, section in trained_models(config, has_critic).items():
+    for model, section in trained_models(has_critic).items():
         strategy = str(lookup(config, f"{section}.strategy"))
         name = dict(_absent(folder / model, strategy, ranks)).get("model")
         if name is None:

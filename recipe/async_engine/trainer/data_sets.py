@@ -21,7 +21,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer.chat_template import apply_chat_template
 
 from recipe.async_engine.core.columns import FAILURE
-from recipe.async_engine.rollout.prompts import IndexedDataset, words
+from recipe.async_engine.core.plain import told
+from recipe.async_engine.rollout.prompts import IndexedDataset
 from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
 from recipe.async_engine.settings.fields import render
 from recipe.async_engine.settings.plan import MODEL
@@ -50,7 +51,7 @@ def tokenizer_and_processor(config: Any) -> tuple[Any, Any]:
         made = omega_conf_to_dataclass(model)
     except Exception as error:  # a model's own code may raise anything
         path = model.get("tokenizer_path") or model.path
-        advice = f"Loading it as verl's workers do fails with {words(error)}"
+        advice = f"Loading it as verl's workers do fails with {told(error)}"
         raise ConfigError([Problem(MODEL, str(path), "a model whose tokenizer can be loaded", advice)]) from error
     return made.tokenizer, made.processor
 
@@ -104,7 +105,7 @@ class _Maker:
         try:
             size = len(rows)
         except Exception as error:  # as above
-            raise self._refused("a data set that tells its length", f"len() of it raises {words(error)}.") from error
+            raise self._refused("a data set that tells its length", f"len() of it raises {told(error)}.") from error
         if size < needed:
             raise self._too_few(size, needed)
         first = [rows[index] for index in range(min(FIRST, size))]
@@ -125,7 +126,7 @@ class _Maker:
             )
         except (Exception, SystemExit) as error:  # a user's class may raise anything
             raise self._refused(
-                "data that verl's data set class can be made of", f"It raises {words(error)}."
+                "data that verl's data set class can be made of", f"It raises {told(error)}."
             ) from error
         if isinstance(dataset, IterableDataset):
             allowed, advice = "a data set with __getitem__ and __len__", "An IterableDataset has no rows to go back to."
@@ -186,7 +187,7 @@ class _Maker:
             text = apply_chat_template(maker, list(prompt), tokenize=False, **template)
             length = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # a template may raise anything
-            return self._refused("prompts that the chat template takes", f"It raises {words(error)}.")
+            return self._refused("prompts that the chat template takes", f"It raises {told(error)}.")
         limit = self._config.data.max_prompt_length
         if length <= limit:
             return None

@@ -287,7 +287,6 @@ def _leave_out(writer: Any, step: int) -> None:
 
 def _end_killed_run(mlflow: Any, file: Path) -> None:
     """Give the MLflow run of an earlier start that was killed its status, and note the one that has begun."""
-
     active = mlflow.active_run()
     assert active is not None
     run = active.info.run_id

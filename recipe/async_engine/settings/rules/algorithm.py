@@ -43,7 +43,6 @@ REJECTIONS = (
 RATIO_LOSSES = ("vanilla", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "gspo", "kl_cov", "sapo")
 # Names by which verl asks for its PPO loss.
 PPO = ("vanilla", "bypass_mode")
-LOSS_TYPES = ("ppo_clip", "reinforce")
 
 
 def has_ratio(loss: str) -> bool:
@@ -121,8 +120,6 @@ def losses(context: RuleContext) -> Iterator[Problem]:
 def correction(context: RuleContext) -> Iterator[Problem]:
     """What verl would find out at the first batch, or with the sources that correct in the loss at the first update."""
     section = "algorithm.rollout_correction"
-    if context.get(f"{section}.rollout_is") not in (None, "token", "sequence"):
-        yield context.problem(f"{section}.rollout_is", "token, sequence or null", "null applies no weights.")
     yield from _in_loss(context, section)
     rejection = context.get(f"{section}.rollout_rs")
     if rejection is None:
@@ -141,9 +138,7 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS:
         return
     mode, loss_type = _loss(context), context.get(f"{section}.loss_type", "ppo_clip")
-    if loss_type not in LOSS_TYPES:
-        yield context.problem(f"{section}.loss_type", f"one of {', '.join(LOSS_TYPES)}", "verl has no other.")
-    elif loss_type == "reinforce" and mode not in PPO:
+    if loss_type == "reinforce" and mode not in PPO:
         advice = f"It names a loss, and so does {ACTOR}.policy_loss.loss_mode={mode}: choose one of them."
         yield context.problem(f"{section}.loss_type", f"ppo_clip with {ACTOR}.policy_loss.loss_mode={mode}", advice)
     if context.get(f"{section}.rollout_is") and mode not in PPO and has_ratio(mode):

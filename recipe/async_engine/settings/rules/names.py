@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.async_engine.settings.facts import VERLS_LOOPS
 from recipe.async_engine.settings.packages import ATTENTION
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.algorithm import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
@@ -100,7 +101,7 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         f"{ROLLOUT}.agent.default_agent_loop",
-        ("single_turn_agent", "tool_agent"),
+        VERLS_LOOPS,
         "verl.experimental.agent_loop.agent_loop:_agent_loop_registry",
         used=_is_no_described_loop,
     ),
