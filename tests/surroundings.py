@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from recipe.async_engine.features import FEATURES
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.prefork.run import Prefork
@@ -122,3 +124,11 @@ def fresh_ray(**settings: int) -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie whose parent has yet to ask for its status."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -5,20 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 from main_runs import run_main, small
+from surroundings import has_ended
 
 from recipe.async_engine.task import TaskPaths
 
 END_S = 60.0
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.e2e

@@ -15,6 +15,7 @@ from recipe.async_engine.logprobs import bypass, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.rules import algorithm
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.rules.names import names
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.trainer.verl_settings import derive_loss
 
@@ -174,7 +175,8 @@ def test_loss_of_the_users_gets_weights_and_mask() -> None:
 def judged(mode: str, source: str, **correction: Any) -> tuple[set[str], str]:
     settings = OmegaConf.to_container(configuration(mode, source, **correction))
     context = RuleContext(settings, read_settings(settings)[0], None, None, ())
-    return {problem.setting for problem in algorithm.correction(context)}, " ".join(algorithm.without_effect(context))
+    problems = [*algorithm.correction(context), *names(context)]
+    return {problem.setting for problem in problems}, " ".join(algorithm.without_effect(context))
 
 
 @pytest.mark.parametrize("mode", [*LOSSES, "bypass_mode"])
@@ -193,7 +195,8 @@ def test_loss_types_that_name_no_loss_or_a_second_one_are_refused() -> None:
     assert judged("vanilla", "bypass", loss_type="reinforce", rollout_is="token") == (set(), "")
     for mode, loss_type in (("vanilla", "ppo"), ("gspo", "reinforce"), ("vanilla", None)):
         assert judged(mode, "bypass", loss_type=loss_type)[0] == {f"{CORRECTION}.loss_type"}
-        assert judged(mode, "recompute", loss_type=loss_type)[0] == set(), "it has no effect there"
+        refused, _ = judged(mode, "recompute", loss_type=loss_type)
+        assert bool(refused) == (loss_type == "ppo"), "a known one has no effect there"
 
 
 @pytest.mark.parametrize("mode", LOSSES)

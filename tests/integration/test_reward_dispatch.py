@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
+from surroundings import has_ended
 from tensordict import TensorDict
 from verl import DataProto
 
@@ -257,7 +257,7 @@ async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monk
             given_up += 1
     # One call found it out, all others went elsewhere.
     assert given_up <= 1
-    while psutil.pid_exists(stopped) and psutil.Process(stopped).status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(stopped):
         assert time.monotonic() - began < 120
         await asyncio.sleep(0.1)
     now = set()

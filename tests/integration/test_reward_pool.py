@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
+from surroundings import has_ended
 from tensordict import TensorDict
 from verl import DataProto
 
@@ -131,7 +131,10 @@ async def test_process_that_is_ended_is_replaced_without_loading_the_function_ag
     after = await pool.score(solution_str="")
     assert before["pid"] != after["pid"]
     assert before["loaded"] == after["loaded"]
-    assert not psutil.pid_exists(before["pid"])
+    deadline = time.monotonic() + 20
+    while not has_ended(before["pid"]):
+        assert time.monotonic() < deadline, "it was not ended"
+        await asyncio.sleep(0.05)
 
 
 async def test_what_a_call_has_started_ends_with_it(pool: ScoringPool, tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ async def test_what_a_call_has_started_ends_with_it(pool: ScoringPool, tmp_path:
     child = int(mark.read_text())
     deadline = time.monotonic() + 20
     # A process is ended within a moment of its deadline; its child with the next failure at the latest.
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(child):
         assert time.monotonic() < deadline
         with pytest.raises(RewardTimeout):
             await pool.score(solution_str="loops")
@@ -212,11 +215,14 @@ def test_endless_call_does_not_outlive_its_reward_worker(function: Path) -> None
     script = ORPHAN.format(root=str(Path(__file__).parents[2]), path=str(function))
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
-    scorer = psutil.Process(int(worker.stdout.readline()))
+    scorer = int(worker.stdout.readline())
     time.sleep(0.5)
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
-    scorer.wait(timeout=20)
+    deadline = time.monotonic() + 20
+    while not has_ended(scorer):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def reward_config(path: str | None, processes: int) -> Any:

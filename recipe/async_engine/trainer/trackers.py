@@ -41,7 +41,7 @@ Call = Callable[[Tracking], Any]
 
 BACKLOG = 4096
 """Rows that a tracker may be behind; a longer one hangs."""
-REFUSED_S = 10.0
+REFUSED_S = 60.0
 """For the others where one cannot be set up."""
 LONGEST = 1000
 """Characters of an error that trackers are told; MLflow refuses tags of more than a few thousand."""

@@ -138,7 +138,9 @@ def _in_loss(context: RuleContext, section: str) -> Iterator[Problem]:
     if proximal_source(context.config, context.settings) is not Proximal.BYPASS:
         return
     mode, loss_type = _loss(context), context.get(f"{section}.loss_type", "ppo_clip")
-    if loss_type == "reinforce" and mode not in PPO:
+    if loss_type is None:
+        yield context.problem(f"{section}.loss_type", "ppo_clip or reinforce", "verl needs one of them here.")
+    elif loss_type == "reinforce" and mode not in PPO:
         advice = f"It names a loss, and so does {ACTOR}.policy_loss.loss_mode={mode}: choose one of them."
         yield context.problem(f"{section}.loss_type", f"ppo_clip with {ACTOR}.policy_loss.loss_mode={mode}", advice)
     if context.get(f"{section}.rollout_is") and mode not in PPO and has_ratio(mode):
