@@ -84,7 +84,7 @@ class DrilledRun:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [*before, sys.executable, "-m", module, *overrides],
-                env=with_helpers(environment),
+                env={**with_helpers(environment), "PYTHONFAULTHANDLER": "1"},
                 cwd=folder.parent,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -110,7 +110,13 @@ class DrilledRun:
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.said()[-6000:]}"
             return False
 
-        wait_for(reached, timeout_s, f"{what}\n{self.said()[-3000:]}")
+        try:
+            wait_for(reached, timeout_s, what)
+        except AssertionError as error:
+            # It prints where it is.
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(LEFT_S)
+            raise AssertionError(f"{error}\n{self.said()[-8000:]}") from None
 
     def wait_for_steps(self, count: int, timeout_s: float = START_S) -> None:
         """Until this life of the run has trained ``count`` steps more than when it was started or last waited for."""

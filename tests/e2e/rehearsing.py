@@ -25,33 +25,27 @@ SLOW_S = 20.0
 
 
 class CircularWorker(ActorWorker):
-    """Its sender waits for the pass that is under way, and a pass for the weights that are: a circle."""
+    """When it sends a second time, a pass waits for the weights, and they for the pass, until the group is left."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sending, self._passing, self._left = threading.Event(), threading.Event(), threading.Event()
+        self._has_sent, self._sending, self._left = False, threading.Event(), threading.Event()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
-        self._sending.set()
-        while self._passing.is_set() and not self._left.is_set():
-            await asyncio.sleep(0.01)
-        try:
-            if self._left.is_set():
-                raise WeightStreamError("the group was left")
+        if not self._has_sent:
+            self._has_sent = True
             return await super().send_snapshot(version, full)
-        finally:
-            self._sending.clear()
+        self._sending.set()
+        while not self._left.is_set():
+            await asyncio.sleep(0.01)
+        raise WeightStreamError("the group was left")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def pass_without_update(self, data: Any) -> None:
-        self._passing.set()
-        # On a busy machine the weights may be sent a while later.
-        self._sending.wait(2)
-        while self._sending.is_set() and not self._left.is_set():
-            time.sleep(0.01)
+        self._sending.wait()
+        self._left.wait()
         super().pass_without_update(data)
-        self._passing.clear()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
