@@ -186,6 +186,22 @@ def test_every_setting_of_verls_that_is_read_has_a_type(base: dict[str, Any]) ->
     assert {setting for setting in untyped if not WITHOUT_TYPE.fullmatch(setting)} == set()
 
 
+def changed(section: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**section, first: changed(section[first], tuple(rest), value) if rest else value}
+
+
+def test_paths_that_no_system_takes_are_refused_by_name_or_not_looked_at(base: dict[str, Any]) -> None:
+    of_paths = [path for path in settings_of(base) if re.search(r"path|files|_dir|start_from", path[-1])]
+    refused = set()
+    for path in of_paths:
+        for odd in ("x" * 300, "/" + "x" * 300, "x/" * 3000, "a\0b", "/proc/1/root/secret/x"):
+            name, problems = ".".join(path), look(changed(base, path, odd), with_verl=False).problems
+            assert all(problem.allowed and problem.advice for problem in problems)
+            refused |= {problem.setting for problem in problems} & {name}
+    assert len(refused) >= 10
+
+
 def test_fuzz_reaches_both_outcomes(base: dict[str, Any]) -> None:
     assert look({**base, "trainer": {**base["trainer"], "save_freq": 3}}).problems == []
     (problem,) = look({**base, "trainer": {**base["trainer"], "save_freq": "x"}}).problems

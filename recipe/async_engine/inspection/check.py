@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import math
 import os
-import re
 import symtable
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.inspection.node_probe import absent
+from recipe.async_engine.inspection.prompt_check import is_hub_name
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.fields import is_count
@@ -48,7 +48,6 @@ from recipe.async_engine.storage.contents import without_weights
 
 logger = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 HUB_TIMEOUT_S = 10.0
 REWARD_FUNCTION = "reward.custom_reward_function"
 
@@ -206,7 +205,7 @@ def _without_effect(context: RuleContext) -> list[str]:
 def _defaults(engine: str) -> dict[str, Any]:
     verl = importlib.util.find_spec("verl")
     file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
-    with contextlib.suppress(OSError), file.open("rb") as stream:
+    with contextlib.suppress(OSError, ValueError), file.open("rb") as stream:
         return dict(yaml.load(stream, yaml.CSafeLoader))
     return {}
 
@@ -251,8 +250,8 @@ def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
     from huggingface_hub import try_to_load_from_cache
 
     file: Path | None = Path(path) / "config.json"
-    if not Path(path).is_dir():
-        cached = try_to_load_from_cache(path, "config.json") if HUB_NAME.fullmatch(path) else None
+    if not os.path.isdir(path):
+        cached = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
         file = Path(cached) if isinstance(cached, str) else None
     if file is None:
         return known_model(path) or (_config_on_hub(path) if is_there else None)
@@ -278,25 +277,25 @@ def _config_on_hub(name: str) -> Mapping[str, Any] | None:
 
 def _model_fault(path: str) -> str | None:
     local = Path(path)
-    if local.is_dir():
-        if not (local / "config.json").is_file():
+    if os.path.isdir(local):
+        if not os.path.isfile(local / "config.json"):
             return "has no config.json"
         try:
             is_object = isinstance(from_json((local / "config.json").read_bytes()), dict)
         except (OSError, ValueError) as error:
             return f"has a config.json that cannot be read ({error})"
         return None if is_object else "has a config.json that is no JSON object"
-    if local.exists():
+    if os.path.exists(local):
         return "is not a directory"
     if path.startswith("~"):
         return "does not exist: ~ is taken as it is written; write the whole path"
-    return _hub_fault(path) if HUB_NAME.fullmatch(path) else "does not exist"
+    return _hub_fault(path) if is_hub_name(path) else "does not exist"
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
     """Name and number of elements, from the headers of the model's weights; None where it has no such files."""
     sizes: dict[str, int] = {}
-    for file in model.glob("*.safetensors"):
+    for file in model.glob("*.safetensors") if os.path.isdir(model) else ():
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="numpy") as weights:
             names = weights.keys()
             sizes |= {name: math.prod(weights.get_slice(name).get_shape()) for name in names}
@@ -340,7 +339,7 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
 def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
     """The reward of programming tasks, where it is used on this machine: on a cluster, whoever scores tries it."""
     path = str(lookup(config, f"{REWARD_FUNCTION}.path") or "")
-    own = path == f"pkg://{programs.__name__}" or Path(path).resolve() == Path(programs.__file__).resolve()
+    own = path == f"pkg://{programs.__name__}" or (os.path.exists(path) and os.path.samefile(path, programs.__file__))
     if own and not lookup(config, "ray_kwargs.ray_init.address"):
         try:
             fault = programs.fault(**(lookup(config, f"{REWARD_FUNCTION}.reward_kwargs") or {}))
@@ -350,11 +349,13 @@ def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
 
 
 def _code_fault(path: Path, function: str) -> str | None:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return "does not exist"
     try:
         source = path.read_text("utf-8")
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except OSError as error:
+        return f"cannot be read ({error})"
     except (SyntaxError, ValueError) as error:
         return f"is not valid Python ({error})"
     names = {item.get_name() for item in symbols if item.is_assigned() or item.is_imported()}

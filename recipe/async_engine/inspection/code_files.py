@@ -46,7 +46,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
             yield _description(setting, path, setting == AGENT_LOOPS and here)
     for setting in (TOOLS, DATASET):
         if path := _local(config, setting):
-            missing = not Path(path).is_file()
+            missing = not os.path.isfile(path)
             yield FileFact(setting, path, "code", fault="does not exist" if missing else None)
     for setting in FOLDERS:
         path = _local(config, setting)
@@ -54,7 +54,7 @@ def code_facts(config: Mapping[str, Any]) -> Iterator[FileFact]:
         if path and path.startswith(("/", "~", "./", "../")):
             # Of these verl writes out ~ for the adapter alone (verl/utils/model.py:826).
             folder = Path(path).expanduser() if setting == FOLDERS[1] else Path(path)
-            fault = None if folder.is_dir() else "does not exist"
+            fault = None if os.path.isdir(folder) else "does not exist"
             yield FileFact(setting, path, "folder", fault=fault)
     named = [(setting, name, name) for setting in MODULES for name in asked(lookup(config, setting))]
     loggers = asked(lookup(config, "trainer.logger"))
@@ -72,7 +72,7 @@ def _local(config: Mapping[str, Any], setting: str) -> str:
 
 def _description(setting: str, path: str, names_modules: bool) -> FileFact:
     """A file that describes what there is; its columns are the names in it."""
-    file = next((place for place in _places(path) if place.is_file()), None)
+    file = next((place for place in _places(path) if os.path.isfile(place)), None)
     if file is None:
         return FileFact(setting, path, "description", "does not exist")
     try:

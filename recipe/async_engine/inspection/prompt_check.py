@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as compute
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.async_engine.settings.facts import VERLS_LOOPS, RowFault
 from recipe.async_engine.settings.plan import MODEL
@@ -153,13 +155,22 @@ def _too_long(
         yield RowFault(key, "too long", min(long), len(long), most=max(long.values()))
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether this could be the name of a model on the hub."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
 def _tokenizer(model: str) -> Any:
     """The model's tokenizer, None where it has none in the form that is quick to load."""
     from tokenizers import Tokenizer
 
     local = Path(model) / "tokenizer.json"
-    path = str(local) if local.is_file() else None
-    if path is None and not Path(model).exists():
+    path = str(local) if os.path.isfile(local) else None
+    if path is None and not os.path.exists(model) and is_hub_name(model):
         found = try_to_load_from_cache(model, "tokenizer.json")
         path = found if isinstance(found, str) else None
     if path is None:

@@ -11,6 +11,7 @@ Shown by tests/integration/test_contents.py.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str
 
 def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
     """Why a run with so many training ranks cannot begin with the weights in this folder; None if it can."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return "is no folder"
     for model, section in trained_models(has_critic).items():
         strategy = str(lookup(config, f"{section}.strategy"))
@@ -94,7 +95,7 @@ def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]
                 yield part, f"{keys[0]} in {MANIFEST}"
     for part, stem in FSDP_FILES.items() if strategy.startswith("fsdp") else ():
         names = (f"{stem}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks))
-        name = next((name for name in names if not (folder / name).is_file()), None)
+        name = next((name for name in names if not os.path.isfile(folder / name)), None)
         if name is not None:
             yield part, name
 

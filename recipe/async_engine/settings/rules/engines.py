@@ -19,7 +19,13 @@ MODEL, OVERRIDE = "actor_rollout_ref.model", "override_config.max_position_embed
 # Whose experts have other names in a checkpoint, which vLLM goes by, than in Transformers' model, which verl's FSDP
 # engines send them by.
 OTHER_EXPERTS = ("minimax", "minimax_m2", "mixtral", "phimoe")
-STRATEGIES = {"dp": ("fsdp", "fsdp2")}
+STRATEGIES = {
+    "dp": ("fsdp", "fsdp2"),
+    "megatron": ("megatron",),
+    "torchtitan": ("torchtitan",),
+    "veomni": ("veomni",),
+}
+"""By verl's model_engine."""
 # The longest answer of the built-in task with lengths=long_tail, and the end token.
 LONG_TAIL_TOKENS = 121
 
@@ -113,8 +119,11 @@ def _stageable(context: RuleContext) -> Iterator[Problem]:
 
 def engine(context: RuleContext) -> Iterator[Problem]:
     engine = context.get("model_engine", "dp")
-    for section in context.trained:
-        strategies = STRATEGIES.get(str(engine), (str(engine),))
+    strategies = STRATEGIES.get(str(engine), ())
+    if not strategies:
+        advice = "It says which of verl's configurations the trainer has."
+        yield context.problem("model_engine", f"one of {', '.join(STRATEGIES)}", advice)
+    for section in context.trained if strategies else ():
         if context.get(f"{section}.strategy") not in strategies:
             advice = f"The configuration was composed with model_engine={engine}; change one of the two."
             yield context.problem(f"{section}.strategy", " or ".join(strategies), advice)
