@@ -139,8 +139,8 @@ def test_every_odd_configuration_is_accepted_or_refused_by_name(base: dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 41))
 def test_many_odd_configurations_are_accepted_or_refused_by_name(base: dict[str, Any], seed: int) -> None:
-    """With the modes 20,000 in all, verl's types built of 1,200."""
-    accepted, refused = judge_odd_ones(base, EACH // len(MODES) + 1, seed, with_types=10)
+    """With the modes 20,000 in all."""
+    accepted, refused = judge_odd_ones(base, EACH // len(MODES) + 1, seed, with_types=EACH)
     assert min(accepted, refused) >= EACH // 20
 
 
