@@ -26,7 +26,6 @@ from math import floor
 from typing import Any
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OVERDUE_REASON, OnOverdue
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef
 
@@ -46,7 +45,6 @@ class Plan:
     """What a schedule is drawn from."""
 
     settings: GateSettings
-    on_overdue: OnOverdue
     target_groups: int
     prompts: int
     issue_weight: float
@@ -69,7 +67,6 @@ class Plan:
         target = b * k * rng.randint(1, bound + 3)
         return cls(
             settings=GateSettings(b, k, bound, depth),
-            on_overdue=rng.choice(tuple(OnOverdue)),
             target_groups=target,
             prompts=max(1, target + rng.randint(-b, 2 * b)),
             issue_weight=rng.choice((0.2, 1.0, 5.0)),
@@ -95,14 +92,13 @@ class Tally:
     failed: int = 0
     restarted: int = 0
     resumed: int = 0
-    overdue: int = 0
     at_bound: int = 0
     late: int = 0
     """Groups trained by a version that was not announced yet."""
     by_plan: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def merge(self, other: Tally) -> None:
-        for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound", "late"):
+        for name in ("trained", "filtered", "failed", "restarted", "resumed", "at_bound", "late"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for key, count in other.by_plan.items():
             self.by_plan[key] = self.by_plan.get(key, 0) + count
@@ -186,18 +182,6 @@ class Schedule:
         self.end(self.running.pop(self.rng.randrange(len(self.running))))
 
     def end_straggler(self) -> None:
-        if self.plan.on_overdue is OnOverdue.DROP:
-            overdue = self.ledger.overdue()
-            for group in overdue:
-                if self.ledger.next_batch() is not None:
-                    raise Violation("dropped", f"group {group.id} is called overdue although it blocks no batch")
-                self.ledger.filter(group.id, OVERDUE_REASON)
-                (self.stragglers if group.id in self.stragglers else self.running).remove(group.id)
-                self.tally.overdue += 1
-            if overdue:
-                if self.ledger.next_batch() is None:
-                    raise Violation("deadlock", "dropping the overdue groups frees no batch")
-                return
         self.end(self.stragglers.pop(self.rng.randrange(len(self.stragglers))))
 
     def end(self, group_id: int) -> None:
@@ -279,7 +263,7 @@ class Schedule:
         counts, tally = self.ledger.counts(), self.tally
         seen = (counts.issued, counts.trained, counts.filtered, counts.failed, counts.running, counts.ready)
         own_running = len(self.running) + len(self.stragglers)
-        own = (self.issued, tally.trained, tally.filtered + tally.overdue, tally.failed, own_running, len(self.ready))
+        own = (self.issued, tally.trained, tally.filtered, tally.failed, own_running, len(self.ready))
         if seen != own or counts.issued != counts.trained + counts.filtered + counts.failed + counts.live:
             raise Violation("identity", f"{counts}, expected {own}")
 
@@ -293,7 +277,7 @@ class Schedule:
         if self.ledger.batch_possible(plan.prompts - self.issued) and tally.trained < plan.target_groups:
             raise Violation("deadlock", "the ledger promises a batch that cannot form")
         ended = tally.trained + tally.filtered + tally.failed + len(self.ready)
-        if plan.on_overdue is OnOverdue.WAIT and ended != self.issued:
+        if ended != self.issued:
             raise Violation("dropped", f"{self.issued} issued, {ended} accounted for")
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from schedule_simulator import Schedule, run_schedules
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState, OnOverdue
+from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef
 
@@ -33,10 +33,9 @@ def gate_settings(draw: st.DrawFn) -> GateSettings:
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of the ledger's transitions, against a model that recomputes every promise from the definition."""
 
-    @initialize(drawn=gate_settings(), on_overdue=st.sampled_from(OnOverdue))
-    def begin(self, drawn: GateSettings, on_overdue: OnOverdue) -> None:
+    @initialize(drawn=gate_settings())
+    def begin(self, drawn: GateSettings) -> None:
         self.settings = drawn
-        self.on_overdue = on_overdue
         self.ledger = SampleLedger(drawn)
         self.version = self.announced = self.taken = self.issued = self.filtered = self.failed = 0
         self.starts: dict[int, int] = {}
@@ -115,16 +114,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.announced += 1
         assert self.ledger.announce() == self.announced
 
-    @precondition(lambda self: self.on_overdue is OnOverdue.DROP and self.ledger.overdue())
-    @rule()
-    def drop_overdue(self) -> None:
-        assert self.ledger.next_batch() is None
-        for group in self.ledger.overdue():
-            self.ledger.filter(group.id, OVERDUE_REASON)
-            self.filtered += 1
-            del self.starts[group.id]
-        assert self.ledger.next_batch() is not None
-
     @rule()
     def resume(self) -> None:
         if self.ledger.leased():
@@ -187,7 +176,7 @@ def test_no_random_schedule_breaks_a_promise(block: int) -> None:
     # The schedules are worth something only if everything that can happen did, and the bound was reached.
     assert {key[0] for key in tally.by_plan} == {1, 2, 3}
     assert {key[1] for key in tally.by_plan} == {0, 1, 2, 3, 4}
-    for name in ("trained", "filtered", "failed", "restarted", "resumed", "overdue", "at_bound", "late"):
+    for name in ("trained", "filtered", "failed", "restarted", "resumed", "at_bound", "late"):
         assert getattr(tally, name) > 0, name
 
 

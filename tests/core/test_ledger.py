@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recipe.async_engine.core.errors import LedgerError, LedgerIdentityError, SnapshotError
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OVERDUE_REASON, Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef, PromptSet
 
@@ -205,32 +205,6 @@ def test_batch_is_possible_while_enough_prompts_are_left() -> None:
     ledger.take()
     assert not ledger.batch_possible(prompts_left=10)  # one more may be issued, a batch needs two
     assert [group.id for group in ledger.leased()] == [0, 1]
-
-
-def test_overdue_names_the_fewest_running_groups_that_block_the_next_batch() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 2, 2))
-    old = issue(ledger, 6)
-    ready(ledger, old[3:5])
-    assert [group.id for group in ledger.next_batch() or []] == [3, 4]
-    train_version(ledger)
-    fresh = issue(ledger, 2)
-    ready(ledger, fresh)
-    # Four groups of version 0 have two places in version 1 and two in version 2: two have to be in this batch.
-    assert ledger.next_batch() is None
-    assert [group.id for group in ledger.overdue()] == [0, 1]
-    for group in ledger.overdue():
-        ledger.filter(group.id, OVERDUE_REASON)
-    assert [group.id for group in ledger.next_batch() or []] == [6, 7]
-    assert ledger.overdue() == []
-    ledger.take()
-    assert ledger.overdue() == []
-
-
-def test_overdue_is_empty_without_b_ready_groups() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 0, 0))
-    ready(ledger, issue(ledger, 2)[:1])
-    assert ledger.next_batch() is None
-    assert ledger.overdue() == []
 
 
 def test_staleness_is_recorded_exactly() -> None:

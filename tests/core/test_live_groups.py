@@ -74,7 +74,6 @@ def test_change_of_one_group_costs_the_same_whatever_is_live(whole_batches: bool
             ledger.mark_ready(groups[0].id, 0)
             ledger.may_take()
             ledger.batch_possible(0)
-            ledger.overdue()
             ledger.filter(groups[1].id, "uniform")
             ledger.counts()
             if ledger.can_issue():

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipe.async_engine.core.events import Tell, ignore
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, OnOverdue
+from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.group_run import SchedulerSettings
@@ -193,12 +193,11 @@ def new_scheduler(
     group_size: int = 1,
     retries: int = 1,
     failures: int = 2,
-    on_overdue: OnOverdue = OnOverdue.WAIT,
     tell: Tell = ignore,
     **filtering: Any,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
-    settings = SchedulerSettings(group_size, slots, retries, failures, on_overdue, **filtering)
+    settings = SchedulerSettings(group_size, slots, retries, failures, **filtering)
     timeline = Timeline(lambda: float(next(ticks)), slots)
     return RolloutScheduler(ledger, source, pool, settings, timeline, tell=tell)
 

@@ -149,7 +149,7 @@ def test_what_the_rollout_did_is_told_by_version() -> None:
     clock = Clock()
     timeline = Timeline(clock, 2)
     meter = RolloutMeter(timeline, 2, turns=False)
-    counts = LedgerCounts(9, 4, 3, 0, 2, 1, 1, 0, {"overdue": 2, "uniform": 1}, {})
+    counts = LedgerCounts(9, 4, 3, 0, 2, 1, 1, 0, {"odd": 2, "uniform": 1}, {})
     prompts = PromptCounts(*[0] * len(PromptCounts.__dataclass_fields__))
 
     def version(busy: float, idle: float, complete: int) -> dict[str, float]:
@@ -173,4 +173,4 @@ def test_what_the_rollout_did_is_told_by_version() -> None:
         f"fully_async/count/{name}"
         for name in ("total_generated_samples", "staleness_samples", "dropped_stale_samples")
     ]
-    assert [second[name] for name in named] == [4, 2, 2]
+    assert [second[name] for name in named] == [4, 2, 0]

@@ -15,7 +15,7 @@ from remote_fakes import Rows, make_loader, make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OVERDUE_REASON, UNIFORM_REASON, GroupState, OnNonFinite, OnOverdue
+from recipe.async_engine.core.groups import UNIFORM_REASON, GroupState, OnNonFinite
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
@@ -574,21 +574,7 @@ def test_drain_that_takes_too_long_names_its_settings(start: Any) -> None:
         scheduler.pause_until_drained(0.02)
 
 
-def test_overdue_group_is_dropped_and_counted_where_that_is_asked_for(start: Any) -> None:
-    pool = ScriptedPool()
-    ledger = new_ledger(b=1, bound=1, depth=1)
-    scheduler = start(new_scheduler(ledger, make_source(20), pool, on_overdue=OnOverdue.DROP))
-    pool.of(0)
-    pool.of(1).finish()
-    assert train(scheduler) == [1]
-    pool.of(2).finish()
-    assert train(scheduler) == [2]
-    assert pool.of(0).cancelled
-    assert ledger.counts().filtered_by_reason == {OVERDUE_REASON: 1}
-    ledger.check_identity()
-
-
-def test_overdue_group_is_waited_for_by_default(start: Any) -> None:
+def test_group_at_its_bound_is_waited_for(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(b=1, bound=1, depth=1), make_source(20), pool))
     pool.of(0)

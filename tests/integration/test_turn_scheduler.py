@@ -10,7 +10,7 @@ import pytest
 from remote_fakes import make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, wait_until
 
-from recipe.async_engine.core.groups import GroupState, OnOverdue
+from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import TurnError
 from recipe.async_engine.core.timeline import Timeline
@@ -67,7 +67,7 @@ def new_turns(
     source: PromptSource | None = None,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
-    settings = SchedulerSettings(size, slots, retries, 2, OnOverdue.WAIT, turns=True)
+    settings = SchedulerSettings(size, slots, retries, 2, turns=True)
     return RolloutScheduler(
         ledger, source or make_source(16), pool, settings, Timeline(lambda: float(next(ticks)), slots)
     )

@@ -279,7 +279,6 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
             "1 with whole batches",
         ),
         ({**WHOLE, "async_training.partial_rollout": True}, "async_training.partial_rollout", "one version"),
-        ({**WHOLE, "async_training.on_overdue": "drop"}, "async_training.on_overdue", "wait with whole batches"),
         ({"rollout.total_rollout_steps": 31}, "rollout.total_rollout_steps", "one batch of 32 prompts"),
         ({"rollout.total_rollout_steps": -1}, "rollout.total_rollout_steps", "an integer >= 1"),
         ({"trainer.total_training_steps": 0}, "trainer.total_training_steps", "or null"),
@@ -333,7 +332,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({"async_training.trigger_parameter_sync_step": 0}, "async_training.trigger_parameter_sync_step", ">= 1"),
         ({"async_training.require_batches": 0}, "async_training.require_batches", ">= 1"),
         ({"async_training.require_batches": True}, "async_training.require_batches", "an integer"),
-        ({"async_training.on_overdue": "skip"}, "async_training.on_overdue", "wait or drop"),
+        ({"async_training.on_non_finite": "skip"}, "async_training.on_non_finite", "fail or drop"),
         ({"async_training.timeouts.weight_sync": 0}, "async_training.timeouts.weight_sync", "a number > 0"),
         ({"async_training.timeouts": 5}, "async_training.timeouts", "a section"),
         ({"async_training.stalenes_threshold": 1}, "async_training.stalenes_threshold", "staleness_threshold?"),
@@ -619,10 +618,10 @@ def test_reward_model_without_a_parallel_size_takes_any_number_of_accelerators()
 
 
 def test_all_problems_are_reported_in_one_error_that_survives_pickling() -> None:
-    changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_overdue": "skip", "critic.enable": 3}
+    changes = {f"{ROLLOUT}.n": 0, "rollout.n": 0, "async_training.on_non_finite": "skip", "critic.enable": 3}
     error = ConfigError(validate(configured(changes)))
     assert str(error).startswith("The configuration has 3 problems:")
-    assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_overdue=skip", "critic.enable=3"))
+    assert all(setting in str(error) for setting in (f"{ROLLOUT}.n=0", "on_non_finite=skip", "critic.enable=3"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(ConfigError(error.problems[:1])).startswith("The configuration has 1 problem:")
 
@@ -709,8 +708,8 @@ def test_epochs_of_a_data_set_that_only_the_run_can_make_are_a_limit_that_is_not
 
 
 def test_a_plan_is_not_derived_from_faulty_settings() -> None:
-    with pytest.raises(ConfigError, match="on_overdue"):
-        derive(configured({"async_training.on_overdue": "skip"}))
+    with pytest.raises(ConfigError, match="on_non_finite"):
+        derive(configured({"async_training.on_non_finite": "skip"}))
 
 
 def test_a_setting_with_a_problem_keeps_its_default_so_that_others_are_still_read() -> None:

@@ -18,7 +18,7 @@ The gate is plain state: no clock, no threads, no events. Its caller holds the l
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -156,29 +156,21 @@ class StalenessGate:
         self._starts[new_start] += 1
         self.check()
 
-    def excess_after_take(self, starts: Sequence[int] | Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """What keeps a batch of these starts from being taken: (s, live groups left over slots(s) after the take).
+    def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
+        """Whether these are b live groups that may be trained now: the invariant would hold for every start.
 
-        Ascending in s; empty if the invariant would hold. Needs a batch left in the current version. ``starts``: one by
-        one, or the number of groups of each.
+        ``starts``: one by one, or the number of groups of each.
         """
         leaving = Counter(starts)
+        if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
+            return False
         remaining = 0
         for start in sorted(self._starts):
             remaining += self._starts[start] - leaving[start]
             slots_after = self._places(start, self.batches_left - 1)
             if remaining > slots_after:
-                yield start, remaining - slots_after
-
-    def can_take(self, starts: Sequence[int] | Mapping[int, int]) -> bool:
-        """Whether these are b live groups that may be trained now: the invariant would hold for every start.
-
-        ``starts``: see `excess_after_take`.
-        """
-        leaving = Counter(starts)
-        if self.batches_left == 0 or leaving.total() != self.settings.batch_groups or not leaving <= self._starts:
-            return False
-        return next(self.excess_after_take(leaving), None) is None
+                return False
+        return True
 
     def take(self, starts: Sequence[int]) -> None:
         """Take a batch of live groups of these starts for training."""

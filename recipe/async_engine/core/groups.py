@@ -16,16 +16,8 @@ from typing import Any
 
 from recipe.async_engine.core.prompts import PromptRef
 
-OVERDUE_REASON = "overdue"
 UNIFORM_REASON = "uniform"
 NON_FINITE_REASON = "non_finite"
-
-
-class OnOverdue(StrEnum):
-    """What the scheduler does about the groups that `SampleLedger.overdue` names."""
-
-    WAIT = "wait"
-    DROP = "drop"
 
 
 class OnNonFinite(StrEnum):

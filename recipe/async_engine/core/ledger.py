@@ -204,20 +204,6 @@ class SampleLedger:
         for group in groups:
             self._update(replace(group, state=GroupState.READY))
 
-    def overdue(self) -> list[Group]:
-        """The fewest running groups whose absence would let the next batch be taken now, oldest first.
-
-        Empty unless the trainer holds no batch, b groups are ready, and only older running groups keep them from
-        being taken. `OnOverdue.DROP` filters them with `OVERDUE_REASON`.
-        """
-        starts = self._candidate_starts()
-        if self._leased or self._gate.batches_left == 0 or sum(starts.values()) < self.settings.batch_groups:
-            return []
-        # Where places are short by `excess` at start s, every ready group of start <= s is in the batch already, so
-        # at least `excess` groups of start <= s are running: the oldest of those that run.
-        excesses = [excess for _, excess in self._gate.excess_after_take(starts)]
-        return self._live.oldest(GroupState.RUNNING, max(excesses, default=0))
-
     def mark_trained(self) -> StalenessStats:
         """The leased batch is in the weights; return the staleness of its groups.
 

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow
 import pyarrow.compute as compute
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from recipe.async_engine.settings.facts import VERLS_LOOPS, RowFault
 from recipe.async_engine.settings.plan import MODEL

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group, OnNonFinite, OnOverdue
+from recipe.async_engine.core.groups import Group, OnNonFinite
 from recipe.async_engine.core.prompt_manager import TrajectoryState
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 from recipe.async_engine.rollout.soundness import RewardError
@@ -55,7 +55,6 @@ class SchedulerSettings:
         slots_with_tools: as many may be under way while some of them are at tools instead; None: no more.
         max_retries: attempts of one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
-        on_overdue: what to do about running groups that keep the next batch from being taken.
         places: of the slots, those that generate at once; None: all of them.
         filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
             zero. New prompts take their place.
@@ -68,7 +67,6 @@ class SchedulerSettings:
     slots: int
     max_retries: int
     max_consecutive_failures: int
-    on_overdue: OnOverdue = OnOverdue.WAIT
     slots_with_tools: int | None = None
     places: int | None = None
     filter_groups: bool = False
@@ -85,7 +83,7 @@ class GroupRun:
     fetched: the payloads themselves, once the trainer has them. scores: where log-prob servers score what waits, object
     references of its scores by the newest version. records: what a checkpoint had of trajectories that have not ended
     since. issued_at, ready_at: when, by the monotonic clock. By trajectory: calls under way, what attempts failed with,
-    and the worker to avoid, that of the last one. given_up: it failed or was overdue, so that none of its trajectories
+    and the worker to avoid, that of the last one. given_up: it failed or was left out, so that none of its trajectories
     is tried again.
     """
 

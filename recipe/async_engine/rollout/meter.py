@@ -7,7 +7,7 @@ The scheduler tells it under its lock. Shown by tests/integration/test_scheduler
 from collections import Counter
 from collections.abc import Sequence
 
-from recipe.async_engine.core.groups import NON_FINITE_REASON, OVERDUE_REASON, UNIFORM_REASON, LedgerCounts
+from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON, LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
@@ -103,7 +103,7 @@ class RolloutMeter:
             + groups.failed_by_reason.get(NON_FINITE_REASON, 0),
             "fully_async/count/total_generated_samples": self._groups,
             "fully_async/count/staleness_samples": groups.live,
-            "fully_async/count/dropped_stale_samples": groups.filtered_by_reason.get(OVERDUE_REASON, 0),
+            "fully_async/count/dropped_stale_samples": 0,
             **self._of_version,
             **(turns if self._turns else {}),
         }

@@ -36,13 +36,11 @@ from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
 from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
-    OVERDUE_REASON,
     UNIFORM_REASON,
     Group,
     GroupState,
     LedgerCounts,
     OnNonFinite,
-    OnOverdue,
 )
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
@@ -359,7 +357,6 @@ class RolloutScheduler:
 
     async def _issue_forever(self) -> None:
         while True:
-            self._drop_overdue()
             while self._issue_some():
                 # Whoever waits for this loop, or for the lock, which is not a fair one, has its turn.
                 await asyncio.sleep(PAUSE_S)
@@ -562,12 +559,6 @@ class RolloutScheduler:
             rollout = self._timeline.rollout
             rollout.set(scoring=rollout.scoring + change)
             self._account()
-
-    def _drop_overdue(self) -> None:
-        if self._settings.on_overdue is OnOverdue.DROP:
-            with self._changed:
-                for group in self.ledger.overdue():
-                    self._abandon(self._runs[group.id], self.ledger.filter, OVERDUE_REASON)
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
         told = await self._pool.export(timeout_s)

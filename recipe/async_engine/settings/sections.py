@@ -145,12 +145,6 @@ class AsyncTraining:
         "How far generation runs ahead, fractions allowed; at most `max_staleness`. null: `staleness_threshold`.",
         **VERSIONS,
     )
-    on_overdue: str = field(
-        "wait",
-        "What happens to a running group that keeps the next batch from being taken: `wait` for it, or `drop` it (it"
-        " is cancelled and counted as filtered; this starves long answers).",
-        choices=("wait", "drop"),
-    )
     on_non_finite: str = field(
         "fail",
         "What a group counts as in which a reward, what groups are filtered by, or a log-prob of the rollout is NaN or"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import OnNonFinite, OnOverdue
+from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
@@ -43,7 +43,6 @@ def scheduler_settings(plan: RunPlan, config: Any, in_turns: bool) -> SchedulerS
         places=plan.engine_places,
         max_retries=training.max_group_retries,
         max_consecutive_failures=plan.batch_groups,
-        on_overdue=OnOverdue(training.on_overdue),
         on_non_finite=OnNonFinite(training.on_non_finite),
         filter_groups=filtering,
         filter_limit=max(0, batches or 0) * plan.batch_groups,
