@@ -35,7 +35,6 @@ WAYS = {
     "drain": [f"{WEIGHTS}.at_swap=drain"],
     "interrupt": [f"{WEIGHTS}.at_swap=interrupt"],
     "keep": [f"{WEIGHTS}.at_swap=keep"],
-    "keep, old cache": [f"{WEIGHTS}.at_swap=keep", f"{WEIGHTS}.keep_cache=true"],
 }
 SETTINGS = [
     "preset=tiny_cpu_long_tail",

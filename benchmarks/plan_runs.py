@@ -77,9 +77,6 @@ SCENARIOS = {
     "uniform_rewards": Scenario((*bound(1), "async_training.reward_processes=8"), lengths="uniform", reward_s=0.4),
     "replicas_2_bound_3": Scenario((*bound(3), "rollout.n_gpus_per_node=2")),
     "batch_8_bound_3": Scenario((*bound(3), "actor_rollout_ref.actor.ppo_mini_batch_size=8"), batch=8),
-    "keep_cache": Scenario(
-        (*bound(2), "async_training.weights.at_swap=keep", "async_training.weights.keep_cache=true")
-    ),
     "one_step_off": Scenario(mode="one_step_off"),
     "partial_rollout": Scenario(bound(3), replace(DEVICES, shared=True), mode="partial_rollout"),
     "partial_rollout_bound_0": Scenario(bound(0), replace(DEVICES, shared=True), mode="partial_rollout"),

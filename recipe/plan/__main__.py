@@ -43,7 +43,6 @@ def of_run(run: Run, steps: int) -> Scenario:
         whole_batches=said["whole_batches"],
         shared=run.devices.shared,
         at_swap=said["at_swap"],
-        keep_cache=said["keep_cache"],
         reward_processes=scorers(run),
         beside=said["publish"] == "beside",
         steps=steps,

@@ -60,7 +60,6 @@ class Scenario:
     whole_batches: bool = False
     shared: bool = False
     at_swap: str = "interrupt"
-    keep_cache: bool = False
     beside: bool = True
     steps: int = 20
     trainer_ranks: int = 1
@@ -270,7 +269,7 @@ class Simulation:
     def _open_engines(self) -> None:
         for number, engine in enumerate(self.engines):
             if number not in self._down and engine.closed:
-                engine.reopen(again=not self.scenario.keep_cache)
+                engine.reopen(again=True)
 
     def _end_turn(self) -> float:
         """Returns how long the step under way takes to its end."""

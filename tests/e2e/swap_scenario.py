@@ -42,7 +42,6 @@ from recipe.async_engine.weights.publisher import WeightPublisher
 WAYS = {
     "interrupt": Weights(at_swap="interrupt"),
     "keep": Weights(at_swap="keep"),
-    "keep with its cache": Weights(at_swap="keep", keep_cache=True),
     "in place": Weights(staging="none", at_swap="interrupt"),
 }
 AT_ONCE = 24

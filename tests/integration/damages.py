@@ -42,7 +42,6 @@ SETTINGS = {
     "rollout_replicas": 1,
     "publish": "beside",
     "at_swap": "interrupt",
-    "keep_cache": False,
     "staging": "none",
     "reward_processes": 2,
     "reward_workers": 3,

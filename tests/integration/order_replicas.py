@@ -125,7 +125,7 @@ class Replica:
     async def abort_all_requests(self) -> None:
         await self.server_handle.pause.remote()
 
-    async def hold_requests(self, keep_cache: bool) -> None:
+    async def hold_requests(self) -> None:
         await self.server_handle.pause.remote()
 
     async def resume_generation(self) -> None:

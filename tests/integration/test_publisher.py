@@ -74,8 +74,8 @@ class Replica:
             raise ActorDiedError()
         self.note("pause")
 
-    async def hold_requests(self, keep_cache: bool) -> None:
-        self.note(f"hold {keep_cache}")
+    async def hold_requests(self) -> None:
+        self.note("hold")
 
     async def release_kv_cache(self) -> None:
         self.note("release")
@@ -233,15 +233,14 @@ def test_generation_pauses_before_weights_are_loaded_in_place() -> None:
     assert fleet.routed == ["server-0", "server-1"]
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-def test_requests_are_held_where_the_version_came_and_interrupted_where_it_did_not(keep_cache: bool) -> None:
+def test_requests_are_held_where_the_version_came_and_interrupted_where_it_did_not() -> None:
     broken = RuntimeError("out of memory")
-    fleet = Fleet((), (None, broken, broken), weights=Weights(at_swap="keep", keep_cache=keep_cache))
+    fleet = Fleet((), (None, broken, broken), weights=Weights(at_swap="keep"))
     fleet.publish(0)
-    assert in_order(fleet, f"hold {keep_cache}", "swap 0", "announce", "resume")
+    assert in_order(fleet, "hold", "swap 0", "announce", "resume")
     fleet.journal.clear()
     fleet.publish(1)
-    assert [rank for what, rank in fleet.journal if what == f"hold {keep_cache}"] == [0]
+    assert [rank for what, rank in fleet.journal if what == "hold"] == [0]
     assert [rank for what, rank in fleet.journal if what == "pause"] == [1], "it will not resume with what it holds"
     assert fleet.routed == ["server-0"]
 

@@ -508,18 +508,15 @@ def watched(server: GatedVLLMHttpServer) -> list[Any]:
     return prompts
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-async def test_held_request_goes_on_with_its_tokens_labelled_on_both_sides_of_the_swap(
-    make_server: Any, keep_cache: bool
-) -> None:
+async def test_held_request_goes_on_with_its_tokens_labelled_on_both_sides_of_the_swap(make_server: Any) -> None:
     server = make_server()
     prompts = watched(server)
     await load(server, 3)
     held = request(server, "held")
     await submitted(server)
     await settle()
-    await server.hold_requests(keep_cache)
-    assert server.engine.cleared == ([] if keep_cache else ["keys and values", "encoders' outputs"])
+    await server.hold_requests()
+    assert server.engine.cleared == ["keys and values", "encoders' outputs"]
     late = request(server, "late")
     await server.swap(4, "checksum")
     assert await server.sampled_since({"held": 0}) == {"held": Sampled([7], [(3, 1)], None)}
@@ -529,29 +526,24 @@ async def test_held_request_goes_on_with_its_tokens_labelled_on_both_sides_of_th
     first, second = await asyncio.wait_for(asyncio.gather(held, late), SOON)
     assert (first.token_ids, first.stop_reason) == ([7, 8], "completed")
     assert first.extra_fields[VERSION_RUNS] == [(3, 1), (4, 1)]
-    assert first.extra_fields[RECOMPUTED] == (0 if keep_cache else 3)
+    assert first.extra_fields[RECOMPUTED] == 3
     assert second.extra_fields["submitted_version"] == 4 and VERSION_RUNS not in second.extra_fields
     assert [prompt["cache_salt"] for prompt in prompts] == ["version 3", "version 4"]
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-async def test_request_without_a_token_is_sent_again_where_caches_are_kept(make_server: Any, keep_cache: bool) -> None:
+async def test_held_request_without_a_token_is_of_the_new_version_alone(make_server: Any) -> None:
     server = make_server()
     watched(server)
     server.engine.prefilling = True
     await load(server, 3)
     waiting = request(server, "waiting")
     await submitted(server)
-    await server.hold_requests(keep_cache)
+    await server.hold_requests()
     await server.swap(4, "checksum")
-    if not keep_cache:
-        await server.resume_generation()
-        server.engine.finish_all()
+    await server.resume_generation()
+    server.engine.finish_all()
     answer = await asyncio.wait_for(waiting, SOON)
-    if keep_cache:
-        assert (answer.token_ids, answer.stop_reason) == ([], "aborted")
-    else:
-        assert answer.extra_fields[VERSION_RUNS] == [(4, 2)]
+    assert answer.extra_fields[VERSION_RUNS] == [(4, 2)]
 
 
 async def test_swap_that_fails_closes_the_server_and_sends_what_it_holds_away(make_server: Any) -> None:
@@ -560,7 +552,7 @@ async def test_swap_that_fails_closes_the_server_and_sends_what_it_holds_away(ma
     await load(server, 3)
     held = request(server, "held")
     await submitted(server)
-    await server.hold_requests(keep_cache=False)
+    await server.hold_requests()
     server.engine.swap_error = RuntimeError("torn")
     with pytest.raises(RuntimeError, match="torn"):
         await server.swap(4, "checksum")

@@ -29,9 +29,7 @@ def test_the_best_split_balances_both_sides() -> None:
         update_s=lambda lengths, ranks: 80.0 / ranks,
         log_probs_s=lambda lengths, ranks: 0.0,
     )
-    base = Scenario(
-        batch_groups=48, answers=2, replicas=1, slots=8, places=8, steps=16, at_swap="keep", keep_cache=True
-    )
+    base = Scenario(batch_groups=48, answers=2, replicas=1, slots=8, places=8, steps=16, at_swap="keep")
     # 16 devices: generation takes 120 s / replicas and training 80 s / ranks, equal at 6.4 ranks.
     found = advise(base, times, 16, Goal(), [0])
     assert found[0].scenario.trainer_ranks == 6

@@ -33,7 +33,6 @@ TAILS = tuple((1 + draw % 7, 1 + (draw * draw) % 29) for draw in range(40))
 WAYS = {
     "interrupt": replace(SMALL, max_staleness=2, pipeline_depth=2, slots=6),
     "keep": replace(SMALL, at_swap="keep", max_staleness=3, pipeline_depth=3, slots=8),
-    "keep_cache": replace(SMALL, at_swap="keep", keep_cache=True, max_staleness=3, pipeline_depth=3, slots=8),
     "drain": replace(SMALL, at_swap="drain"),
     "one_step_off": replace(SMALL, at_swap="drain", whole_batches=True),
     "k_2": replace(SMALL, batches_per_version=2, max_staleness=2, pipeline_depth=1.5),
@@ -99,7 +98,7 @@ def test_a_batch_that_is_generated_in_two_rounds_takes_two() -> None:
 
 @pytest.mark.parametrize(("update", "limit"), [(5.0, 5.0), (0.1, 4 * STEP)])
 def test_the_slower_side_sets_the_pace_of_a_stream(update: float, limit: float) -> None:
-    scenario = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", keep_cache=True, steps=40)
+    scenario = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", steps=40)
     result = Simulation(scenario, times(update=update)).run()
     assert result.step_s(10) == pytest.approx(limit, rel=0.02)
 
@@ -178,7 +177,7 @@ def test_an_engine_that_dies_loses_the_step_under_way() -> None:
 
 
 def test_a_pause_is_as_long_as_the_step_under_way_or_the_swap() -> None:
-    stream = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", keep_cache=True, steps=40)
+    stream = replace(SMALL, max_staleness=2, pipeline_depth=2, at_swap="keep", steps=40)
     paces = [Simulation(stream, times(update=0.1, swap_s=swap_s)).run().step_s(10) for swap_s in (0.0, 0.1, 3 * STEP)]
     # Each version comes 0.1 s after a step has begun: what a swap takes longer than the rest of the step is lost.
     assert paces == pytest.approx([4 * STEP, 4 * STEP, 4 * STEP + 3 * STEP - (STEP - 0.1)])

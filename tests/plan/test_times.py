@@ -23,7 +23,6 @@ SETTINGS = {
     "rollout_replicas": 1,
     "publish": "beside",
     "at_swap": "interrupt",
-    "keep_cache": False,
     "reward_processes": 2,
     "reward_workers": 3,
     "whole_batches": False,
@@ -71,7 +70,7 @@ def test_a_record_gives_back_the_times_of_its_run(tmp_path: Path) -> None:
     assert set(times.rewards) == {0.5}
     scenario = of_run(run, 7)
     assert (scenario.batch_groups, scenario.answers, scenario.slots, scenario.places) == (1, 2, 4, 2)
-    assert (scenario.reward_processes, scenario.keep_cache) == (2 * 3, False)
+    assert scenario.reward_processes == 2 * 3
     assert (scenario.max_staleness, scenario.pipeline_depth, scenario.beside) == (2, 1.5, True)
 
 

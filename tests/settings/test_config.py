@@ -462,7 +462,6 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "beside"}, NCCL_RELAYS, "set async_training.weights.publish=inline"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),
         ({f"{WEIGHTS}.at_swap": "wait"}, f"{WEIGHTS}.at_swap", "drain or interrupt or keep, or null"),
-        ({f"{WEIGHTS}.keep_cache": True}, f"{WEIGHTS}.keep_cache", "at_swap=interrupt"),
         (KEEP | {f"{WEIGHTS}.staging": "none"}, f"{WEIGHTS}.staging", "loaded in place"),
         (KEEP | {f"{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config": {"kv_connector": "x"}}, CONNECTOR, "remove it"),
         (KEEP | WHOLE, f"{WEIGHTS}.at_swap", "drain with whole batches"),

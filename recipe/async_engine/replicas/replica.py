@@ -25,9 +25,9 @@ class GatedVLLMReplica(ReservedReplica, vLLMReplica):
         self.reservations = reservations
         self.server_class = with_control(GatedVLLMHttpServer, HELD)
 
-    async def hold_requests(self, keep_cache: bool) -> None:
+    async def hold_requests(self) -> None:
         """See :meth:`GatedVLLMHttpServer.hold_requests`."""
-        await asyncio.gather(*[server.hold_requests.remote(keep_cache) for server in self.servers])
+        await asyncio.gather(*[server.hold_requests.remote() for server in self.servers])
 
     def get_ray_class_with_init_args(self) -> Any:
         from verl.single_controller.ray import RayClassWithInitArgs

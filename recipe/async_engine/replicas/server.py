@@ -120,7 +120,6 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._outputs = OutputWatch(self._activity)
         self._life = uuid4().hex
         self._checksum: str | None = None
-        self._keeps_cache = False
 
     async def generate(
         self,
@@ -331,27 +330,23 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 for name in list(self._tasks):
                     await self.drop_request(name)
                 raise
-            await self._swapped_under(self._by_server_ids(counts), version)
+            self._swapped_under(self._by_server_ids(counts), version)
             self._adapter = self._coming
         await self.loaded(checksum)
         await self.set_global_steps(version)
 
-    async def hold_requests(self, keep_cache: bool) -> None:
+    async def hold_requests(self) -> None:
         """Stop the engine with its requests in it, which go on when generation resumes; later ones wait here.
 
-        Args:
-            keep_cache: they go on with the keys and values of what they have so far; otherwise those are computed
-                again, by whatever weights are live then.
+        The keys and values of what they have so far are computed again, by whatever weights are live then.
         """
         if self.node_rank != 0:
             return
         self._submission_paused, self._rejecting = True, False
         self._note_state()
         self._resume_event.clear()
-        self._keeps_cache = keep_cache
         await pause(self.engine, "keep")
-        if not keep_cache:
-            await forget_computed(self.engine)
+        await forget_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
         """Tokens by the server's names of requests; the engine adds something of its own to each name."""
@@ -359,22 +354,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
         return {states[name].external_req_id: count for name, count in known.items()}
 
-    async def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
+    def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
         """The engine has swapped its weights with requests in it, which have so many tokens of the old ones."""
         self._versions.swap(sampled, version)
         held = {name: count for name, count in sampled.items() if name in self._tasks and count}
-        if not self._keeps_cache:
-            for name, count in held.items():
-                self._recomputed[name] += self._outputs.asked_tokens(name) + count
-            self._activity.recompute(held)
-            return
-        # What has no token yet would look for its prefix among what the old weights computed. Its client asks again.
-        waiting = [name for name in self._tasks if self._versions.submitted(name) is not None and name not in held]
-        tasks = [self._tasks[name] for name in waiting]
-        for name in waiting:
-            await self.drop_request(name)
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._pause_timeout_s)
+        for name, count in held.items():
+            self._recomputed[name] += self._outputs.asked_tokens(name) + count
+        self._activity.recompute(held)
 
     async def begin_load(self, global_steps: int | None) -> None:
         """Close the server: weights of version ``global_steps`` are about to be written in place."""

@@ -112,14 +112,10 @@ class Weights:
         None,
         "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them"
         " (`timeouts.drain`); `interrupt`, they are cut and go on under the new version from the tokens that they have;"
-        " `keep`, they are held in the engine and go on there. Each token has the version that sampled it in any case."
+        " `keep`, they are held in the engine and go on there, what is before them being computed again by the new"
+        " weights. Each token has the version that sampled it in any case."
         " null: `interrupt`, or `drain` with `async_training.partial_rollout=false`.",
         choices=("drain", "interrupt", "keep"),
-    )
-    keep_cache: bool = field(
-        False,
-        "With `at_swap=keep`: true lets the held answers go on with the keys and values that the old weights computed,"
-        " so that their next tokens are of neither version alone; false has them computed again by the new weights.",
     )
 
 

@@ -58,7 +58,6 @@ class Settings(TypedDict, total=False):
     rollout_replicas: Count
     publish: Literal["beside", "inline"]
     at_swap: Literal["drain", "interrupt", "keep"]
-    keep_cache: bool
     staging: str
     reward_processes: Annotated[int, Field(ge=0, le=4096)]
     reward_workers: Annotated[int, Field(ge=1, le=4096)] | None

@@ -188,7 +188,6 @@ def _advised(config: Any, plan: RunPlan) -> dict[str, Any]:
         "rollout_replicas": plan.rollout_replicas,
         "publish": plan.settings.weights.publish,
         "at_swap": plan.settings.weights.at_swap,
-        "keep_cache": plan.settings.weights.keep_cache,
         "staging": plan.settings.weights.staging,
         "reward_processes": training.reward_processes,
         "reward_workers": OmegaConf.select(config, "reward.num_workers"),

@@ -298,7 +298,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     async def _pause(self, record: ReplicaRecord, is_holder: bool) -> None:
         if is_holder and self.weights.at_swap == "keep":
-            await record.replica.hold_requests(self.weights.keep_cache)
+            await record.replica.hold_requests()
             return
         await record.replica.abort_all_requests()
         if self._in_place:
