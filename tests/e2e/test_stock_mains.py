@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import stock_overrides as stock
 import torch
-from main_runs import FULLY_ASYNC, small
+from main_runs import FULLY_ASYNC, small, trainer_log
 from main_runs import run_main as run_ours
 from metric_names import row_of, rows
 from safetensors.torch import load_file
@@ -64,7 +64,7 @@ def begins_with_the_weights_of(stock_folder: Path, task: TaskPaths, tmp_path: Pa
     overrides += [f"async_training.start_from={stock_folder}", "actor_rollout_ref.actor.optim.lr=0"]
     run = run_ours(FULLY_ASYNC, overrides, folder)
     assert run.returncode == 0, run.output[-8000:]
-    assert "optimizer, learning-rate schedule, position in the data" in run.output
+    assert "optimizer, learning-rate schedule, position in the data" in trainer_log(overrides)
     assert (run.summary["resumed"]["step"], run.summary["steps"]) == (0, 1)
     stock_weights, ours = (
         torch.load(place / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)

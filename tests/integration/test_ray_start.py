@@ -22,6 +22,8 @@ from recipe.async_engine.platform import sockets
 from recipe.async_engine.platform.sockets import LONGEST_PATH, NoShortPath, short
 from recipe.async_engine.run.ray_start import patience, shorten_folders, start_own
 
+CHECKOUT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Path:
@@ -167,7 +169,7 @@ ray.shutdown()
 @pytest.mark.slow
 @pytest.mark.parametrize("temp_dir", [True, False], ids=["ray's own folder", "TMPDIR alone"])
 def test_ray_starts_in_folders_of_any_length(temp_dir: bool, deep: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(deep), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TMPDIR": str(deep), "PYTHONPATH": str(CHECKOUT)}
     environment.pop("RAY_TMPDIR", None)
     command = [sys.executable, "-c", STARTS, str(deep / "r") if temp_dir else ""]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -175,3 +177,34 @@ def test_ray_starts_in_folders_of_any_length(temp_dir: bool, deep: Path) -> None
     length, answer = done.stdout.split("sockets ")[1].split()[:2]
     assert (int(length) < 67, answer) == (True, "42")
     assert list(deep.glob("r*/session_*"))
+
+
+DIES = """
+import psutil, threading, time
+from recipe.async_engine.run.ray_start import start_own
+import ray
+
+def end_the_first_node():
+    while not (found := [p for p in psutil.Process().children() if p.name() == "raylet"]):
+        time.sleep(0.05)
+    found[0].kill()
+    print("ended", flush=True)
+
+threading.Thread(target=end_the_first_node, daemon=True).start()
+began = time.monotonic()
+start_own({"num_cpus": 1, "include_dashboard": False}, 300.0)
+print("took", time.monotonic() - began, ray.get(ray.remote(lambda: 42).remote()))
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_start_whose_node_dies_is_made_again_and_not_waited_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_TMPDIR": tempfile.mkdtemp(prefix="r-"), "PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, "-c", DIES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ended")
+    seconds, answer = done.stdout.split("took ")[1].split()
+    assert (float(seconds) < 200, answer) == (True, "42")
+    assert "it is started once more" in done.stderr

@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 FOLDERS = ("RAY_TMPDIR", "TMPDIR")
 """Variables that say where Ray, vLLM, multiprocessing and this package put files, sockets among them."""
 ASK_AGAIN_S = 0.2
-GIVEN_UP = "timed out during startup"
-"""In Ray's message (ray/_private/node.py:440), also where its node has ended, having waited for its own processes."""
+GIVEN_UP = ("timed out during startup", "Timed out waiting for file")
+"""In Ray's messages (ray/_private/node.py:440, :1407), also where its node has ended: that gives its agents 30 s, by a
+number in its code, to write their ports to files, and then aborts."""
+LONGEST_S = 120
+"""Ray's control process has at most that for its port in one start; one that has died would be waited for as long."""
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
@@ -89,7 +92,7 @@ def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:
                 ray.init(**arguments)
                 return
         except Exception as error:  # Ray has no class for it
-            if GIVEN_UP not in str(error) or time.monotonic() >= deadline:
+            if not any(words in str(error) for words in GIVEN_UP) or time.monotonic() >= deadline:
                 raise
         logger.warning("Ray has given up its own start: it is started once more")
         begun = set(psutil.Process().children()) - before
@@ -110,8 +113,8 @@ def patience(startup_s: float) -> Iterator[None]:
     """A Ray that is started in it has so many seconds for that, where Ray's own limits are shorter.
 
     Ray gives the node that it starts 30 s to be known, by a number in its code (ray/_private/node.py:428): each time
-    that it asks, the answer waits for the node, as long as there is still a process of it. Its other limits are
-    variables, which its processes inherit.
+    that it asks, the answer waits for the node, as long as there is still a process of it. Other limits are variables,
+    which its processes inherit.
     """
     asked, deadline = services.get_node, time.monotonic() + startup_s
 
@@ -125,8 +128,7 @@ def patience(startup_s: float) -> Iterator[None]:
             time.sleep(ASK_AGAIN_S)
 
     if startup_s:
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(startup_s)))
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", str(int(startup_s)))
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(min(startup_s, LONGEST_S))))
         os.environ.setdefault("RAY_agent_register_timeout_ms", str(int(1000 * startup_s)))
     services.get_node = get_node
     try:
