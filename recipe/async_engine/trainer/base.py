@@ -211,7 +211,8 @@ class AsyncPPOTrainer(Startup):
         # Generation of the first batch goes on during the first validation.
         first = self._validate_now() if self.config.trainer.get("val_before_train", True) else {}
         first |= rehearsed
-        self.logger.log(data=first, step=self.global_steps)
+        if first:
+            self.logger.log(data=first, step=self.global_steps)
         yield first
         if self.config.trainer.get("val_only", False):
             return
