@@ -194,12 +194,13 @@ def new_scheduler(
     retries: int = 1,
     failures: int = 2,
     tell: Tell = ignore,
+    group_ended: Any = lambda error: None,
     **filtering: Any,
 ) -> RolloutScheduler:
     ticks = iter(range(10**9))
     settings = SchedulerSettings(group_size, slots, retries, failures, **filtering)
     timeline = Timeline(lambda: float(next(ticks)), slots)
-    return RolloutScheduler(ledger, source, pool, settings, timeline, tell=tell)
+    return RolloutScheduler(ledger, source, pool, settings, timeline, tell=tell, group_ended=group_ended)
 
 
 def settled(scheduler: RolloutScheduler) -> None:

@@ -31,6 +31,7 @@ TOOL_LIST = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
         (EXTERNAL, "no_such_module", "correct the name, install it, or put its folder on PYTHONPATH"),
         (EXTERNAL, "[json,no_such_module]", "no_such_module"),
         (BACKEND, "recipe.async_engine.weights.no_such_engine", "a module that can be imported here"),
+        *((BACKEND, value, "allowed is a path or name, or null") for value in ("true", "3", "[]", "{}")),
     ],
 )
 def test_what_is_not_there_is_refused_by_its_setting(

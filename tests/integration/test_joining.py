@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from verl.utils.tracking import RLInsightLogger
 
 from recipe.async_engine.platform.detect import Machine, cluster_to_join
 from recipe.async_engine.run import driver, ray_start
@@ -65,4 +66,10 @@ def test_variables_are_taken_out_of_the_configuration_and_written_nowhere(
     written = (tmp_path / driver.SETTINGS_FILE).read_text()
     assert "KEY: (hidden)" in written and "hunter2" not in written
     assert driver._take_environment(config) == {"KEY": "hunter2", "COUNT": "3"}
+
+
+@pytest.mark.parametrize("loggers", ["rl_insight", ["console", "rl_insight"]])
+def test_rl_insight_is_enabled_in_every_process_as_by_verls_main(loggers: Any) -> None:
+    config = OmegaConf.create({"trainer": {"logger": loggers}, "ray_kwargs": {"ray_init": {"runtime_env": None}}})
+    assert driver._take_environment(config) == {RLInsightLogger.ENABLE_ENV: "1"}
     assert "hunter2" not in repr(OmegaConf.to_container(config, resolve=True))

@@ -82,6 +82,7 @@ def configured(base: list[str], *more: str) -> dict[str, Any]:
         (f"{ROLLOUT}.agent.default_agent_loop", "tool_agnet", "tool_agent"),
         (f"{ROLLOUT}.multi_turn.format", "herms", "hermes"),
         (f"{ROLLOUT}.checkpoint_engine.backend", "recipe_glo", "recipe_gloo"),
+        (f"{ROLLOUT}.checkpoint_engine.backend", "hccl", "nccl"),
         ("actor_rollout_ref.model.override_config.attn_implementation", "spda", "sdpa"),
         (f"{ACTOR}.optim.optimizer", "AdmaW", "AdamW"),
     ],

@@ -7,6 +7,7 @@ What runs write is held against it in each end-to-end run (tests/e2e/main_runs.p
 from __future__ import annotations
 
 import ast
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ from metric_names import ALL, names_in, row_of, rows, stock_names
 from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.utils.debug import marked_timer
 
 from recipe.async_engine.core.groups import LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.settings.plan import RunPlan, derive
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.step_metrics import StepMetrics
 
 PACKAGE = Path(__file__).parents[2] / "recipe"
@@ -136,6 +139,43 @@ def test_throughput_is_of_all_accelerators_and_stale_trajectories_are_counted_on
 
 
 STALE = "stale_trajectory_processed"
+
+
+class Stepping(AsyncPPOTrainer):
+    """Its one step ends a version; what is before and after its training is left out, or takes its time."""
+
+    def __init__(self, saves_within: bool) -> None:
+        def nothing(*_: Any) -> dict[str, Any]:
+            return {}
+
+        self.saves_within, self.global_steps, self.max_steps_duration = saves_within, 0, 0.0
+        self.timeline = Timeline(time.monotonic, 1)
+        other = SimpleNamespace(is_over=False, begin=nothing, train=nothing, end=nothing, metrics=nothing)
+        figures = SimpleNamespace(now=nothing, report=nothing, of_step=nothing, log=lambda data, step: None)
+        parts = dict.fromkeys(("saving", "publishing", "profiling", "fleet", "reward_loop_manager"), other)
+        parts |= dict.fromkeys(("figures", "step_metrics", "logger"), figures)
+        calls = ("_fetched_groups", "_train", "_save_if_instance_expires", "_fit_collect_metrics", "_fit_experimental")
+        vars(self).update(parts, **dict.fromkeys(calls, nothing))
+        vars(self).update(plan=SimpleNamespace(total_steps=1), ledger=SimpleNamespace(batches_left=0, announced=1))
+
+    def _publish(self) -> None:
+        if self.saves_within:
+            with marked_timer("save_checkpoint", self.timing_raw):
+                time.sleep(LONG_S)
+
+    def _save_and_validate(self) -> None:
+        time.sleep(LONG_S)
+
+
+LONG_S = 0.5
+
+
+@pytest.mark.parametrize("saves_within", [False, True], ids=["after the step", "before the weights go out"])
+def test_a_steps_time_is_without_validation_and_checkpoint(saves_within: bool) -> None:
+    trainer = Stepping(saves_within)
+    trainer._step()
+    assert 0 <= trainer.timing_raw["step"] < LONG_S
+    assert trainer.max_steps_duration == trainer.timing_raw["step"]
 
 
 class Clock:

@@ -14,6 +14,7 @@ import pytest
 from remote_fakes import Rows, make_loader, make_source
 from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, new_scheduler, settled, wait_until
 
+from recipe.async_engine.core.alarms import AlarmLimit, Alarms
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import UNIFORM_REASON, GroupState, OnNonFinite
 from recipe.async_engine.core.ledger import SampleLedger
@@ -277,6 +278,19 @@ def test_run_ends_at_the_first_failed_group_when_no_worker_is_left(start: Any) -
     pool.of(0).fail(TrajectoryFailed("the last worker died"))
     with pytest.raises(RolloutFailed, match="the last worker died"):
         scheduler.take_batch(SOON)
+
+
+def test_run_ends_when_more_of_its_groups_fail_than_may_though_others_succeed_in_between(start: Any) -> None:
+    def answer(call: ScriptedCall) -> None:
+        call.fail(RewardError("429: too many requests")) if call.group.id % 5 in (0, 2, 4) else call.finish()
+
+    alarms = Alarms({"failed_groups": 0.5})
+    pool, heard = ScriptedPool(answer), alarms.group_ended
+    scheduler = start(new_scheduler(new_ledger(), make_source(200), pool, failures=4, group_ended=heard))
+    with pytest.raises(AlarmLimit, match=r"429: too many requests.*failed_groups=0\.5 allows"):
+        while train(scheduler) is not None:
+            """It trains what there is."""
+    assert alarms.counts["failed_groups"] > 0 and scheduler.ledger.counts().trained < 40
 
 
 def test_success_in_between_forgives_earlier_failures(start: Any) -> None:

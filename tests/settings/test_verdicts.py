@@ -62,6 +62,11 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         ({f"{ROLLOUT}.checkpoint_manager_class": "mine.M"}, f"{ROLLOUT}.checkpoint_manager_class", "custom_backend"),
         ({f"{ROLLOUT}.prometheus": {"enable": True}}, f"{ROLLOUT}.prometheus.enable", "disable_log_stats=false"),
         (
+            {"trainer.logger": ["console", "rl_insight"], f"{ROLLOUT}.disable_log_stats": True},
+            f"{ROLLOUT}.disable_log_stats",
+            "false with trainer.logger=rl_insight",
+        ),
+        (
             {"reward.reward_model": REWARD_MODEL | {"rollout": {"name": "vllm", "disaggregation": {"enabled": True}}}},
             "reward.reward_model.rollout.disaggregation.enabled",
             "remove it",
@@ -99,10 +104,13 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         ),
         # Engines.
         ({f"{ACTOR}.strategy": "fsdp3"}, f"{ACTOR}.strategy", "fsdp or fsdp2"),
-        (
-            {"model_engine": "torchtitan", f"{ACTOR}.strategy": "torchtitan", "trainer.save_freq": 1},
-            "async_training.trigger_parameter_sync_step",
-            "1 with",
+        *(
+            (
+                {"model_engine": "torchtitan", f"{ACTOR}.strategy": "torchtitan", setting: value},
+                "async_training.trigger_parameter_sync_step",
+                "1 with",
+            )
+            for setting, value in (("trainer.save_freq", 1), ("async_training.proximal_log_probs", "recompute"))
         ),
         (
             {
@@ -175,6 +183,14 @@ def test_resources_of_v1_are_told_by_a_main_and_taken_by_a_flag() -> None:
     (said,) = [notice for notice in told({f"{ROLLOUT}.nnodes": 2}) if "nnodes=2" in notice]
     assert "set rollout.nnodes" in said
     assert [notice for notice in told({f"{ROLLOUT}.nnodes": 2} | BY_FLAG) if "nnodes=2" in notice] == []
+
+
+def test_accelerators_of_generation_have_no_effect_where_it_has_the_trainers() -> None:
+    in_turns = SHARED_PLACES | {"data.train_batch_size": 16, "async_training.staleness_threshold": 1}
+    in_turns |= {"async_training.trigger_parameter_sync_step": 1, "async_training.require_batches": 1}
+    for setting in ("rollout.nnodes", "rollout.n_gpus_per_node", f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"):
+        (said,) = [notice for notice in told(in_turns | {setting: 2}) if f"{setting}=2" in notice]
+        assert "no effect: both sides share the trainer's accelerators: trainer.nnodes" in said
 
 
 def test_ranks_that_share_a_sequence_are_those_of_each_engine() -> None:

@@ -198,6 +198,12 @@ TABLE: tuple[Verdict, ...] = (
         allowed=f"false with {ROLLOUT}.disable_log_stats=true",
         here=lambda context: bool(context.get(f"{ROLLOUT}.disable_log_stats", True)),
     ),
+    *_refused(
+        "verl's servers refuse it without statistics.",
+        f"{ROLLOUT}.disable_log_stats",
+        allowed="false with trainer.logger=rl_insight",
+        here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
+    ),
     # Settings of other trainers, and those that another one decides here.
     *_none("this run has a trainer of its own", "trainer.use_v1"),
     *_none("it is for verl's own v1 trainers; async_training has what this one reads", V1),
