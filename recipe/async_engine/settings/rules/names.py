@@ -134,6 +134,12 @@ NAMES: tuple[Name, ...] = (
     ),
     Name("reward.reward_manager.source", ("register", "importlib")),
     Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
+    Name(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", ("left", "middle", "right")),
+    Name(
+        "algorithm.pf_ppo.reweight_method",
+        ("pow", "max_min", "max_random"),
+        used=lambda context: bool(context.get("algorithm.use_pf_ppo")),
+    ),
     Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     Name(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", "raw_logprobs")),
     Name(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
