@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 TRAIN_FILES, VAL_FILES = "data.train_files", "data.val_files"
+VERLS_MANAGERS = ("dapo", "gdpo", "naive", "rate_limited", "remote")
+"""Of rewards; they take a row's `reward_model` apart."""
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 """The agent loops that verl brings, which take messages alone."""
 
