@@ -13,10 +13,12 @@ import pyarrow.parquet
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.modes import MODES
+from recipe.async_engine.run import driver
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.learning import LIMITS
@@ -206,3 +208,18 @@ def test_fuzz_reaches_both_outcomes(base: dict[str, Any]) -> None:
     assert look({**base, "trainer": {**base["trainer"], "save_freq": 3}}).problems == []
     (problem,) = look({**base, "trainer": {**base["trainer"], "save_freq": "x"}}).problems
     assert problem.setting == "trainer.save_freq"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("${oc.env:NOT_SET_ANYWHERE}", "NOT_SET_ANYWHERE"), ("${nowhere.else}", "nowhere.else"), ("???", "Missing")],
+)
+def test_a_main_names_a_setting_that_refers_to_nothing(
+    value: str, words: str, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({**base, "trainer": {**base["trainer"], "default_local_dir": value}})
+    with pytest.raises(SystemExit) as ended:
+        driver.main(config, "fully_async")
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "ConfigError" in said and "trainer.default_local_dir" in said and words in said

@@ -300,6 +300,15 @@ def test_text_where_verl_takes_values_apart_is_named_by_column(model: Path, tmp_
     assert "column reward_model: text or another value" in said
 
 
+def test_rewards_without_an_answer_are_named_where_a_manager_of_verls_takes_it(model: Path, tmp_path: Path) -> None:
+    content = [{**row, "reward_model": {"style": "rule"}} for row in rows([message("sort 1")] * ROWS)]
+    (said,) = problems(model, data := write(tmp_path / "a.parquet", content))
+    assert "column reward_model.ground_truth: no value" in said
+    assert problems(model, data, "reward.reward_manager.name=registered_by_a_plugin") != [said]
+    content[-1]["reward_model"] = {"style": "rule", "ground_truth": None}
+    assert problems(model, write(tmp_path / "b.parquet", content)) == []
+
+
 def test_a_row_without_what_it_needs_is_found_wherever_it_is(model: Path, tmp_path: Path) -> None:
     content = rows([message("sort 1")] * 6000)
     content[5000]["prompt"] = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,8 +20,8 @@ from omegaconf import OmegaConf
 from ray._private import services
 
 from recipe.async_engine.platform import sockets
-from recipe.async_engine.platform.sockets import LONGEST_PATH, NoShortPath, short
-from recipe.async_engine.run.ray_start import patience, shorten_folders, start_own
+from recipe.async_engine.platform.sockets import LONGEST_PATH, NoShortPath, UnusableFolder, short
+from recipe.async_engine.run.ray_start import FOLDERS, patience, shorten_folders, start_own
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -135,6 +136,40 @@ def test_link_of_somebody_else_is_not_used(deep: Path, links: Path, tmp_path: Pa
     link.symlink_to(tmp_path)
     with pytest.raises(NoShortPath):
         short(str(deep))
+
+
+@pytest.mark.parametrize("name", ["a b", "\u00e9", "~"])
+def test_a_folder_whose_path_is_no_plain_one_has_a_link(name: str, tmp_path: Path) -> None:
+    (folder := tmp_path / name).mkdir()
+    link = short(str(folder), room=0)
+    assert link != str(folder) and Path(link).samefile(folder)
+
+
+@pytest.mark.parametrize("named", ["TMPDIR", "RAY_TMPDIR", "ray_kwargs.ray_init._temp_dir"])
+def test_a_temporary_folder_that_cannot_be_used_is_refused_by_name(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in FOLDERS:
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+
+    def shortened(value: str) -> str:
+        ray_init = OmegaConf.create({"_temp_dir": None})
+        if named in FOLDERS:
+            monkeypatch.setenv(named, value)
+        else:
+            ray_init._temp_dir = value
+        shorten_folders(ray_init)
+        return str(os.environ.get(named) if named in FOLDERS else ray_init._temp_dir)
+
+    with pytest.raises(UnusableFolder, match=re.escape(f"{named}=file")):
+        shortened("file")
+    with pytest.raises(UnusableFolder, match=re.escape(f"{named}=/proc/1/x")):
+        shortened("/proc/1/x")
+    # Processes of a run have other working directories.
+    assert os.path.isabs(shortened("relative")) and Path(shortened("relative")).samefile(tmp_path / "relative")
+    assert shortened("") in ("None", "")
 
 
 def test_folders_of_a_run_are_short_ones(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RequestFailed
-from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, UnsupportedRunner
+from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, EngineArguments, UnsupportedRunner
 from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.replicas.server import ForeignExtension, GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
 from recipe.async_engine.replicas.weights_gate import FirstWeightsTimeout, WeightsGate
@@ -168,6 +169,29 @@ async def settle() -> None:
 
 async def submitted(server: GatedVLLMHttpServer) -> None:
     await asyncio.wait_for(server.engine.submitted.wait(), SOON)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--disable_mm_preprocessor_cache"], "unrecognized arguments: --disable-mm-preprocessor-cache"),
+        (["--seed", "x"], "'x'"),
+    ],
+)
+def test_arguments_that_vllm_does_not_take_are_said(
+    make_server: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    """Its parser would end the process, and print to a log of Ray's alone."""
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--seed", type=int)
+
+    async def launch_server(self: Any) -> None:
+        parser.parse_args(arguments)
+
+    monkeypatch.setattr(vLLMHttpServer, "launch_server", launch_server)
+    with pytest.raises(EngineArguments, match="engine_kwargs") as raised:
+        asyncio.run(make_server().launch_server())
+    assert words in str(raised.value)
 
 
 async def test_gate_is_opened_by_a_commit_and_closed_by_the_next_load() -> None:

@@ -16,10 +16,12 @@ from verl_keys import FILE, VERL, table
 
 from recipe.async_engine.inspection.check import look
 from recipe.async_engine.settings.facts import FileFact
+from recipe.async_engine.settings.kinds import of_another_kind
 from recipe.async_engine.settings.legacy import OLDER, migrated
-from recipe.async_engine.settings.rules import learning, names
+from recipe.async_engine.settings.notices import left_behind, notices
+from recipe.async_engine.settings.rules import learning, names, stock
 from recipe.async_engine.settings.validation import judge
-from recipe.async_engine.settings.verdicts import TABLE, Kind, notices
+from recipe.async_engine.settings.verdicts import TABLE, Kind
 
 OPD, QUEUE = "distillation.enabled", "transfer_queue.backend"
 SHARED_PLACES = {"async_training.placement": "shared", "actor_rollout_ref.hybrid_engine": True}
@@ -127,6 +129,21 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "> 0") for value in (0, -1, float("nan"), "1")),
         *(({f"{ROLLOUT}.top_k": value}, f"{ROLLOUT}.top_k", "greedy") for value in (1, -2, None, 1.5)),
         ({f"{ROLLOUT}.top_p": 0}, f"{ROLLOUT}.top_p", "at most 1"),
+        ({f"{ACTOR}.clip_ratio_c": 1.0}, f"{ACTOR}.clip_ratio_c", "> 1"),
+        ({f"{ACTOR}.optim": {"lr_warmup_steps_ratio": 5}}, f"{ACTOR}.optim.lr_warmup_steps_ratio", "at most 1"),
+        ({f"{ROLLOUT}.gpu_memory_utilization": 80}, f"{ROLLOUT}.gpu_memory_utilization", "at most 1"),
+        ({f"{ROLLOUT}.val_kwargs": {"n": 0}}, f"{ROLLOUT}.val_kwargs.n", ">= 1"),
+        ({"data.dataloader_num_workers": -1}, "data.dataloader_num_workers", ">= 0"),
+        (
+            {f"{ROLLOUT}.multi_turn": {"tool_response_truncate_side": "top"}},
+            f"{ROLLOUT}.multi_turn.tool_response_truncate_side",
+            "middle",
+        ),
+        (
+            {"algorithm.use_pf_ppo": True, "algorithm.pf_ppo": {"reweight_method": "max"}},
+            "algorithm.pf_ppo.reweight_method",
+            "max_min",
+        ),
         ({f"{ACTOR}.ppo_epochs": 0}, f"{ACTOR}.ppo_epochs", "an integer >= 1"),
         ({f"{ACTOR}.optim": {"clip_grad": 0}}, f"{ACTOR}.optim.clip_grad", "scaled"),
         ({f"{ACTOR}.optim": {"lr": -1e-6}}, f"{ACTOR}.optim.lr", ">= 0"),
@@ -161,6 +178,13 @@ def test_what_cannot_run_is_refused_by_name(changes: Mapping[str, Any], setting:
         (f"{ACTOR}.grad_clip", 0.1, "set optim.clip_grad"),
         ("async_training.use_trainer_do_validate", True, "same scores"),
         ("trainers.save_freq", 3, "neither verl nor this package"),
+        ("data.truncation", "left", "filter_overlong_prompts"),
+        (f"{ACTOR}.freeze_vision_tower", True, "reads it nowhere"),
+        (f"{ACTOR}.megatron.router_replay.record_file", "x", "reads it nowhere"),
+        (f"{ACTOR}.fsdp_config.turbo_config.distributed.tensor_parallel_size", 2, "NPUs"),
+        ("actor_rollout_ref.model.mtp.speculative_num_steps", 2, "SGLang"),
+        (f"{ROLLOUT}.multi_turn.enable", True, "default_agent_loop=tool_agent"),
+        ("trainer.del_local_ckpt_after_load", True, "stay"),
     ],
 )
 def test_what_has_no_effect_is_said_with_what_to_use(
@@ -177,6 +201,115 @@ def test_what_has_no_effect_is_said_with_what_to_use(
     )
     assert "no effect" in said
     assert advice in said
+
+
+def test_a_setting_that_is_as_another_one_is_said_where_it_is_not() -> None:
+    defaults = {"critic": {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}", "forward_x": "${.ppo_x}"}}
+    for number, count in ((8, 0), (4, 1)):
+        _, context = judge(configured({"critic": {"rollout_n": number}}), None, ())
+        assert len([said for said in notices(context, defaults) if "critic.rollout_n=4" in said]) == count
+
+
+def test_what_a_script_adds_and_nobody_reads_is_said() -> None:
+    defaults = {"trainer": {"nnodes": 1}, "data": {"custom_cls": {"path": None}, "apply_chat_template_kwargs": {}}}
+    changes = {
+        "trainer.use_legacy_worker_impl": "disable",
+        "trainer.wandb_proxy": "http://proxy",
+        "trainer.tensorboard_dir": None,
+        "data.custom_cls": {"path": None, "nam": "Mine"},
+        "data.apply_chat_template_kwargs": {"enable_thinking": False},
+    }
+    _, context = judge(configured(changes), None, ())
+    (said,) = [said for said in notices(context, defaults) if "code of yours" in said]
+    assert "trainer.use_legacy_worker_impl=disable" in said and "data.custom_cls.nam=Mine" in said
+    assert not [name for name in ("wandb_proxy", "tensorboard_dir", "enable_thinking") if name in said]
+
+
+def test_what_verl_drops_of_older_rewards_is_said() -> None:
+    older = {
+        "reward_manager": "dapo",
+        "overlong_buffer": {"enable": True},
+        "micro_batch_size": None,
+        "model": {"path": "m", "input_tokenizer": "t"},
+        "rollout": {"n": 2},
+        "use_reward_loop": True,
+    }
+    said = list(left_behind({"reward_model": older}))
+    assert [notice.split("=")[0].removeprefix("reward_model.") for notice in said] == [
+        *("overlong_buffer.enable", "model.input_tokenizer", "use_reward_loop")
+    ]
+    assert "set reward.reward_kwargs.overlong_buffer_cfg" in said[0]
+    for nothing in ({}, {"reward_model": None}, {"reward_model": {}}):
+        assert list(left_behind(nothing)) == []
+    found = look(configured({"reward_model": older}), with_verl=False)
+    assert [notice for notice in found.warnings if "overlong_buffer" in notice]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        (f"{ACTOR}.entropy_coeff", "x", "a number"),
+        (f"{ACTOR}.entropy_coeff", float("nan"), "a number"),
+        (f"{ACTOR}.optim", {"betas": 0.9}, "a list"),
+        (f"{ACTOR}.shuffle", "yes", "true or false"),
+        (f"{ROLLOUT}.enforce_eager", "x", "true or false"),
+        ("algorithm.kl_ctrl", {"kl_coef": "0.001"}, "a number"),
+        ("algorithm.kl_ctrl", {"horizon": [1]}, "a number"),
+        ("data.apply_chat_template_kwargs", "enable_thinking=False", "a section of settings"),
+        ("trainer.project_name", {"a": 1}, "text"),
+        ("trainer.project_name", "???", "a value"),
+        ("trainer.val_only", "x", "true or false"),
+    ],
+)
+def test_a_value_of_another_kind_than_verls_is_refused_by_name(setting: str, value: Any, allowed: str) -> None:
+    name = (
+        f"{setting}.{next(iter(value))}" if isinstance(value, dict) and setting != "trainer.project_name" else setting
+    )
+    (problem,) = [item for item in look(configured({setting: value}), with_verl=False).problems if item.setting == name]
+    assert problem.allowed == allowed
+
+
+def test_kinds_that_verl_takes_are_accepted() -> None:
+    verl = OmegaConf.to_container(OmegaConf.load(VERL / "trainer/config/_generated_ppo_trainer.yaml"))
+    assert list(of_another_kind(verl, verl)) == []
+    taken = {
+        "trainer": {"experiment_name": 20261127, "logger": "console", "balance_batch": 0, "rollout_data_dir": 3},
+        "algorithm": {"rollout_correction": {"rollout_is_threshold": "0.5_2.0"}, "kl_ctrl": {"kl_coef": 1}},
+        "actor_rollout_ref": {"model": {"target_modules": ["q_proj"]}, "actor": {"entropy_coeff": None}},
+    }
+    assert list(of_another_kind(taken, verl)) == []
+
+
+def test_a_checkpoint_to_resume_from_that_no_mode_reads_is_said() -> None:
+    changes = {"trainer.resume_from_path": "/runs/global_step_5", "trainer.resume_mode": "auto"}
+    said = list(stock.without_effect(judge(configured(changes), None, ())[1]))
+    assert said == [
+        "trainer.resume_from_path=/runs/global_step_5 has no effect with trainer.resume_mode=auto: set resume_path"
+    ]
+    changes["trainer.resume_mode"] = "resume_path"
+    assert list(stock.without_effect(judge(configured(changes), None, ())[1])) == []
+
+
+@pytest.mark.parametrize("name", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
+def test_a_folder_that_cannot_be_made_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, count in ((tmp_path / "file", 1), (tmp_path / "file/run", 1), (tmp_path / "a b/\u00e9", 0)):
+        found = look(configured({f"trainer.{name}": str(path)}), with_verl=False).problems
+        assert len([problem for problem in found if problem.setting == f"trainer.{name}"]) == count
+
+
+def test_lengths_of_engines_are_the_datas() -> None:
+    setting = f"{ROLLOUT}.response_length"
+    assert "data.max_response_length" in str(refused({setting: 7, "data.max_response_length": 8})[setting])
+    assert setting not in refused({setting: 8, "data.max_response_length": 8})
+
+
+def test_resampling_without_a_critic_is_said_to_have_no_effect() -> None:
+    def said(changes: Mapping[str, Any]) -> list[str]:
+        return list(stock.without_effect(judge(configured(changes), None, ())[1]))
+
+    assert "adv_estimator=gae alone" in said({"algorithm.use_pf_ppo": True})[0]
+    assert said({"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "gae"}) == said({}) == []
 
 
 def test_resources_of_v1_are_told_by_a_main_and_taken_by_a_flag() -> None:

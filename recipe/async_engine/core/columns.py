@@ -25,7 +25,7 @@ REPORTED = "reward_extra_info"
 DATASET_INDEX = "dataset_index"
 """Of a prompt's fields: its row in the data set."""
 
-FAILURE = "data_failure"
+FAILURE = "recipe_data_failure"
 """Of a prompt's fields, alone: why its row could not be had from the data set, in the words of whatever failed."""
 
 ARGUMENTS = frozenset({"sampling_params", "self"})

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
@@ -33,8 +34,10 @@ from recipe.async_engine.inspection.prompt_check import is_hub_name
 from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.fields import is_count
+from recipe.async_engine.settings.kinds import of_another_kind
 from recipe.async_engine.settings.legacy import migrated
 from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.notices import left_behind, notices
 from recipe.async_engine.settings.packages import MODULES
 from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
 from recipe.async_engine.settings.problems import ConfigError, Problem
@@ -42,7 +45,6 @@ from recipe.async_engine.settings.rules import algorithm, batches, engines, lear
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
 from recipe.async_engine.settings.validation import judge
-from recipe.async_engine.settings.verdicts import notices
 from recipe.async_engine.settings.verl_types import well_formed
 from recipe.async_engine.storage.contents import without_weights
 
@@ -53,9 +55,22 @@ REWARD_FUNCTION = "reward.custom_reward_function"
 
 
 def plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing."""
+    """A configuration as a plain mapping with all interpolations resolved; `???` stays where a value is missing.
+
+    Raises:
+        ConfigError: an interpolation cannot be resolved.
+    """
     node = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-    return dict(OmegaConf.to_container(node, resolve=True))
+    try:
+        return dict(OmegaConf.to_container(node, resolve=True))
+    except OmegaConfBaseException as error:
+        raise unresolved(error) from error
+
+
+def unresolved(error: OmegaConfBaseException) -> ConfigError:
+    """What a value that refers to something that is not there, or is missing, is refused with."""
+    advice = str(error.msg or error).splitlines()[0]
+    return ConfigError([Problem(str(error.full_key), "as configured", "a value that can be made", f"{advice}.")])
 
 
 def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
@@ -66,6 +81,7 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
         *data_facts(config),
         *_reward_function(config),
         *_programs(config),
+        *_written(config),
         *code_facts(config),
     ]
 
@@ -146,6 +162,7 @@ def look(
             (`check_types`), only for names that are none of verl's own.
         makes_task: whether the run would make the built-in task, which fills paths that are null.
     """
+    dropped = list(left_behind(settings))
     settings = migrated(settings)
     # What is of a wrong type is reported by `judge`; the rest is looked at all the same.
     usable, _ = well_formed(settings)
@@ -153,6 +170,8 @@ def look(
     if makes_task:
         facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
     problems, context = judge(settings, _available(usable, available), facts)
+    named = {problem.setting for problem in problems}
+    problems += [problem for problem in of_another_kind(settings, _verls(context)) if problem.setting not in named]
     if with_verl is None:
         with_verl = not context.on_cpu or (not problems and bool(names.unusual(context)))
     if with_verl:
@@ -167,7 +186,7 @@ def look(
         *names.untried(context),
         *learning.trains_nothing(context),
     )
-    warnings = [*memory.warnings(context), *said, *_without_effect(context)]
+    warnings = [*memory.warnings(context), *said, *_without_effect(context), *dropped]
     return Findings(problems, warnings, context)
 
 
@@ -196,9 +215,13 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
 
 def _without_effect(context: RuleContext) -> list[str]:
     """By every setting as verl has it, in the file that comes with it; without that there is nothing to compare."""
-    engine = str(context.get("model_engine", "dp"))
-    defaults = _defaults("" if engine == "dp" else f"_{engine}")
+    defaults = _verls(context)
     return list(notices(context, defaults)) if defaults else []
+
+
+def _verls(context: RuleContext) -> dict[str, Any]:
+    engine = str(context.get("model_engine", "dp"))
+    return _defaults("" if engine == "dp" else f"_{engine}")
 
 
 @functools.lru_cache
@@ -346,6 +369,21 @@ def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
         except TypeError as error:
             fault = f"reward_kwargs: {error}."
         yield FileFact(REWARD_FUNCTION, path, "programs", fault=fault)
+
+
+def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:
+    """Folders that the run would make; on a cluster they may be where only its nodes see them."""
+    for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        path = lookup(config, f"trainer.{name}")
+        if not isinstance(path, str) or not path or lookup(config, "ray_kwargs.ray_init.address"):
+            continue
+        folder = Path(path).absolute()
+        with contextlib.suppress(OSError, ValueError):
+            there = next(above for above in (folder, *folder.parents) if above.exists())
+            fault = None if there.is_dir() else f"cannot be made: {there} is no folder"
+            if fault is None and not os.access(there, os.W_OK | os.X_OK):
+                fault = f"cannot be written to: {there} does not let you"
+            yield FileFact(f"trainer.{name}", path, "written", fault)
 
 
 def _code_fault(path: Path, function: str) -> str | None:

@@ -24,7 +24,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from recipe.async_engine.settings.facts import VERLS_LOOPS, RowFault
+from recipe.async_engine.settings.facts import VERLS_LOOPS, VERLS_MANAGERS, RowFault
 from recipe.async_engine.settings.plan import MODEL
 from recipe.async_engine.settings.sections import lookup
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Of the prompts that may be too long, so many are counted in tokens, the longest ones.
 COUNTED = 2000
+ANSWER = "ground_truth"
 
 
 def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...]:
@@ -47,12 +48,24 @@ def row_faults(table: Dataset, config: Mapping[str, Any]) -> tuple[RowFault, ...
     for name, needed in (("reward_model", _is_registered(config)), ("extra_info", False)):
         if name in columns:
             found += _mappings(name, columns[name], needed)
+    answers = columns.get("reward_model")
+    if answers is not None and _lack_answers(answers, config):
+        found.append(RowFault(f"reward_model.{ANSWER}", "missing", 0, len(answers)))
     return tuple(found)
 
 
 def _is_registered(config: Mapping[str, Any]) -> bool:
     """Whether the reward manager is one of those that take `reward_model` apart."""
     return bool(lookup(config, "reward.reward_manager.source", "register") == "register")
+
+
+def _lack_answers(column: pyarrow.ChunkedArray, config: Mapping[str, Any]) -> bool:
+    """Whether no row has what a reward manager of verl's takes, for a reward function of the user's too."""
+    manager = lookup(config, "reward.reward_manager.name", VERLS_MANAGERS[0])
+    taken = _is_registered(config) and manager in VERLS_MANAGERS
+    return bool(
+        taken and len(column) and pyarrow.types.is_struct(column.type) and column.type.get_field_index(ANSWER) < 0
+    )
 
 
 def _loops_of_verls_own(config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:

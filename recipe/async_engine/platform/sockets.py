@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import tempfile
 
@@ -25,19 +26,40 @@ LONGEST_NAME = 40
 LONGEST_OF_RAY = 72
 """Bytes of what Ray puts into a temporary folder: ``ray``, its session's name, ``sockets`` and a file."""
 LINKS = "/tmp/recipe-{user}"
+ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
+"""Of a folder's path: Ray starts its workers by command lines, which it splits at spaces."""
 
 
 class NoShortPath(RecipeError):
     """A folder's path is too long for sockets, and no link to it can be made."""
 
 
+class UnusableFolder(RecipeError):
+    """A folder for temporary files cannot be made, or not be written to."""
+
+
+def usable(folder: str, named: str) -> str:
+    """The whole path of a folder for temporary files, which is made; ``named``: by which setting or variable.
+
+    Raises:
+        UnusableFolder: nothing can be put there.
+    """
+    path = os.path.abspath(folder)
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise UnusableFolder(f"{named}={folder}: no temporary files can be put there ({error}); correct it") from error
+
+
 def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
-    """The folder, or a link to it where paths of ``room`` more bytes in it would be too long for sockets.
+    """The folder, or a link to it where paths of ``room`` more bytes in it would be too long, or have spaces.
 
     Raises:
         NoShortPath: the links' folder is not this user's alone.
     """
-    if len(folder.encode()) + 1 + room <= LONGEST_PATH:
+    if len(folder.encode()) + 1 + room <= LONGEST_PATH and ORDINARY.fullmatch(folder):
         return folder
     links = LINKS.format(user=os.getuid())
     link = os.path.join(links, hashlib.sha256(folder.encode()).hexdigest()[:12])
@@ -54,8 +76,9 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
                 raise
     except OSError as error:
         raise NoShortPath(
-            f"{folder} is too long for sockets, whose paths have {LONGEST_PATH} bytes at most, and no link to it can "
-            f"be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray's, to a shorter folder"
+            f"{folder} is too long for sockets, whose paths have {LONGEST_PATH} bytes at most, or has spaces, and no "
+            f"link to it can be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray's, to a shorter "
+            "one"
         ) from error
     return link
 

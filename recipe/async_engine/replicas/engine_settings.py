@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's engine is told when a rollout server starts it."""
 
+import traceback
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -28,6 +29,21 @@ def choose_runner(environ: MutableMapping[str, str]) -> None:
             "only, which has 0; unset it"
         )
     environ[RUNNER_CHOICE] = "0"
+
+
+class EngineArguments(RecipeError):
+    """vLLM does not take the arguments that its engine is to be started with."""
+
+
+def refused_arguments(ended: SystemExit) -> EngineArguments:
+    """Why vLLM's parser of arguments has ended this process, in the words that it prints where nobody looks."""
+    frames = (frame for frame, _ in traceback.walk_tb(ended.__traceback__))
+    said = [str(frame.f_locals.get("message")) for frame in frames if frame.f_code.co_name == "error"]
+    words = said[0] if said else f"it ends with status {ended.code}"
+    return EngineArguments(
+        f"vLLM does not take its arguments: {words}. Correct actor_rollout_ref.rollout.engine_kwargs.vllm, or what "
+        "else of actor_rollout_ref.rollout that is of"
+    )
 
 
 def peft_config(model_config: Any) -> dict[str, Any]:

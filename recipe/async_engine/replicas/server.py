@@ -43,7 +43,7 @@ from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.recovery.stacks import waits
 from recipe.async_engine.replicas.engine_calls import forget_computed, of_each_worker, pause
-from recipe.async_engine.replicas.engine_settings import choose_runner, peft_config
+from recipe.async_engine.replicas.engine_settings import choose_runner, peft_config, refused_arguments
 from recipe.async_engine.replicas.http_gate import guard
 from recipe.async_engine.replicas.output_watch import (
     ABORTED,
@@ -120,6 +120,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._outputs = OutputWatch(self._activity)
         self._life = uuid4().hex
         self._checksum: str | None = None
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """As verl's; arguments that vLLM does not take would end the process without a word of which."""
+        try:
+            await super().launch_server(*args, **kwargs)
+        except SystemExit as ended:
+            raise refused_arguments(ended) from None
 
     async def generate(
         self,

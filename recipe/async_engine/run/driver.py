@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.inspection.check import check, plain
+from recipe.async_engine.inspection.check import check, plain, unresolved
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.platform.detect import PlatformChoice, choose_platform, cluster_to_join, inspect_machine
@@ -85,7 +86,11 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         sys.stderr.write("plan_only=true: nothing is started; Hydra's command line shows the plan\n")
         sys.exit(1)
     try:
+        plain(config)  # as a whole, before single settings are asked for
         summary = run(config, mode, trainer_class or MODES[mode].trainer, began=psutil.Process().create_time())
+    except MissingMandatoryValue as error:
+        sys.stderr.write(f"\nConfigError: {unresolved(error)}\n")
+        sys.exit(1)
     except RecipeError as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.exit(1)
@@ -123,7 +128,12 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     _fill_builtin_task(config)
     only_rehearse(config)
     plan = check(config)
-    record = RunRecord(config.trainer.default_local_dir, mode, began)
+    try:
+        record = RunRecord(config.trainer.default_local_dir, mode, began)
+    except OSError as error:
+        raise RunFailed(
+            f"trainer.default_local_dir={config.trainer.default_local_dir} cannot be used: {error}"
+        ) from error
     ray_of_its_own = cluster is None and not ray.is_initialized()
     with EndingOnSignal() as signals:
         return _Run(config, choice, plan, record, signals, ray_of_its_own).run(mode, trainer_class)

@@ -22,7 +22,7 @@ from ray._private import services
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.platform.detect import LOG_LEVEL, PlatformChoice
-from recipe.async_engine.platform.sockets import short
+from recipe.async_engine.platform.sockets import short, usable
 from recipe.async_engine.prefork.run import Prefork
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,18 @@ LONGEST_S = 120
 
 
 def shorten_folders(ray_init: DictConfig) -> None:
-    """Have the folders that sockets are put into, here and in processes that are started from now on, be short ones."""
+    """Have the folders that sockets are put into, here and in processes that are started from now on, be short ones.
+
+    Raises:
+        UnusableFolder: nothing can be put into one of them; Ray would end with an error that does not name it.
+    """
     for name in FOLDERS:
-        if name in os.environ:
-            os.environ[name] = short(os.environ[name])
+        if given := os.environ.pop(name, None):
+            os.environ[name] = short(usable(given, name))
     tempfile.tempdir = None
-    if ray_init.get("_temp_dir") is not None:
-        ray_init._temp_dir = short(str(ray_init._temp_dir))
+    if ray_init.get("_temp_dir"):
+        setting = "ray_kwargs.ray_init._temp_dir"
+        ray_init._temp_dir = short(usable(str(ray_init._temp_dir), setting))
 
 
 def start_ray(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 TRAIN_FILES, VAL_FILES = "data.train_files", "data.val_files"
+VERLS_MANAGERS = ("dapo", "gdpo", "naive", "rate_limited", "remote")
+"""Of rewards; they take a row's `reward_model` apart."""
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
 """The agent loops that verl brings, which take messages alone."""
 
@@ -67,7 +69,7 @@ class FileFact:
     setting: str
     path: str  # as configured
     # programs: the reward of programming tasks. description: a YAML file of agent loops or tools.
-    kind: Literal["model", "checkpoint", "data", "code", "programs", "description", "folder", "module"]
+    kind: Literal["model", "checkpoint", "data", "code", "programs", "description", "folder", "module", "written"]
     fault: str | None = None  # why it cannot be used ("does not exist")
     rows: int | None = None  # of a data file, where known
     columns: tuple[str, ...] | None = None  # of a data file, where known

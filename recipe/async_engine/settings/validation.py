@@ -60,6 +60,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     engines.resources,
     engines.builtin_task,
     data.files,
+    data.lengths,
     data.saving,
     memory.memory,
 )

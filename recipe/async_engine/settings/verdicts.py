@@ -3,20 +3,19 @@
 
 Contract: the longest entry of `TABLE` that a setting is, or stands below, is its verdict in a run; where two are as
 long, the first that applies to the run. A setting without effect is said to have none where it is not as verl has it
-(`notices`), and what is refused is so by name (`refusals`), each with what to use in its place. Whatever depends on
-several settings or on the outside is the affair of the rules. tests/settings/test_verdicts.py composes all of verl's
-configurations, and fails for a setting that is not among those that were judged.
+(`settings.notices`), and what is refused is so by name (`refusals`), each with what to use in its place. Whatever
+depends on several settings or on the outside is the affair of the rules. tests/settings/test_verdicts.py composes all
+of verl's configurations, and fails for a setting that is not among those that were judged.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from recipe.async_engine.settings.fields import render
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import REWARD_MODEL, RuleContext
-from recipe.async_engine.settings.sections import SECTIONS, SHARED
+from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
@@ -107,6 +106,8 @@ OURS = (
 )
 ENGINES_RESOURCES = tuple(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node"))
 CHECKPOINT_ENGINE = f"{ROLLOUT}.checkpoint_engine"
+TRAINED = (ACTOR, "actor_rollout_ref.ref", "critic")
+FILES = ("record", "replay")
 
 TABLE: tuple[Verdict, ...] = (
     *map(Verdict, (*VERLS, *OURS)),
@@ -282,6 +283,53 @@ TABLE: tuple[Verdict, ...] = (
         *(f"data.{name}" for name in ("tokenizer", "sampler", "datagen", "return_full_prompt", "return_raw_input_ids")),
     ),
     *_none(UNREAD, "data.return_raw_chat", quiet=(True,)),
+    *_none(UNREAD, "data.return_multi_modal_inputs", "trainer.ray_wait_register_center_timeout"),
+    *_none(
+        "verl 0.9.1 reads it nowhere either; data.filter_overlong_prompts leaves out prompts that are too long",
+        "data.truncation",
+    ),
+    *_none(UNREAD, f"{ACTOR}.freeze_vision_tower", *(f"{section}.rollout_n" for section in TRAINED)),
+    *_none(
+        UNREAD,
+        *(f"critic.forward_{name}" for name in ("micro_batch_size", "micro_batch_size_per_gpu")),
+        "critic.forward_max_token_len_per_gpu",
+    ),
+    *_none(
+        UNREAD,
+        *(
+            f"{section}.{name}"
+            for section in TRAINED
+            for name in (
+                *(f"veomni.{name}" for name in ("ckpt_manager", "force_use_huggingface", "load_checkpoint_path")),
+                *("megatron.dist_checkpointing_prefix", "veomni.entropy_checkpointing"),
+                *(f"{engine}.router_replay.{name}_file" for engine in ("megatron", "veomni") for name in FILES),
+            )
+        ),
+    ),
+    *_none(UNREAD, *(f"global_profiler.global_tool_config.torch_memory.{name}" for name in ("stacks", "kw_args"))),
+    *_none("it is read by an engine of NPUs alone", f"{ACTOR}.fsdp_config.turbo_config"),
+    *_none("it is read by an engine of NPUs alone", "actor_rollout_ref.ref.fsdp_config.turbo_config"),
+    *_none("it is read by an engine of NPUs alone", "critic.fsdp.turbo_config"),
+    *_none(
+        "SGLang alone reads it",
+        *(f"{ROLLOUT}.skip_tokenizer_init", f"{REWARD_MODEL}.rollout.skip_tokenizer_init"),
+        *(
+            f"{model}.mtp.speculative_{name}"
+            for model in ("actor_rollout_ref.model", "critic.model")
+            for name in ("algorithm", "eagle_topk", "num_draft_tokens", "num_steps")
+        ),
+    ),
+    *_none(
+        f"set {ROLLOUT}.agent.default_agent_loop=tool_agent, or give the data a column agent_name",
+        f"{ROLLOUT}.multi_turn.enable",
+    ),
+    *_none("set actor_rollout_ref.model.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+    *_none(
+        "set actor_rollout_ref.model.use_remove_padding",
+        *(f"{section}.use_remove_padding" for section in (ACTOR, "actor_rollout_ref.ref")),
+        here=lambda context: context.get(f"{ACTOR}.strategy") != "veomni",
+    ),
+    *_none("checkpoints are loaded from where they are, and stay", "trainer.del_local_ckpt_after_load"),
 )
 
 
@@ -309,47 +357,3 @@ def refusals(context: RuleContext) -> Iterator[Problem]:
             setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting
             if verdict.refuses(context.get(setting)):
                 yield context.problem(setting, verdict.allowed, verdict.advice)
-
-
-def notices(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[str]:
-    """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has."""
-    found: dict[str, list[str]] = {}
-    for verdict in TABLE:
-        if verdict.kind is not Kind.NO_EFFECT or not verdict.here(context):
-            continue
-        for setting, value in _leaves({verdict.setting: context.get(verdict.setting)}):
-            usual = value is None or value in verdict.quiet or value in _usual(setting, defaults)
-            if not usual and verdict_of(setting, context) is verdict:
-                found.setdefault(verdict.advice, []).append(f"{setting}={render(value)}")
-    if unknown := [f"{name}={render(value)}" for name, value in context.config.items() if name not in BY_SETTING]:
-        found["neither verl nor this package has such a setting"] = unknown
-    for advice, settings in found.items():
-        yield f"{', '.join(settings)} {'have' if len(settings) > 1 else 'has'} no effect: {advice}"
-
-
-class _Anything:
-    """What verl derives from other settings, and what a script says, cannot be told apart."""
-
-    def __contains__(self, value: Any) -> bool:
-        return True
-
-
-def _usual(setting: str, defaults: Mapping[str, Any]) -> Container[Any]:
-    """Values that a setting has where nobody has set it."""
-    section, _, name = setting.rpartition(".")
-    if section in SECTIONS and (own := SECTIONS[section].__dataclass_fields__.get(name)) is not None:
-        return (own.default,)
-    node: Any = defaults
-    for part in setting.split("."):
-        if isinstance(node, str) and node.startswith("${"):
-            return _Anything()
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return _Anything() if isinstance(node, str) and node.startswith("${") else (node,)
-
-
-def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value

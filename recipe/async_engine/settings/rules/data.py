@@ -9,6 +9,7 @@ from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
 from recipe.async_engine.settings.facts import FileFact, RowFault
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.verl_types import ROLLOUT
 
 REWARD_COLUMNS = ("reward_model",)
 WANTED = {
@@ -19,6 +20,7 @@ WANTED = {
     "description": "a YAML file of what there is",
     "folder": "an existing folder, or a name on the hub",
     "module": "a module that can be imported here",
+    "written": "a folder that can be written to, or made",
 }
 
 
@@ -74,6 +76,14 @@ def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
     others = "" if fault.count == 1 else f" and {fault.count - 1} more"
     place = f"Row {fault.first}{others} (counted from 0), column {fault.column}:"
     return Problem(fact.setting, fact.path, allowed, f"{place} {said}")
+
+
+def lengths(context: RuleContext) -> Iterator[Problem]:
+    """Engines go by the one, and data, memory and the check of answers by the other."""
+    for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        length = context.get(f"data.{datas}")
+        if context.get(f"{ROLLOUT}.{engines}") not in (None, length):
+            yield context.problem(f"{ROLLOUT}.{engines}", f"as data.{datas}={length}", f"Set data.{datas} alone.")
 
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.settings.facts import VERLS_LOOPS
+from recipe.async_engine.settings.facts import VERLS_LOOPS, VERLS_MANAGERS
 from recipe.async_engine.settings.packages import ATTENTION
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.algorithm import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
@@ -94,7 +94,7 @@ NAMES: tuple[Name, ...] = (
     ),
     Name(
         "reward.reward_manager.name",
-        ("dapo", "gdpo", "naive", "rate_limited", "remote"),
+        VERLS_MANAGERS,
         "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER",
         external=False,
         used=lambda context: bool(context.get("reward.reward_manager.source", "register") == "register"),
@@ -134,6 +134,12 @@ NAMES: tuple[Name, ...] = (
     ),
     Name("reward.reward_manager.source", ("register", "importlib")),
     Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
+    Name(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", ("left", "middle", "right")),
+    Name(
+        "algorithm.pf_ppo.reweight_method",
+        ("pow", "max_min", "max_random"),
+        used=lambda context: bool(context.get("algorithm.use_pf_ppo")),
+    ),
     Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     Name(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", "raw_logprobs")),
     Name(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
