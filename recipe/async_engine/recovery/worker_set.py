@@ -71,6 +71,7 @@ class WorkerSet:
         self._calls: Counter[str] = Counter()
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
+        self._watched = False
         self._kind, self._answer_s, self._startup_s = kind, answer_s, startup_s
 
     @property
@@ -136,7 +137,8 @@ class WorkerSet:
         """Tell a worker that was started again what it has to know before it has work."""
 
     def watch(self) -> None:
-        """Ask every worker from now on whether it answers, all the time."""
+        """Ask every worker from now on whether it answers, all the time, those too that are started again."""
+        self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
@@ -146,10 +148,18 @@ class WorkerSet:
             self.silent.add(name)
             self._question(name, for_ever=False)
 
+    def end(self, name: str, actor: Any, why: str) -> None:
+        """Kill a worker, so that Ray starts it again; whoever waits for it hears of its death."""
+        logger.error("%s %s %s: it is ended", self._kind, name, why)
+        ray.kill(actor, no_restart=False)
+
     def _question(self, name: str, for_ever: bool) -> None:
-        def end(_: asyncio.Task[None]) -> None:
+        def end(question: asyncio.Task[None]) -> None:
             del self._questions[name]
             self.silent.discard(name)
+            if self._watched and not question.cancelled() and question.exception() is None:
+                # It was of the life before.
+                self.watch()
 
         if name not in self._questions:
             self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
@@ -161,6 +171,7 @@ class WorkerSet:
 
     def stop(self) -> None:
         """Wait for no worker any more, and ask none."""
+        self._watched = False
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()
 
@@ -175,8 +186,7 @@ class WorkerSet:
                     logger.warning("%s %s has not answered for %g s", self._kind, name, self._answer_s / 2)
                     await asyncio.wait({answer}, timeout=self._answer_s / 2)
                 if not answer.done():
-                    logger.error("%s %s has not answered for %g s: it is ended", self._kind, name, self._answer_s)
-                    ray.kill(actor, no_restart=False)
+                    self.end(name, actor, f"has not answered for {self._answer_s:g} s")
                 await answer
                 if not for_ever:
                     return
@@ -195,6 +205,8 @@ class WorkerSet:
                         continue
                     self.actors[name] = actor
                     self.lives[name] += 1
+                    if self._watched:
+                        self.watch()
                     logger.warning("%s %s is up again", self._kind, name)
                     return
             logger.error("%s %s is not started again", self._kind, name)
