@@ -678,7 +678,7 @@ def leaves_a_server() -> Any:
     return 1.0
 
 
-@way("little time", DIED, "exit status -24|exit status -9|gave nothing within", alone=True)
+@way("little time", DIED, "exit status -24|exit status -9|gave nothing within")
 def little_time() -> Any:
     resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
     while True:

@@ -34,6 +34,8 @@ BATCH, ANSWERS = 8, 2
 ROLLOUT = "actor_rollout_ref.rollout"
 GIVEN_UP = r"prompt group PromptRef\(index=(\d+), epoch=0, uid='[^']*'\) failed for good"
 MESSAGE = r"^recipe\.async_engine\.\S+?: (.*?)(?=^Traceback |^(?:ERROR|WARNING|INFO):\d{4}-|\Z)"
+SLOW = {"huge list", "mapping without end", "fills memory", "little time"}
+"""What takes seconds where there are other things to do, and may meet its deadline first."""
 EITHER = "whatever it did to others it may have done to itself"
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,7 +55,9 @@ class Odd(NamedTuple):
 
 def reward(name: str, quiet: int = 1) -> Odd:
     way = WAYS[name]
-    words: str | None = way.says if way.ends != LATE else "no reward within|gave nothing within"
+    words: str | None = way.says
+    if way.ends == LATE or name in SLOW:
+        words = f"{words}|no reward within|gave nothing within"
     if way.ends == SCORED:
         words = None if is_number(way.says) else "the reward function gave reward="
     return Odd("way", name, words, quiet)
@@ -219,10 +223,10 @@ def test_whatever_rewards_do_costs_their_own_prompts(untrained_task: TaskPaths, 
         f"reward.custom_reward_function.path={odd_rewards.__file__}",
         "async_training.reward_processes=4",
         "async_training.reward_memory_gib=1",
-        "async_training.timeouts.reward=4",
+        "async_training.timeouts.reward=6",
     )
     failed = sum(each is not None and each.words is not None for each in rows)
-    assert run.metrics[0]["val-aux/num_failed"] == failed
+    assert run.summary["validation"]["failed"] == failed
 
 
 @pytest.mark.e2e
@@ -300,6 +304,7 @@ def test_whatever_tools_and_rows_do_costs_their_own_prompts(
         "data.max_response_length=320",
         "data.max_prompt_length=64",
         f"{ROLLOUT}.max_model_len=400",
+        f"{ROLLOUT}.max_num_seqs=16",
         f"{ROLLOUT}.multi_turn.function_tool_path={odd_tools.__file__}",
         f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
         f"{ROLLOUT}.multi_turn.max_tool_response_length=64",
@@ -307,6 +312,8 @@ def test_whatever_tools_and_rows_do_costs_their_own_prompts(
     )
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_session_has_at_least_300_functions() -> None:
     asked = [*REWARDS, *LOOPS, *POISONING, *tools_and_rows()]
     assert len({(each.kind, each.name, each.more) for each in asked}) >= 300
