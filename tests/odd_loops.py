@@ -3,7 +3,7 @@
 
 A loop here is a function of the agent loop that does it (`OddLoop`), verl's sampling parameters and the data's row.
 What stands beside it is an expression for the words that its group fails with, or None where its answers are trained.
-`LOOPS` harm nobody else; `DEADLY` end or block their process, and `POISONING` leave it unable to run others.
+`LOOPS` harm nobody else, `DEADLY` end or block their process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -31,7 +30,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import numpy as np
-import ray
 import torch
 from odd_errors import WORDS
 from odd_functions import INSTEAD, RAISING, RETURNED
@@ -461,41 +459,4 @@ DEADLY: dict[str, Callable[[], Any]] = {
     "blocks in an expression": _endless_expression,
     "blocks in a lock": _deadlock,
     "holds the interpreter": _holds_the_interpreter,
-}
-
-
-# What leaves a process that others cannot use.
-
-
-def _patch(place: Any, *names: str) -> Callable[[], None]:
-    def patch() -> None:
-        for name in names:
-            setattr(place, name, None)
-
-    return patch
-
-
-def _few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-POISONING: dict[str, Callable[[], Any]] = {
-    "patches torch": _patch(torch, "tensor", "zeros", "ones", "cat", "full"),
-    "patches json": _patch(json, "dumps", "loads"),
-    "patches asyncio": _patch(asyncio, "sleep", "wait", "gather", "create_task", "timeout"),
-    "patches time": _patch(time, "time", "monotonic", "perf_counter"),
-    "patches random": _patch(random, "random", "uniform", "seed"),
-    "patches sockets": _patch(socket, "socket", "create_connection"),
-    "patches ray": _patch(ray, "get", "put", "wait"),
-    "patches numpy": _patch(np, "array", "zeros", "asarray", "fromiter"),
-    "another device": lambda: torch.set_default_device("meta"),
-    "another type": lambda: torch.set_default_dtype(torch.float16),
-    "numpy raises": lambda: np.seterr(all="raise"),
-    "a shallow stack": lambda: sys.setrecursionlimit(120),
-    "empties the environment": lambda: os.environ.clear(),
-    "empties modules": lambda: sys.modules.clear(),
-    "few files": _few_files,
-    "no threads": lambda: asyncio.get_running_loop().set_default_executor(None),  # type: ignore[arg-type]
-    "another factory of tasks": lambda: asyncio.get_running_loop().set_task_factory(lambda *_, **__: None),  # type: ignore
-    "every task": lambda: [task.cancel() for task in asyncio.all_tasks()],
 }

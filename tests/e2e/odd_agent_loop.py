@@ -50,7 +50,6 @@ LOOPS: odd_loops.Table = {
     **LATES,
     **{name: (odd_loops.raising(function), DEATH) for name, function in odd_loops.DEADLY.items()},
 }
-POISONING = {name: (odd_loops.raising(function), None) for name, function in odd_loops.POISONING.items()}
 
 
 class OddAgentLoop(AgentLoopBase):
@@ -61,7 +60,7 @@ class OddAgentLoop(AgentLoopBase):
         way = (sample.get("extra_info") or {}).get("loop")
         if not way:
             return await self.sound(sampling_params)
-        return await {**LOOPS, **POISONING}[way][0](self, sampling_params, sample)
+        return await LOOPS[way][0](self, sampling_params, sample)
 
     async def sound(self, sampling_params: dict[str, Any]) -> AgentLoopOutput:
         answer = await self.ask({**sampling_params, "max_tokens": 2}, self.prompt)

@@ -36,7 +36,6 @@ GIVEN_UP = r"prompt group PromptRef\(index=(\d+), epoch=0, uid='[^']*'\) failed 
 MESSAGE = r"^recipe\.async_engine\.\S+?: (.*?)(?=^Traceback |^(?:ERROR|WARNING|INFO):\d{4}-|\Z)"
 SLOW = {"huge list", "mapping without end", "fills memory", "little time"}
 """What takes seconds where there are other things to do, and may meet its deadline first."""
-EITHER = "whatever it did to others it may have done to itself"
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -87,9 +86,6 @@ LOOPS = [
         if words == odd_agent_loop.DEATH
     ],
 ]
-
-
-POISONING = [Odd("loop", name, EITHER, quiet=16) for name in odd_agent_loop.POISONING]
 
 
 class Ended(NamedTuple):
@@ -158,13 +154,10 @@ def faults(asked: list[Odd | None], found: dict[int, Ended]) -> list[str]:
     """Which of the rows did not come to what is said of it."""
     wrong = []
     for index, each in enumerate(asked):
-        if each is not None and each.words == EITHER:
-            continue
         became = found.get(index, Ended("nothing", ""))
         what = "a right row" if each is None else f"{each.kind} {each.name!r}"
         if each is None or each.words is None:
-            # Of the last ones no batch may be full.
-            if became.what != "trained" and (became.what != "nothing" or index < len(asked) - BATCH):
+            if became.what != "trained":
                 wrong.append(f"{index}, {what}: {became.what}, {became.said[:600]}")
         elif became.what != "failed":
             wrong.append(f"{index}, {what}: {became.what}, and not failed")
@@ -200,9 +193,7 @@ def run_with(
     assert not wrong, "\n".join(wrong)
     ledger = run.summary["ledger"]
     failed = sum(each is not None and each.words is not None for each in asked)
-    assert ledger["issued"] == len(asked)
-    if not any(each is not None and each.words == EITHER for each in asked):
-        assert (ledger["failed"], ledger["live"]) == (failed, 0)
+    assert (ledger["issued"], ledger["failed"], ledger["live"]) == (len(asked), failed, 0)
     return run
 
 
@@ -248,24 +239,6 @@ def test_whatever_agent_loops_and_asynchronous_rewards_do_costs_their_own_prompt
         "async_training.timeouts.trajectory=8",
     )
     assert run.metrics[-1]["fully_async/count/agent_loop_worker_restarts"] >= len(odd_agent_loop.odd_loops.DEADLY)
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-@pytest.mark.chaos
-def test_whatever_agent_loops_do_to_their_process_is_over_soon(
-    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
-) -> None:
-    run_with(
-        POISONING,
-        untrained_task,
-        tmp_path,
-        ray_dir,
-        *agent("odd", "OddAgentLoop", tmp_path),
-        f"{ROLLOUT}.agent.num_workers=2",
-        "async_training.timeouts.agent_worker=8",
-        "async_training.timeouts.trajectory=8",
-    )
 
 
 def agent(name: str, kind: str, folder: Path) -> list[str]:
@@ -315,5 +288,5 @@ def test_whatever_tools_and_rows_do_costs_their_own_prompts(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_session_has_at_least_300_functions() -> None:
-    asked = [*REWARDS, *LOOPS, *POISONING, *tools_and_rows()]
+    asked = [*REWARDS, *LOOPS, *tools_and_rows()]
     assert len({(each.kind, each.name, each.more) for each in asked}) >= 300

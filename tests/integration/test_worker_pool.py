@@ -21,7 +21,7 @@ from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.trajectory_manager import CALLS_AT_ONCE
 from recipe.async_engine.rollout.trajectory_worker import RewardError
-from recipe.async_engine.rollout.worker_pool import SPOILT, NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.rollout.worker_pool import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
 
 SOON = 60.0
 
@@ -36,7 +36,7 @@ def actor_class() -> type:
 
         def __init__(self) -> None:
             self.cancelled = asyncio.Event()
-            self.prepared = self.spoilt = False
+            self.prepared = False
             self.begun: dict[str, tuple[Any, ...]] = {}
 
         async def run_trajectory(self, key: str, *arguments: Any) -> tuple[Any, Any]:
@@ -50,8 +50,7 @@ def actor_class() -> type:
         async def finish_trajectory(self, key: str) -> tuple[Any, Any]:
             sample, sample_index, rollout_n, version, *_ = self.begun.pop(key)
             behaviour = sample["behaviour"]
-            self.spoilt = self.spoilt or behaviour == "spoils its process"
-            if behaviour == "raises" or self.spoilt:
+            if behaviour == "raises":
                 failed = events.AgentLoopError("ValueError: no such tool")
                 failed.add_note("Traceback of the agent loop")
                 raise failed
@@ -93,11 +92,9 @@ def pool(actors: list[Any]) -> WorkerPool:
     return WorkerPool(list(actors))
 
 
-def call_of(
-    pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None, group: int = 7
-) -> TrajectoryCall:
+def call_of(pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None) -> TrajectoryCall:
     row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
-    return pool.call(row, Group(group, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid)
+    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid)
 
 
 async def events_of(call: TrajectoryCall) -> list[tuple[Any, Any]]:
@@ -261,37 +258,6 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     with pytest.raises(NoWorkers):
         call_of(pool)
     assert pool.load.total() == 0 and pool.under_way == {}
-
-
-async def test_worker_where_the_trajectories_of_several_prompts_fail_in_a_row_is_started_again_once(
-    cluster: None,
-) -> None:
-    """Once, unless one succeeds there: where each of them fails by itself a new process is of no use."""
-    pool = WorkerPool([ray.remote(max_restarts=-1)(actor_class()).remote()])
-
-    async def fails(group: int, behaviour: str = "") -> None:
-        with pytest.raises(TrajectoryFailed):
-            await events_of(call_of(pool, behaviour, group=group))
-
-    async def succeeds_in_life(life: int) -> None:
-        with suppress(TrajectoryFailed):  # the first to notice that it was ended
-            await events_of(call_of(pool))
-        assert len(await events_of(call_of(pool))) == 3
-        assert pool.lives.total() == life
-
-    for _ in range(2 * SPOILT):  # of one prompt
-        await fails(0, "raises")
-    await fails(1, "spoils its process")
-    for group in range(2, SPOILT):
-        await fails(group)
-    await succeeds_in_life(1)
-    for group in range(SPOILT):
-        await fails(group, "raises")
-    await fails(SPOILT, "raises")  # or it was ended
-    for group in range(2 * SPOILT):
-        await fails(group, "raises")
-    await succeeds_in_life(2)
-    pool.stop()
 
 
 async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(actors: list[Any]) -> None:

@@ -148,11 +148,6 @@ class WorkerSet:
             self.silent.add(name)
             self._question(name, for_ever=False)
 
-    def end(self, name: str, actor: Any, why: str) -> None:
-        """Kill a worker, so that Ray starts it again; whoever waits for it hears of its death."""
-        logger.error("%s %s %s: it is ended", self._kind, name, why)
-        ray.kill(actor, no_restart=False)
-
     def _question(self, name: str, for_ever: bool) -> None:
         def end(question: asyncio.Task[None]) -> None:
             del self._questions[name]
@@ -186,7 +181,8 @@ class WorkerSet:
                     logger.warning("%s %s has not answered for %g s", self._kind, name, self._answer_s / 2)
                     await asyncio.wait({answer}, timeout=self._answer_s / 2)
                 if not answer.done():
-                    self.end(name, actor, f"has not answered for {self._answer_s:g} s")
+                    logger.error("%s %s has not answered for %g s: it is ended", self._kind, name, self._answer_s)
+                    ray.kill(actor, no_restart=False)
                 await answer
                 if not for_ever:
                     return

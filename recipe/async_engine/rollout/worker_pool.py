@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 STARTUP_S = 600.0
 LARGE = 64 << 10
 """Ray copies larger arguments into the object store too, once for each call."""
-SPOILT = 4
-"""Prompts whose trajectories fail in a row at one worker, before something in its process is taken to be spoilt."""
 VALIDATION = "validation-"
 """What the keys of a validation's trajectories begin with; a worker has those of training beside them."""
 ALONE = (
@@ -114,7 +112,6 @@ class TrajectoryCall:
                     yield event, None
                     said, payload = actor.finish_trajectory.options(num_returns=2).remote(self.key)
                     event = await _event(said, payload)
-                self.pool.note_end(self, failed=False)
                 yield event, None
                 yield None, payload
         except RayTaskError as error:
@@ -126,7 +123,6 @@ class TrajectoryCall:
             elif isinstance(cause, TrajectoryDisturbed):
                 failed = TrajectoryDisturbed(f"trajectory {self.key}{ALONE if self.alone else ''}: {cause}")
             else:
-                self.pool.note_end(self, failed=True)
                 said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"
                 failed = TrajectoryFailed(f"trajectory {self.key} raised {said}")
             for note in getattr(cause, "__notes__", ()):
@@ -186,8 +182,6 @@ class WorkerPool(WorkerSet):
         self._accounts: dict[str, TokenAccount] = {}
         self._lost_with_workers = TokenAccount()
         self._ended_turn = 0
-        self._failing: dict[str, tuple[set[int], list[TrajectoryCall]]] = {}
-        self._may_be_spoilt = set(self.actors)
         self._prepare_actor = prepare
         self._traced = traced or TracedGroups()
         self.validates = validates
@@ -240,25 +234,6 @@ class WorkerPool(WorkerSet):
         if not self.users[group_id]:
             del self.users[group_id]
             self._samples.pop(group_id, None)
-
-    def note_end(self, call: TrajectoryCall, failed: bool) -> None:
-        """How a trajectory ended; ends a worker where those of `SPOILT` prompts failed in a row, and no other runs.
-
-        What one of them has done to their process may be why. Ended for nothing, it is not again before a success.
-        """
-        name = call.worker_id
-        if not failed:
-            self._failing.pop(name, None)
-            self._may_be_spoilt.add(name)
-            return
-        beside = [one for one in self.under_way.values() if one.worker_id == name]
-        prompts, before = self._failing.setdefault(name, (set(), beside))
-        prompts.add(call.group.id)
-        still = [one for one in before if one is not call and self.under_way.get(one.key) is one]
-        if len(prompts) >= SPOILT and not still and name in self._may_be_spoilt and name in self.actors:
-            del self._failing[name]
-            self._may_be_spoilt.remove(name)
-            self.end(name, self.actors[name], f"has failed the trajectories of {SPOILT} prompts in a row")
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
