@@ -144,10 +144,8 @@ def ended(run: FinishedRun, overrides: list[str]) -> dict[int, Ended]:
 
 
 def message(logged: str) -> str:
-    """The message of the error that is logged with its traceback and its cause."""
-    own = logged.rpartition("The above exception was the direct cause of the following exception")[2]
-    found = re.search(MESSAGE, own, re.MULTILINE | re.DOTALL)
-    return "" if found is None else found[1]
+    """The messages of this package's own errors in what is logged of a group."""
+    return "".join(re.findall(MESSAGE, logged, re.MULTILINE | re.DOTALL))
 
 
 def faults(asked: list[Odd | None], found: dict[int, Ended]) -> list[str]:
