@@ -9,19 +9,27 @@ does more than it has to: the machine is the tests'.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import builtins
+import contextlib
 import ctypes
 import dataclasses
+import datetime
 import decimal
 import enum
 import fractions
 import gc
 import io
+import itertools
 import json
+import locale
 import math
+import multiprocessing
 import os
 import pickle
 import queue
+import random
+import re
 import resource
 import signal
 import socket
@@ -31,12 +39,16 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent))  # as a reward's file finds its own modules
+from odd_errors import RAISING, WORDS, OwnError, SubText
 
 SCORED, RAISED, DIED, LATE = "scored", "raised", "died", "late"
 
@@ -71,16 +83,6 @@ def way(name: str, ends: str, says: Any, alone: bool = False) -> Callable[[Calla
     return put
 
 
-def raises(name: str, error: Callable[[], BaseException], says: str, ends: str = RAISED) -> None:
-    """Put a way into the table that raises what ``error`` makes."""
-
-    def do() -> Any:
-        raise error()
-
-    WAYS[name] = Way(do, ends, says)
-    HARMLESS.append(name)
-
-
 def returns(name: str, make: Callable[[], Any], score: Any = None, refused: str | None = None) -> None:
     """Put a way into the table that returns what ``make`` makes: with this score, or refused with these words."""
     WAYS[name] = Way(make, SCORED if refused is None else RAISED, score if refused is None else refused)
@@ -90,131 +92,15 @@ def returns(name: str, make: Callable[[], Any], score: Any = None, refused: str 
 # -- exceptions
 
 
-class OwnError(Exception):
-    """Of the reward's own file."""
+def cancelled() -> Any:
+    raise asyncio.CancelledError
 
 
-class PicklesOneWay(Exception):
-    """As many libraries' errors of HTTP: pickled by its one argument, made of three."""
-
-    def __init__(self, message: str, response: Any, body: Any) -> None:
-        super().__init__(message)
-        self.response, self.body = response, body
-
-
-class Unpicklable(Exception):
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.lock = threading.Lock()
-
-
-class FailingReduce(Exception):
-    def __reduce__(self) -> Any:
-        raise RuntimeError("reduce says no")
-
-
-class FailingText(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-class ExitingText(Exception):
-    def __str__(self) -> str:
-        sys.exit(3)
-
-
-class NoText(Exception):
-    def __str__(self) -> Any:  # type: ignore[override]
-        return 42
-
-
-class OwnBase(BaseException):
-    pass
-
-
-class OddMeta(type):
-    @property
-    def __name__(cls) -> Any:  # type: ignore[override]
-        raise RuntimeError("no name")
-
-
-class OddlyNamed(Exception, metaclass=OddMeta):
-    pass
-
-
-def with_cause() -> BaseException:
-    error = OwnError("the judge gave up")
-    error.__cause__ = ConnectionResetError("the line was cut")
-    return error
-
-
-def local_class() -> BaseException:
-    class Local(Exception):
-        pass
-
-    return Local("of a function")
-
-
-def own_circle() -> BaseException:
-    error = OwnError("a circle")
-    error.__cause__ = error
-    return error
-
-
-raises("own class", lambda: OwnError("own words"), "OwnError: own words")
-raises("rate limit", lambda: PicklesOneWay("429 slow down", object(), None), "PicklesOneWay: 429 slow down")
-raises("unpicklable", lambda: Unpicklable("has a lock"), "Unpicklable: has a lock")
-raises("reduce fails", lambda: FailingReduce("whatever"), "FailingReduce: whatever")
-raises("text fails", FailingText, "FailingText: <its message cannot be shown: ValueError>")
-raises("text exits", ExitingText, "ExitingText: <its message cannot be shown: SystemExit>")
-raises("text is none", NoText, "NoText: <its message cannot be shown: TypeError>")
-raises("own base", lambda: OwnBase("base words"), "OwnBase: base words")
-raises("odd metaclass", lambda: OddlyNamed("odd"), "OddlyNamed: odd")
-raises("local class", local_class, "Local: of a function")
-raises("with a cause", with_cause, "the judge gave up.*caused by ConnectionResetError: the line was cut")
-raises("its own cause", own_circle, "OwnError: a circle")
-raises("exit", lambda: SystemExit("leaving"), "SystemExit: leaving")
-raises("exit of a number", lambda: SystemExit(0), "SystemExit: 0")
-raises("interrupt", lambda: KeyboardInterrupt("ctrl-c"), "KeyboardInterrupt: ctrl-c")
-raises("generator exit", GeneratorExit, "GeneratorExit")
-raises("stop iteration", lambda: StopIteration(3), "StopIteration: 3")
-raises("stop async iteration", StopAsyncIteration, "StopAsyncIteration")
-raises("cancelled", asyncio.CancelledError, "CancelledError")
-raises("timeout", lambda: TimeoutError("judge"), "TimeoutError: judge")
-raises("asyncio timeout", asyncio.TimeoutError, "TimeoutError")
-raises("broken pipe", lambda: BrokenPipeError("pipe"), "BrokenPipeError: pipe")
-raises("end of file", lambda: EOFError("eof"), "EOFError: eof")
-raises("pickling", lambda: pickle.PicklingError("pickled words"), "PicklingError: pickled words")
-raises("unpickling", lambda: pickle.UnpicklingError("unpickled"), "UnpicklingError: unpickled")
-raises("memory error of its own", lambda: MemoryError("the judge's memory"), "out of memory.*the judge's memory", DIED)
-raises("huge message", lambda: ValueError("x" * 5_000_000), r"ValueError: xxx.*5,000,000 characters")
-raises("surrogates", lambda: ValueError("bad \udc80 text"), r"ValueError: bad \\udc80 text")
-raises("nul", lambda: ValueError("a\0b"), r"ValueError: a\\x00b")
-raises("bytes", lambda: ValueError(b"\xff"), "ValueError: b'.xff'")
-raises("a group", lambda: ExceptionGroup("several", [OwnError("one"), OwnError("two")]), "ExceptionGroup: several")
-raises("unicode error", lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError")
-raises("os error", lambda: FileNotFoundError(2, "no such file", "/tests.json"), "FileNotFoundError.*/tests.json")
-raises("assertion", AssertionError, "AssertionError")
-raises("not implemented", lambda: NotImplementedError("later"), "NotImplementedError: later")
-raises("module", lambda: ModuleNotFoundError("No module named 'sympy_extra'"), "sympy_extra")
-
-
-@way("missing import", RAISED, "No module named 'not_installed_here'")
-def missing_import() -> Any:
-    import not_installed_here
-
-    return not_installed_here
-
-
-@way("recursion", RAISED, "RecursionError")
-def recursion() -> Any:
-    return recursion()
-
-
-@way("raises no exception", RAISED, "TypeError: exceptions must derive")
-def raises_no_exception() -> Any:
-    text: Any = "text"
-    raise text
+for name, (do, says) in RAISING.items():
+    WAYS[name] = Way(do, RAISED, says)
+WAYS["MemoryError"] = Way(RAISING["MemoryError"][0], DIED, f"out of memory.*{WORDS}")
+WAYS["cancelled"] = Way(cancelled, RAISED, "CancelledError")
+HARMLESS += WAYS
 
 
 @way("finally returns", SCORED, 0.5)
@@ -277,6 +163,37 @@ class SelfListing:
 class FailingItems(dict):  # type: ignore[type-arg]
     def items(self) -> Any:
         raise OwnError("no items")
+
+
+class SubFloat(float):
+    def __float__(self) -> float:
+        raise OwnError("no float")
+
+
+class SubInt(int):
+    def __int__(self) -> int:
+        raise OwnError("no int")
+
+
+class FailingGet(dict):  # type: ignore[type-arg]
+    def __getitem__(self, key: Any) -> Any:
+        if key != "score":
+            raise OwnError("no items")
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise OwnError("no items")
+
+
+class Endless(Mapping):  # type: ignore[type-arg]
+    def __getitem__(self, key: Any) -> Any:
+        return 1.0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return itertools.count()
 
 
 # verl loads the file as no module that dataclasses could look postponed annotations up in.
@@ -353,6 +270,24 @@ returns("huge int", lambda: 10**5000, refused="is an int of 16610 bits")
 returns("float fails", FailingFloat, refused="OwnError: no float")
 returns("lists itself", SelfListing, refused="contains itself")
 returns("items fail", lambda: FailingItems(score=1.0), refused="OwnError: no items")
+returns("text of its own", lambda: SubText("0.5"), "0.5")
+returns("float of its own", lambda: SubFloat(0.5), 0.5)
+returns("int of its own", lambda: SubInt(1), 1)
+returns("below zero", lambda: -0.0, 0.0)
+returns("not a number of decimals", lambda: decimal.Decimal("nan"), math.nan)
+returns("a float's end", lambda: 1.7e308, 1.7e308)
+returns("masked array", lambda: np.ma.masked_array([0.5], [False]), 0.5)
+returns("time of numpy", lambda: np.timedelta64(1, "s"), refused="")
+returns("array of objects", lambda: {"score": 1.0, "all": np.array([Bare()])}, refused="is of type Bare")
+returns("dict that gets no items", lambda: FailingGet(score=1.0), 1.0)
+returns("mapping without end", Endless, refused="too large")
+returns("range", lambda: {"score": 1.0, "all": range(3)}, refused="is of type range")
+returns("date", lambda: {"score": 1.0, "at": datetime.date(2026, 1, 1)}, refused=r"gave\['at'\] is of type date")
+returns("path", lambda: {"score": 1.0, "at": Path("/")}, refused=r"gave\['at'\] is of type PosixPath")
+returns("ellipsis", lambda: ..., refused="is of type ellipsis")
+returns("expression", lambda: re.match("a", "a"), refused="is of type Match")
+returns("weak reference", lambda: {"score": 1.0, "w": weakref.ref(Bare)}, refused="of type weakref|ReferenceType")
+returns("view of memory", lambda: {"score": 1.0, "v": memoryview(b"x")}, 1.0)
 
 
 # -- what else code does
@@ -478,7 +413,7 @@ def leaves_an_exit() -> Any:
     return 1.0
 
 
-@way("leaves an alarm", SCORED, 1.0)
+@way("leaves an alarm", SCORED, 1.0, alone=True)
 def leaves_an_alarm() -> Any:
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     return 1.0
@@ -517,7 +452,7 @@ def closes_files() -> Any:
     return 1.0
 
 
-@way("closes streams", SCORED, 1.0)
+@way("closes streams", SCORED, 1.0, alone=True)
 def closes_streams() -> Any:
     for stream in (0, 1, 2):
         os.close(stream)
@@ -542,20 +477,20 @@ def writes_an_endless_line() -> Any:
         os.write(channel, b"x" * 65536)
 
 
-@way("changes folder", SCORED, 1.0)
+@way("changes folder", SCORED, 1.0, alone=True)
 def changes_folder() -> Any:
     os.chdir("/")
     return 1.0
 
 
-@way("changes the environment", SCORED, 1.0)
+@way("changes the environment", SCORED, 1.0, alone=True)
 def changes_the_environment() -> Any:
     os.environ.clear()
     os.environ["PYTHONPATH"] = "/nowhere"
     return 1.0
 
 
-@way("masks signals", SCORED, 1.0)
+@way("masks signals", SCORED, 1.0, alone=True)
 def masks_signals() -> Any:
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
     return 1.0
@@ -581,7 +516,7 @@ def patches_builtins() -> Any:
     return {"score": 1.0}
 
 
-@way("patches json and os", SCORED, 0.5)
+@way("patches json and os", SCORED, 0.5, alone=True)
 def patches_json() -> Any:
     json.dumps = os._exit = os.getpid = None  # type: ignore[assignment]
     socket.socket.sendall = pickle.dumps = None  # type: ignore[assignment, method-assign]
@@ -594,7 +529,7 @@ def empties_modules() -> Any:
     return 0.5
 
 
-@way("traces", SCORED, 0.5)
+@way("traces", SCORED, 0.5, alone=True)
 def traces() -> Any:
     sys.settrace(lambda *_: None)
     sys.setprofile(None)
@@ -602,20 +537,20 @@ def traces() -> Any:
     return 0.5
 
 
-@way("no collector", SCORED, 0.5)
+@way("no collector", SCORED, 0.5, alone=True)
 def no_collector() -> Any:
     gc.disable()
     warnings.simplefilter("error")
     return 0.5
 
 
-@way("another hook", RAISED, "hooked words")
+@way("another hook", RAISED, "hooked words", alone=True)
 def another_hook() -> Any:
     sys.excepthook = None  # type: ignore[assignment]
     raise OwnError("hooked words")
 
 
-@way("nice", SCORED, 0.5)
+@way("nice", SCORED, 0.5, alone=True)
 def nice() -> Any:
     os.nice(5)
     return 0.5
@@ -642,6 +577,191 @@ def odd_finalizer() -> Any:
 class _Finalized:
     def __del__(self) -> None:
         raise OwnError("in the end")
+
+
+# -- and what else it leaves
+
+
+@way("exits in a thread", SCORED, 1.0)
+def exits_in_a_thread() -> Any:
+    thread = threading.Thread(target=sys.exit, args=(9,))
+    thread.start()
+    thread.join()
+    return 1.0
+
+
+@way("interrupts itself", RAISED, "KeyboardInterrupt")
+def interrupts_itself() -> Any:
+    signal.raise_signal(signal.SIGINT)
+    return 1.0
+
+
+@way("terminates itself", DIED, "exit status -15")
+def terminates_itself() -> Any:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@way("leaves a hook for the end", SCORED, 1.0, alone=True)
+def leaves_a_hook() -> Any:
+    atexit.register(time.sleep, 3600)
+    return 1.0
+
+
+@way("replaces handlers", SCORED, 1.0, alone=True)
+def replaces_handlers() -> Any:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGIO):
+        signal.signal(number, lambda *_: None)
+    return 1.0
+
+
+@way("patches time", SCORED, 1.0, alone=True)
+def patches_time() -> Any:
+    time.time = time.monotonic = time.sleep = lambda *_: -1.0  # type: ignore[assignment]
+    return 1.0
+
+
+@way("patches asyncio and random", SCORED, 1.0, alone=True)
+def patches_asyncio() -> Any:
+    asyncio.sleep = asyncio.run = random.random = random.seed = None  # type: ignore[assignment]
+    return 1.0
+
+
+@way("patches threads and locks", SCORED, 1.0, alone=True)
+def patches_threads() -> Any:
+    threading.Thread = threading.Lock = queue.Queue = None  # type: ignore[assignment, misc]
+    return 1.0
+
+
+@way("changes the locale", SCORED, 0.5, alone=True)
+def changes_the_locale() -> Any:
+    locale.setlocale(locale.LC_ALL, "C")
+    os.environ.update(LANG="xx", TZ="Nowhere/Else")
+    time.tzset()
+    return 0.5
+
+
+@way("numpy raises", SCORED, 0.5, alone=True)
+def numpy_raises() -> Any:
+    np.seterr(all="raise")
+    np.random.seed(0)
+    return 0.5
+
+
+@way("numpy divides by zero", RAISED, "FloatingPointError")
+def numpy_divides() -> Any:
+    with np.errstate(all="raise"):
+        return np.float64(1.0) / np.float64(0.0)
+
+
+@way("another start method", SCORED, 0.5, alone=True)
+def another_start_method() -> Any:
+    multiprocessing.set_start_method("spawn", force=True)
+    return 0.5
+
+
+@way("a pool of processes", SCORED, 3)
+def pool_of_processes() -> Any:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return sum(pool.map(int, ["1", "2"]))
+
+
+@way("leaves a server", SCORED, 1.0)
+def leaves_a_server() -> Any:
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(5.0)
+    if os.fork() == 0:
+        os.setsid()
+        with contextlib.suppress(OSError):
+            server.accept()
+        os._exit(0)
+    return 1.0
+
+
+@way("little time", DIED, "exit status -24|exit status -9|gave nothing within")
+def little_time() -> Any:
+    resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+    while True:
+        pass
+
+
+@way("small files", SCORED, 1.0, alone=True)
+def small_files() -> Any:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    return 1.0
+
+
+@way("few processes", SCORED, 1.0)
+def few_processes() -> Any:
+    with contextlib.suppress(OSError):
+        subprocess.run(["false"], check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)))
+    return 1.0
+
+
+@way("a mask of files", SCORED, 1.0, alone=True)
+def mask_of_files() -> Any:
+    os.umask(0o777)
+    return 1.0
+
+
+@way("breaks off an import", RAISED, "loaded halfway")
+def breaks_off_an_import() -> Any:
+    sys.meta_path.insert(0, types.SimpleNamespace(find_spec=_fails))  # type: ignore[arg-type]
+    try:
+        import not_loaded_before
+    finally:
+        del sys.meta_path[0]
+    return not_loaded_before
+
+
+def _fails(*arguments: Any) -> Any:
+    raise OwnError("loaded halfway")
+
+
+@way("a generator that is closed", RAISED, "ignored GeneratorExit")
+def closed_generator() -> Any:
+    def numbers() -> Any:
+        while True:
+            try:
+                yield 1
+            except GeneratorExit:
+                yield 2
+
+    made = numbers()
+    next(made)
+    made.close()
+
+
+@way("hangs in native code", LATE, "gave nothing within")
+def hangs_in_native_code() -> Any:
+    ctypes.CDLL(None).pause()
+
+
+@way("an expression without end", LATE, "gave nothing within")
+def endless_expression() -> Any:
+    return re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+@way("waits for its own thread", LATE, "gave nothing within")
+def waits_for_a_thread() -> Any:
+    never = threading.Event()
+    thread = threading.Thread(target=never.wait)
+    thread.start()
+    thread.join()
+
+
+@way("waits for a child", LATE, "gave nothing within")
+def waits_for_a_child() -> Any:
+    child = os.fork()
+    if not child:
+        time.sleep(3600)
+        os._exit(0)
+    return os.waitpid(child, 0)
+
+
+@way("reads a pipe of its own", LATE, "gave nothing within")
+def reads_a_pipe() -> Any:
+    return os.read(os.pipe()[0], 1)
 
 
 def _is_a_socket(number: int) -> bool:

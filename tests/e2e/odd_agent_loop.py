@@ -1,126 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop that does something odd for every second prompt, in its order: see `WAYS`; tests ask by :func:`way`.
+"""A user's agent loops and data set, in which each row of the data says what is odd about it.
 
-What only raises or returns is in tests/integration/test_users_loops.py; here is what ends a process, blocks it, or
-takes it from others, and a few of each other kind, over real Ray actors.
+``extra_info`` of a row names a way of `odd_loops` (``loop``), of `odd_tools` (``tool``) or of `hostile_data` (``row``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
+import inspect
+import json
 from typing import Any
 
-import user_agent_loop
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-
-WORDS = "the calculator is out of order"
-
-
-class NeedsTwo(Exception):
-    """Pickles, and does not unpickle."""
-
-    def __init__(self, message: str, *, status: int) -> None:
-        super().__init__(message)
+import hostile_data
+import odd_loops
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 
-async def _waits() -> None:
-    await asyncio.sleep(0.2)
+async def hangs(loop: Any, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
+    await asyncio.sleep(3600)
 
 
-def _raises(error: BaseException) -> Callable[[], None]:
-    def run() -> None:
-        raise error
-
-    return run
-
-
-def _forks() -> None:
-    if not (child := os.fork()):
-        os._exit(3)
-    os.waitpid(child, 0)
-
-
-def _prints() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.write("x" * 1_000_000 + "\n")
-
-
-def _cancels_all() -> None:
-    for task in asyncio.all_tasks():
-        task.cancel()
-
-
-def _exits_in_a_task() -> None:
-    async def run() -> None:
-        sys.exit(WORDS)
-
-    asyncio.get_running_loop().left = asyncio.create_task(run())  # type: ignore[attr-defined]
-
-
-def _signals_itself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _writes_where_nothing_is() -> None:
-    ctypes.string_at(0)
-
-
-def _leaves_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
-
-
-DEADLY: dict[str, Callable[[], Any]] = {
-    "exits": lambda: os._exit(0),
-    "exits with a status": lambda: os._exit(7),
-    "kills itself": _signals_itself,
-    "crashes": _writes_where_nothing_is,
-    "aborts": os.abort,
-    "blocks": lambda: time.sleep(3600),
-    "stops the event loop": lambda: asyncio.get_running_loop().stop(),
-}
-FAILING: dict[str, Callable[[], Any]] = {
-    "raises": _raises(ValueError(WORDS)),
-    "raises what does not unpickle": _raises(NeedsTwo(WORDS, status=429)),
-    "exits politely": lambda: sys.exit(WORDS),
-    "interrupts": _raises(KeyboardInterrupt(WORDS)),
-    "says that it is cancelled": _raises(asyncio.CancelledError(WORDS)),
-    "cancels everything": _cancels_all,
-    "raises ten megabytes": _raises(ValueError(WORDS + "x" * 10_000_000)),
-    "returns nothing": lambda: None,
-    "returns a lock": lambda: None,
-    "hangs": lambda: None,
-}
-HARMLESS: dict[str, Callable[[], Any]] = {
-    "forks": _forks,
-    "prints": _prints,
-    "exits in a task": _exits_in_a_task,
-    "leaves a thread": _leaves_a_thread,
-    "sets a policy": lambda: asyncio.set_event_loop_policy(None),
-}
-WAYS = {**FAILING, **HARMLESS, **DEADLY}
-
-
-def way(index: int) -> str | None:
-    """What the loop does for the prompt of this index, None if nothing odd."""
-    return None if index % 2 else list(WAYS)[index // 2 % len(WAYS)]
-
-
-class OddAgentLoop(user_agent_loop.UserAgentLoop):
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        how = way(int(kwargs["extra_info"]["index"]))
-        if how is not None:
-            WAYS[how]()
-            await _waits()
-        if how == "hangs":
+async def hangs_past_its_end(loop: Any, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
+    while True:
+        try:
             await asyncio.sleep(3600)
-        output = await super().run(sampling_params, **kwargs)
-        if how == "returns a lock":
-            output.extra_fields["mine"] = threading.Lock()
-        return None if how == "returns nothing" else output  # type: ignore[return-value]
+        except asyncio.CancelledError:
+            continue
+
+
+async def waits_for_a_thread(loop: Any, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
+    await asyncio.to_thread(odd_loops.threading.Event().wait)
+
+
+LATE = "was not done within 8 s"
+LATES = {
+    "hangs": (hangs, LATE),
+    "hangs past its end": (hangs_past_its_end, LATE),
+    "waits for a thread": (waits_for_a_thread, LATE),
+}
+DEATH = "died|did not answer|does not answer|was ended|restarted"
+LOOPS: odd_loops.Table = {
+    **{
+        name: row
+        for name, row in odd_loops.LOOPS.items()
+        if name not in ("returns a huge field", "returns a huge array")
+    },
+    **LATES,
+    **{name: (odd_loops.raising(function), DEATH) for name, function in odd_loops.DEADLY.items()},
+}
+
+
+class OddAgentLoop(AgentLoopBase):
+    """Does what its row says."""
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> Any:
+        self.prompt = await self.ct_build_initial_tokens(list(sample["raw_prompt"]))
+        way = (sample.get("extra_info") or {}).get("loop")
+        if not way:
+            return await self.sound(sampling_params)
+        return await LOOPS[way][0](self, sampling_params, sample)
+
+    async def sound(self, sampling_params: dict[str, Any]) -> AgentLoopOutput:
+        answer = await self.ask({**sampling_params, "max_tokens": 2}, self.prompt)
+        made = self.output(self.prompt, answer.token_ids[:2])
+        made.response_logprobs = answer.log_probs[:2]
+        return made
+
+    async def ask(self, sampling_params: dict[str, Any], prompt_ids: list[int]) -> Any:
+        return await self.server_manager.generate(
+            request_id=f"odd-{id(self)}", prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+
+    def output(self, prompt_ids: list[int], response_ids: list[int]) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            response_mask=[1] * len(response_ids),
+            response_logprobs=[-1.0] * len(response_ids),
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+        )
+
+
+class CallsItsTool(ToolAgentLoop):
+    """verl's tool loop, of a policy whose first answer is the call that its row names."""
+
+    async def run(self, sampling_params: dict[str, Any], **sample: Any) -> Any:
+        asked = sample.get("extra_info") or {}
+        tokens = []
+        if asked.get("tool"):
+            call = json.dumps({"name": asked["name"], "arguments": {"way": asked["tool"]}})
+            tokens = self.tokenizer.encode(f"<tool_call>{call}</tool_call><|end|>")
+        self.server_manager = SaysFirst(self.server_manager, tokens)
+        return await super().run({**sampling_params, "max_tokens": 4}, **sample)
+
+
+class SaysFirst:
+    """The client of the engines, of which the first answer has these tokens, if any, in the place of its own."""
+
+    def __init__(self, client: Any, tokens: list[int]) -> None:
+        self._client, self._tokens = client, tokens
+
+    async def generate(self, **request: Any) -> Any:
+        answer = await self._client.generate(**request)
+        tokens, self._tokens = self._tokens, []
+        if not tokens:
+            return answer
+        return answer.model_copy(update={"token_ids": tokens, "log_probs": [-1.0] * len(tokens)})
+
+
+ROWS = {
+    name: kind
+    for name, kind in inspect.getmembers(hostile_data, inspect.isclass)
+    if issubclass(kind, hostile_data.Good) and "spoilt" in vars(kind) and kind is not hostile_data.Good
+}
+
+
+class OddRows(RLHFDataset):
+    """verl's data set, with rows as those of `hostile_data`."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index)
+        kind = (row.get("extra_info") or {}).get("row")
+        return ROWS[kind](None, None, None).spoilt(index) if kind else row

@@ -30,7 +30,7 @@ from recipe.async_engine.rollout.soundness import NonFiniteReward, check_reward
 from recipe.async_engine.task.tokenizer import build_tokenizer
 
 ERRORS = {RAISED: RewardRaised, DIED: RewardProcessDied, LATE: RewardTimeout}
-LIMIT_S, AMPLE_S = 2.0, 60.0
+LIMIT_S, AMPLE_S = 1.0, 60.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -73,7 +73,6 @@ async def test_reward_costs_its_own_call_and_the_next_one_scores(pool: ScoringPo
     pool._timeout_s = AMPLE_S
     if WAYS[name].alone:
         # What it has done to its process is there still.
-        await asyncio.sleep(0.2)
         await outcome(pool, "leaves at once")
     assert await outcome(pool, "") == 1.0
 

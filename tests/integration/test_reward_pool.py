@@ -111,6 +111,24 @@ async def test_failing_call_costs_itself_alone(
     assert (await pool.score(solution_str=""))["score"] == 0.5
 
 
+async def test_process_whose_calls_fail_in_a_row_is_replaced(pool: ScoringPool) -> None:
+    """Something that a call has done there may be why; a function that raises now and then keeps what it has loaded."""
+    pids = []
+    for what in ("raises", "", "raises", "raises", ""):
+        try:
+            pids.append((await pool.score(solution_str=what))["pid"])
+        except RewardRaised:
+            continue
+    assert pids[0] != pids[1]
+    pids = []
+    for what in ("raises", "", "raises", ""):
+        try:
+            pids.append((await pool.score(solution_str=what))["pid"])
+        except RewardRaised:
+            continue
+    assert pids[0] == pids[1]
+
+
 async def test_leak_ends_its_process_at_the_limit_and_costs_the_call_that_meets_it(pool: ScoringPool) -> None:
     """512 MiB of address space and 64 more with each call: some six calls a process."""
     pids, died = set(), 0

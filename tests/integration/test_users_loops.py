@@ -2,31 +2,30 @@
 """Users' agent loops and tools that do everything wrong: real worker, pool, client and tool loop, in one process.
 
 Whatever one does costs its own trajectory, with its words or its field's name; beside it, others go on. What ends a
-process, or stands still in it, is in tests/e2e/test_users_loops.py.
+process, changes it or stands still in it, is in tests/e2e/test_users_functions.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
-import os
-import random
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from odd_functions import INSTEAD, RAISING, RETURNED, WORDS
+from odd_errors import WORDS
+from odd_functions import INSTEAD, RAISING, RETURNED
+from odd_loops import BEHAVING, OURSELVES, raising, returning, returning_instead
+from odd_tools import TOOLS, words_of
 from remote_fakes import Handle, ScriptedServer, part
 from test_trajectory_worker import LOOPS, SOON, Loop, Reward, make_worker  # noqa: F401
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, _agent_loop_registry
 from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
@@ -60,34 +59,6 @@ class OddLoop(Loop):
 
     async def sound(self, sampling_params: dict[str, Any]) -> AgentLoopOutput:
         return self.output([1, 2], await self.ask(sampling_params, [1, 2]))
-
-
-def raising(function: Callable[[], Any], where: str) -> Callable[..., Any]:
-    """A loop that calls the function before its answer, after it, or in a task of its own."""
-
-    async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-        if where == "after":
-            await loop.sound(sampling_params)
-        if where == "thread":
-            await asyncio.get_running_loop().run_in_executor(None, function)
-        function()
-        return await loop.sound(sampling_params)
-
-    return run
-
-
-def returning(changes: dict[str, Any]) -> Callable[..., Any]:
-    async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-        return (await loop.sound(sampling_params)).model_copy(update=changes)
-
-    return run
-
-
-def returning_instead(made: Callable[[AgentLoopOutput], Any]) -> Callable[..., Any]:
-    async def run(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-        return made(await loop.sound(sampling_params))
-
-    return run
 
 
 @pytest.fixture
@@ -166,7 +137,7 @@ def faults(table: dict[str, str | None], found: list[Any]) -> list[str]:
 async def test_whatever_a_loop_raises_costs_its_trajectory_with_its_words(worker: Any, where: str) -> None:
     rows = [does(raising(function, where)) for function, _ in RAISING.values()]
     found = await outcomes(worker, rows)
-    assert faults({name: re.escape(words) for name, (_, words) in RAISING.items()}, found) == []
+    assert faults({name: words for name, (_, words) in RAISING.items()}, found) == []
     assert max(map(len, found)) < 20_000
 
 
@@ -191,117 +162,10 @@ async def test_whatever_a_loop_returns_is_a_plain_value_or_fails_by_the_name_of_
     assert "proximal_scores" not in ours
 
 
-async def block(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    time.sleep(0.2)
-    return await loop.sound(sampling_params)
-
-
-async def prints(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    sys.stdout.write("x" * 2_000_000)
-    sys.stderr.write("y" * 2_000_000)
-    return await loop.sound(sampling_params)
-
-
-async def forks(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    if not (child := os.fork()):
-        os._exit(3)
-    os.waitpid(child, 0)
-    return await loop.sound(sampling_params)
-
-
-async def leaves_tasks(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    async def fails() -> None:
-        raise ValueError(WORDS)
-
-    loop.left = [asyncio.create_task(fails()), asyncio.create_task(asyncio.sleep(0.05))]
-    return await loop.sound(sampling_params)
-
-
-async def cancels_itself(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    asyncio.current_task().cancel()
-    return await loop.sound(sampling_params)
-
-
-async def says_cancelled(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    raise asyncio.CancelledError(WORDS)
-
-
-async def closes_the_loop(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    asyncio.get_running_loop().close()
-
-
-async def runs_a_loop(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    coroutine = asyncio.sleep(0)
-    try:
-        asyncio.run(coroutine)
-    finally:
-        coroutine.close()
-
-
-async def changes_its_arguments(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    output = await loop.sound(sampling_params)
-    sampling_params.clear()
-    sample.clear()
-    loop.client = loop.config = None
-    return output
-
-
-async def sets_policies(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    asyncio.set_event_loop_policy(None)
-    random.seed(0)
-    os.environ["CALCULATOR"] = "1"
-    gc.collect()
-    return await loop.sound(sampling_params)
-
-
-async def swallows(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    try:
-        raise SystemExit(WORDS)
-    except BaseException:
-        return await loop.sound(sampling_params)
-
-
-async def asks_with_nonsense(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    return await loop.ask({"max_tokens": WORDS}, [1, 2])
-
-
-async def never_asks(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    return loop.output([1, 2], [10, 11])
-
-
-def no_coroutine(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    return 7
-
-
-async def gives_parts(loop: OddLoop, sampling_params: dict[str, Any], sample: dict[str, Any]) -> Any:
-    async def parts() -> Any:
-        yield await loop.sound(sampling_params)
-
-    return parts()
-
-
-BEHAVING: dict[str, tuple[Any, str | None]] = {
-    "blocks": (block, None),
-    "prints": (prints, None),
-    "forks": (forks, None),
-    "leaves tasks": (leaves_tasks, None),
-    "cancels itself": (cancels_itself, "cancelled, and nobody here had asked"),
-    "says that it was cancelled": (says_cancelled, "cancelled, and nobody here had asked"),
-    "closes the event loop": (closes_the_loop, "Cannot close a running event loop"),
-    "runs an event loop": (runs_a_loop, "asyncio.run.. cannot be called"),
-    "changes its arguments": (changes_its_arguments, None),
-    "sets policies": (sets_policies, None),
-    "swallows": (swallows, None),
-    "asks with nonsense": (asks_with_nonsense, WORDS),
-    "never asks": (never_asks, "of no answer|VersionRecordError|sampled"),
-    "is no coroutine": (no_coroutine, "await"),
-    "gives parts": (gives_parts, "a async_generator"),
-}
-
-
 async def test_whatever_a_loop_does_to_its_process_costs_no_other(worker: Any) -> None:
-    found = await outcomes(worker, [does(what) for what, _ in BEHAVING.values()])
-    assert faults({name: words for name, (_, words) in BEHAVING.items()}, found) == []
+    table = {**BEHAVING, **{name: (raising(function), None) for name, function in OURSELVES.items()}}
+    found = await outcomes(worker, [does(what) for what, _ in table.values()])
+    assert faults({name: words for name, (_, words) in table.items()}, found) == []
 
 
 async def test_one_that_cancels_every_task_disturbs_the_others_which_is_no_failure_of_theirs(worker: Any) -> None:
@@ -439,38 +303,9 @@ def tool_of(name: str, function: Callable[..., Any]) -> FunctionTool:
     return FunctionTool(name=name, fn=call, tool_schema=schema, is_async=True)
 
 
-RESULTS: dict[str, Any] = {
-    "text": "7",
-    "nothing": None,
-    "a number": 7,
-    "a list": [1, 2],
-    "a dict": {"text": "7"},
-    "a dict of others": {"answer": 7},
-    "a response": ToolResponse(text="7"),
-    "an empty response": ToolResponse(),
-    "a reward beside it": ("7", 0.5),
-    "a reward of text": ("7", "much"),
-    "a reward that is none": ("7", float("nan")),
-    "a reward that is a lock": ("7", lambda: 0, {}),
-    "metrics beside it": ("7", 0.5, {"seconds": 1}),
-    "four things": (1, 2, 3, 4),
-    "an image": ToolResponse(text="7", image=["no image"]),
-    "a film": ToolResponse(text="7", video=["no film"]),
-    "a megabyte": "x" * 1_000_000,
-    "half a character": "\ud800",
-    "bytes": b"7",
-    "an object": object(),
-    "itself in a list": RETURNED["a field in itself"][0]["extra_fields"]["mine"],
-    "an exception": ValueError(WORDS),
-}
-
-
 async def test_whatever_a_tool_does_costs_at_most_its_trajectory(make_worker: Any) -> None:  # noqa: F811
     """Of what a tool raises verl's loop tells the policy, unless it is no `Exception`."""
-    # verl cuts no message of a tool's exception: megabytes keep a tokenizer busy for minutes, until the deadline.
-    shorter = {name: row for name, row in RAISING.items() if name != "ten megabytes of words"}
-    functions = {f"raises {name}": function for name, (function, _) in shorter.items()}
-    functions |= {f"returns {name}": (lambda given=given: given) for name, given in RESULTS.items()}
+    functions = TOOLS
     assert len(functions) >= 75
 
     def answer(**request: Any) -> Any:
@@ -500,37 +335,9 @@ async def test_whatever_a_tool_does_costs_at_most_its_trajectory(make_worker: An
     ]
     found = dict(zip(functions, await outcomes(worker, rows), strict=True))
     lost = {name: each for name, each in found.items() if isinstance(each, str)}
-    expected = {f"raises {name}": re.escape(words) for name, (f, words) in shorter.items() if not verl_says(f)}
-    expected |= UNUSABLE
+    expected = {name: words for name in functions if (words := words_of(name)) is not None}
     unlike = {name: lost.get(name, "taken")[:300] for name in lost.keys() ^ expected.keys()}
     assert not unlike, unlike
     assert faults(expected, [lost[name] for name in expected]) == []
     said = worker.tokenizer.decode(found["raises ValueError"].response_ids[0].tolist())
     assert WORDS in said
-
-
-def verl_says(function: Callable[[], Any]) -> bool:
-    """Whether verl's tool loop tells the policy what the function raises, if it raises."""
-    try:
-        function()
-    except Exception as error:
-        try:
-            return isinstance(f"{error}", str)
-        except BaseException:
-            return False
-    except BaseException:
-        return False
-    return True
-
-
-UNUSABLE = {
-    "returns an image": "image|processor|multi",
-    "returns a film": "video|processor|Multi",
-    # No tokenizer takes it.
-    "returns half a character": "TypeError",
-    "raises half a character": "TypeError",
-    "raises cannot say what it is": WORDS,
-    "raises exits when it is asked": WORDS,
-    "raises says a number": "__str__ returned non-string",
-}
-"""Of tools, what verl's loop makes of it is an error of its own."""

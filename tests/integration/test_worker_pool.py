@@ -62,6 +62,8 @@ def actor_class() -> type:
                 raise events.RewardError("the sandbox is down")
             if behaviour == "meets a dead actor":
                 raise ray.exceptions.ActorDiedError()
+            if behaviour == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if behaviour == "dies":
                 os._exit(1)
             if behaviour == "waits":
@@ -343,4 +345,14 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
     assert len(await events_of(call_of(pool))) == 3
     assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
+    await pool.close([])
+
+
+async def test_worker_that_was_started_again_and_stands_still_before_any_other_call_is_ended(cluster: None) -> None:
+    pool = WorkerPool([ray.remote(max_restarts=-1)(actor_class()).remote()], answer_s=2.0)
+    calls = [call_of(pool, behaviour, n) for n, behaviour in enumerate(["dies", "stops", "stops"])]
+    for call in calls:
+        with pytest.raises(TrajectoryFailed, match="died"):
+            await asyncio.wait_for(events_of(call), SOON / 2)
+    assert pool.lives.total() >= 2
     await pool.close([])

@@ -71,6 +71,7 @@ class WorkerSet:
         self._calls: Counter[str] = Counter()
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._questions: dict[str, asyncio.Task[None]] = {}
+        self._watched = False
         self._kind, self._answer_s, self._startup_s = kind, answer_s, startup_s
 
     @property
@@ -136,7 +137,8 @@ class WorkerSet:
         """Tell a worker that was started again what it has to know before it has work."""
 
     def watch(self) -> None:
-        """Ask every worker from now on whether it answers, all the time."""
+        """Ask every worker from now on whether it answers, all the time, those too that are started again."""
+        self._watched = True
         for name in self.actors:
             self._question(name, for_ever=True)
 
@@ -147,9 +149,12 @@ class WorkerSet:
             self._question(name, for_ever=False)
 
     def _question(self, name: str, for_ever: bool) -> None:
-        def end(_: asyncio.Task[None]) -> None:
+        def end(question: asyncio.Task[None]) -> None:
             del self._questions[name]
             self.silent.discard(name)
+            if self._watched and not question.cancelled() and question.exception() is None:
+                # It was of the life before.
+                self.watch()
 
         if name not in self._questions:
             self._questions[name] = asyncio.create_task(self._keep_asking(name, for_ever))
@@ -161,6 +166,7 @@ class WorkerSet:
 
     def stop(self) -> None:
         """Wait for no worker any more, and ask none."""
+        self._watched = False
         for task in (*self._returning.values(), *self._questions.values()):
             task.cancel()
 
@@ -195,6 +201,8 @@ class WorkerSet:
                         continue
                     self.actors[name] = actor
                     self.lives[name] += 1
+                    if self._watched:
+                        self.watch()
                     logger.warning("%s %s is up again", self._kind, name)
                     return
             logger.error("%s %s is not started again", self._kind, name)

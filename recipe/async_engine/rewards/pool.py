@@ -48,14 +48,17 @@ LINE_BYTES = 16 * MOST
 NO_MEMORY = "out of memory (async_training.reward_memory_gib)"
 ATTEMPTS = 4
 """To start a process."""
+SPOILT = 2
+"""Calls that fail in a row in one process, before something in it is taken to be spoilt."""
 LAST_WORD_S = 1.0
 """For the end of a process whose socket is closed, or an answer of one that has ended, to be seen."""
 
 
 class _Process:
-    """A scoring process and the socket to it, on one event loop."""
+    """A scoring process and the socket to it, on one event loop. ``failures``: of its calls, in a row."""
 
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.failures = 0
         self._process, self._reader, self._writer = process, reader, writer
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -201,11 +204,16 @@ class ScoringPool:
                 raise
             finally:
                 self._busy.discard(process)
-            self._idle.append(process)
+            process.failures = process.failures + 1 if scorer.RAISED in answer else 0
+            if process.failures < SPOILT:
+                self._idle.append(process)
+            else:
+                process.end()
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """A process without a call: one that has been there longest, or a new one."""
+        """A process without a call: of those whose last one did not fail, the one that waits longest; or a new one."""
+        self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
             if process.is_alive:
