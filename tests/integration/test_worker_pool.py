@@ -92,9 +92,11 @@ def pool(actors: list[Any]) -> WorkerPool:
     return WorkerPool(list(actors))
 
 
-def call_of(pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None) -> TrajectoryCall:
+def call_of(
+    pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None, alone: bool = False
+) -> TrajectoryCall:
     row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
-    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid)
+    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid, alone=alone)
 
 
 async def events_of(call: TrajectoryCall) -> list[tuple[Any, Any]]:
@@ -201,6 +203,36 @@ async def test_trajectories_spread_over_the_workers_and_a_retry_avoids_its_last_
         pool.load[call.worker_id] -= 1
     assert call_of(pool).worker_id == "worker-0"
     assert call_of(pool, avoid="worker-0").worker_id == "worker-1"
+
+
+async def test_trajectory_that_is_to_be_alone_has_a_worker_for_itself(cluster: None) -> None:
+    remote = ray.remote(actor_class())
+    pool = WorkerPool([remote.remote() for _ in range(2)])
+    first = call_of(pool, "waits")
+    neighbour = asyncio.create_task(events_of(first))
+    while first.key not in pool.under_way or not first.submitted:
+        await asyncio.sleep(0.01)
+    alone = call_of(pool, n=1, avoid="worker-1", alone=True)
+    assert (first.worker_id, alone.worker_id) == ("worker-0", "worker-0")
+    running = asyncio.create_task(events_of(alone))
+    await asyncio.sleep(0.2)
+    assert not alone.submitted
+    assert {call_of(pool, n=n).worker_id for n in range(2, 5)} == {"worker-1"}
+    await pool.cancel([first.key])
+    for cancelled in (neighbour, running):
+        with pytest.raises(TrajectoryCancelled):
+            await cancelled
+    assert alone.submitted
+    pool.load["worker-1"] += 1
+    assert call_of(pool, n=2).worker_id == "worker-0", "it has work again"
+
+
+async def test_single_worker_is_shared_by_the_one_that_is_to_be_alone(actors: list[Any]) -> None:
+    pool = WorkerPool(actors[:1])
+    pool.load["worker-0"] += 1
+    alone = asyncio.create_task(events_of(call_of(pool, alone=True)))
+    assert call_of(pool, n=1).worker_id == "worker-0"
+    await alone
 
 
 async def test_ended_trajectory_leaves_nothing_behind(pool: WorkerPool) -> None:

@@ -57,6 +57,7 @@ class WorkerSet:
         silent: names of those among them that do not answer.
         lives: how often each was started again.
         load: its calls under way.
+        reserved: the one that has no further work where there is another.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class WorkerSet:
         self.silent: set[str] = set()
         self.lives: Counter[str] = Counter()
         self.load: Counter[str] = Counter()
+        self.reserved: str | None = None
         self._failed: Counter[str] = Counter()
         self._passed_over: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -84,7 +86,7 @@ class WorkerSet:
 
         One whose calls fail (:meth:`note`) is passed over the longer, the more of them have in a row.
         """
-        candidates = [name for name in self.actors if name not in self.silent and name != but]
+        candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
         anyone = candidates or self.actors or self._returning
         passed_over, self._passed_over = self._passed_over, +(self._passed_over - Counter(self._passed_over.keys()))
         return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)

@@ -24,7 +24,7 @@ DEATHS_FOR_NOTHING = 2
 
 
 def needs_to_be_alone(errors: Sequence[RecipeError]) -> bool:
-    """Whether a trajectory that failed so is under suspicion: its next attempt is not beside others that are."""
+    """Whether a trajectory that failed so is under suspicion: its next attempt has a worker for itself."""
     return sum(isinstance(error, TrajectoryDisturbed) for error in errors) >= DEATHS_FOR_NOTHING
 
 
@@ -32,7 +32,7 @@ def may_try_again(errors: Sequence[RecipeError], max_retries: int) -> bool:
     """Whether a trajectory that failed so has another attempt.
 
     Of its own failures it may have ``max_retries``. What another one of its worker may have done does not count, but
-    where that happens again while it is the only one under suspicion, it is taken for its own.
+    where that happens again while it has a worker for itself, it is taken for its own.
     """
     if errors and isinstance(errors[-1], TrajectoryCancelled | RewardError):
         return False

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,8 @@ LARGE = 64 << 10
 """Ray copies larger arguments into the object store too, once for each call."""
 VALIDATION = "validation-"
 """What the keys of a validation's trajectories begin with; a worker has those of training beside them."""
-ALONE = (
-    ", once more, while no other trajectory was under suspicion (look for what in its agent loop or tools ends, blocks "
-    "or fills the process)"
-)
+ALONE = ", once more, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
+LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
@@ -59,7 +57,7 @@ class NoWorkers(RecipeError):
 class TrajectoryCall:
     """One attempt at one trajectory on one worker.
 
-    turn: the newest generation turn that it is admitted to. alone: no other such call runs meanwhile.
+    turn: the newest generation turn that it is admitted to. alone: it has its worker for itself.
     """
 
     key: str
@@ -102,7 +100,7 @@ class TrajectoryCall:
         self.pool.under_way[self.key] = self
         self.pool.users[self.group.id] += 1
         try:
-            async with self.pool.by_itself if self.alone else nullcontext(), self.pool.one(self.worker_id) as actor:
+            async with self.pool.place(self) as actor:
                 if self.cancelled:
                     raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
                 said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments())
@@ -185,7 +183,7 @@ class WorkerPool(WorkerSet):
         self._prepare_actor = prepare
         self._traced = traced or TracedGroups()
         self.validates = validates
-        self.by_itself = asyncio.Lock()
+        self._by_itself = asyncio.Lock()
 
     @property
     def alive(self) -> int:
@@ -205,7 +203,7 @@ class WorkerPool(WorkerSet):
         """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
 
         ``record``: what a checkpoint has of it. ``turn``: the generation turn that it is admitted to, None in a stream.
-        ``alone``: workers died under it, so that it runs while no other such trajectory does.
+        ``alone``: workers died under it, so that it has one for itself.
 
         Raises:
             NoWorkers: none is alive or being started again.
@@ -218,6 +216,25 @@ class WorkerPool(WorkerSet):
         if self.validates:
             key = f"{VALIDATION}{key}"
         return TrajectoryCall(key, worker_id, self, row, group, rollout_n, record, turn, trace, alone)
+
+    @asynccontextmanager
+    async def place(self, call: TrajectoryCall) -> AsyncIterator[Any]:
+        """The worker of a call, once it is up.
+
+        A call that is to be alone waits until its worker has no other, which ends with their deadlines, and keeps
+        further ones away. With a single worker there is nowhere else for those.
+        """
+        async with self._by_itself if call.alone else nullcontext():
+            if call.alone:
+                self.reserved = call.worker_id
+            try:
+                while call.alone and self.load[call.worker_id] and len(self.actors) > 1:
+                    await asyncio.sleep(LOOK_S)
+                async with self.one(call.worker_id) as actor:
+                    yield actor
+            finally:
+                if call.alone:
+                    self.reserved = None
 
     def sample_for(self, call: TrajectoryCall) -> Any:
         """The prompt of a call as its worker gets it: itself, or where the object store has it."""
