@@ -110,18 +110,18 @@ def fresh_ray(**settings: int) -> Iterator[None]:
     """
     import ray
 
-    from recipe.async_engine.run.ray_start import patience
+    from recipe.async_engine.run.ray_start import start_own
 
     forks = shared_forks(usual_environment())
-    with ray_folder() as folder, ray_starts_forks(str(forks)), patience(300.0):
+    with ray_folder() as folder, ray_starts_forks(str(forks)):
         ray.shutdown()  # Ray starts itself where a test before has called it without one
-        ray.init(
-            include_dashboard=False,
-            _temp_dir=str(folder),
-            log_to_driver=False,
-            runtime_env={"py_executable": str(forks)},
-            **settings,
-        )
+        start = {
+            "include_dashboard": False,
+            "_temp_dir": str(folder),
+            "log_to_driver": False,
+            "runtime_env": {"py_executable": str(forks)},
+        }
+        start_own({**start, **settings}, 300.0)
         yield
         ray.shutdown()
 

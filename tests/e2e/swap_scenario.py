@@ -35,6 +35,7 @@ from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.replicas.manager import ReplicaManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.recorder import start_recording
+from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.settings.sections import Timeouts, Weights
 from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.weights.publisher import WeightPublisher
@@ -168,9 +169,8 @@ def play(path: str, seconds: float, cores: int) -> dict[str, Any]:
 def main(path: str, folder: str, forks: str, result: str, seconds: str, cores: str) -> None:
     os.environ.update(CPU_ENVIRONMENT)
     runtime = {"py_executable": forks, "env_vars": dict(CPU_ENVIRONMENT)}
-    ray.init(
-        num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
-    )
+    start = {"num_cpus": 20, "num_gpus": 3, "include_dashboard": False, "log_to_driver": False}
+    start_own({**start, "_temp_dir": folder, "runtime_env": runtime}, 300.0)
     try:
         Path(result).write_text(json.dumps(play(path, float(seconds), int(cores))))
     finally:

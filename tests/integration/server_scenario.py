@@ -40,6 +40,7 @@ from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
 from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.replicas.reservation import Reservations
+from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import WeightPublisher
 
@@ -232,9 +233,8 @@ def main() -> None:
     make_model(MODEL, seed=9).save_pretrained(f"{folder}/model")
     variables = {**CPU_ENVIRONMENT, "PYTHONPATH": os.path.dirname(__file__)}
     runtime = {"py_executable": sys.argv[1], "env_vars": variables}
-    ray.init(
-        num_cpus=20, num_gpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=runtime
-    )
+    start = {"num_cpus": 20, "num_gpus": 3, "include_dashboard": False, "log_to_driver": False}
+    start_own({**start, "_temp_dir": folder, "runtime_env": runtime}, 300.0)
     try:
         sys.stdout.write(json.dumps(play(f"{folder}/model")) + "\n")
     finally:

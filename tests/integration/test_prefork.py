@@ -25,7 +25,7 @@ from recipe.async_engine.prefork.server import REQUEST_S
 # Nothing else here imports it, so a process that has it was forked from the server.
 MARK = "colorsys"
 SHOW_MARK = f"import sys; print({MARK!r} in sys.modules)"
-RUN_S = 60
+RUN_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,7 @@ RAY_JOB = f"""
 import json, sys, ray
 from recipe.async_engine.prefork.server import REQUEST_S
 from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.run.ray_start import start_own
 
 class Actor:
     def look(self):
@@ -227,16 +228,17 @@ class Actor:
         os._exit(1)
 
 with Prefork({{}}, modules=[{MARK!r}, "ray"]) as prefork:
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env=prefork.runtime_env, _temp_dir=sys.argv[1])
+    start = {{"num_cpus": 2, "include_dashboard": False, "_temp_dir": sys.argv[1]}}
+    start_own({{**start, "runtime_env": prefork.runtime_env}}, 300.0)
     prefork.joined(ray.get_runtime_context().get_job_id())
     actor_class = ray.remote(Actor).options(runtime_env={{"env_vars": {{"RECIPE_OWN": "of the actor"}}}})
     actor = actor_class.remote()
-    seen = [ray.get(actor.look.remote(), timeout=60)]
+    seen = [ray.get(actor.look.remote(), timeout={RUN_S})]
     try:
-        ray.get(actor.leave.remote(), timeout=60)
+        ray.get(actor.leave.remote(), timeout={RUN_S})
     except ray.exceptions.RayActorError:
         seen.append("its death is seen")
-    seen.append(ray.get(actor_class.remote().look.remote(), timeout=60))
+    seen.append(ray.get(actor_class.remote().look.remote(), timeout={RUN_S}))
     ray.shutdown()
 # To a file, since Ray writes where this process does, in the middle of a line too.
 with open(sys.argv[2], "w") as file:
