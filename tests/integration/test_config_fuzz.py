@@ -197,7 +197,7 @@ def test_paths_that_no_system_takes_are_refused_by_name_or_not_looked_at(base: d
     of_paths = [path for path in settings_of(base) if re.search(r"path|files|_dir|start_from", path[-1])]
     refused = set()
     for path in of_paths:
-        for odd in ("x" * 300, "/" + "x" * 300, "x/" * 3000, "a\0b", "/proc/1/root/secret/x"):
+        for odd in ("x" * 300, "/" + "x" * 300, "x/" * 3000, "a\0b", "/dev/null/x"):
             name, problems = ".".join(path), look(changed(base, path, odd), with_verl=False).problems
             assert all(problem.allowed and problem.advice for problem in problems)
             refused |= {problem.setting for problem in problems} & {name}
