@@ -317,7 +317,7 @@ RULES: Mapping[Class, Rule] = {
     ),
     Class.RE_PREFILL: _fixed(
         "answers that a swap of weights cut are sent to the engine again",
-        "rarer syncs: async_training.trigger_parameter_sync_step up",
+        "async_training.weights.at_swap interrupt -> keep; or rarer syncs",
     ),
     Class.RETRY: _fixed("attempts that failed are made again", "look at their errors in the log"),
     Class.LOST: _fixed("a device died with its work", "async_training.partial_tokens_interval down"),

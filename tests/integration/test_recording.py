@@ -79,6 +79,8 @@ def test_devices_on_other_clocks_die_and_are_replaced_and_the_account_closes(clu
     trainer.turn_to("update")
     assert recording.engine_tokens() == {"sampled": 6, "answered": 4}
     time.sleep(1.0)
+    # Of a device that dies, what it had said is known.
+    until(lambda: recording._known["rollout 1"].known_until > decoding - recording._began + 0.6)
     ray.kill(parts["rollout 1"])
     until(lambda: recording.deaths == 1)
     assert recording.engine_tokens() is None

@@ -165,7 +165,7 @@ async def _past_the_manager(call: Callable[..., Awaitable[Any]], timeout_s: floa
 
 def _as_text(error: BaseException, kind: type[RecipeError] = RewardRaised, words: str = "") -> BaseException:
     """The error to raise in the place of this one, which other processes may not know."""
-    if type(error) in TOLD or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+    if type(error) in TOLD or (issubclass(type(error), asyncio.CancelledError) and _is_cancelled()):
         return error
     failed = kind(f"{words}{told(error)}")
     if trace := traced(error):
