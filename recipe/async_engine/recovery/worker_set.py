@@ -57,7 +57,7 @@ class WorkerSet:
         silent: names of those among them that do not answer.
         lives: how often each was started again.
         load: its calls under way.
-        reserved: the one that has no further work where there is another.
+        reserved: the one that has no further work where there is another, be it one that is being started again.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class WorkerSet:
         One whose calls fail (:meth:`note`) is passed over the longer, the more of them have in a row.
         """
         candidates = [name for name in self.actors if name not in self.silent and name not in (but, self.reserved)]
-        anyone = candidates or self.actors or self._returning
+        # Beside a reserved one, calls wait for those that are being started again.
+        others = [name for name in self._returning if self.reserved not in (None, name)]
+        anyone = candidates or others or self.actors or self._returning
         passed_over, self._passed_over = self._passed_over, +(self._passed_over - Counter(self._passed_over.keys()))
         return min(anyone, key=lambda n: (passed_over[n] > 0, self.load[n], self._calls[n]), default=None)
 

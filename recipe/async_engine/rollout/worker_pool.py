@@ -228,7 +228,7 @@ class WorkerPool(WorkerSet):
             if call.alone:
                 self.reserved = call.worker_id
             try:
-                while call.alone and self.load[call.worker_id] and len(self.actors) > 1:
+                while call.alone and self.load[call.worker_id] and len({*self.actors, *self._returning}) > 1:
                     await asyncio.sleep(LOOK_S)
                 async with self.one(call.worker_id) as actor:
                     yield actor
