@@ -57,6 +57,15 @@ class ShowsNothing(Exception):
         raise RuntimeError("no repr")
 
 
+def never_closed() -> Any:
+    """A generator that goes on where it is closed."""
+    while True:
+        try:
+            yield 1
+        except GeneratorExit:
+            yield 2
+
+
 class SubText(str):
     def __str__(self) -> str:
         raise RuntimeError("no text")

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from odd_errors import WORDS
+from odd_errors import WORDS, never_closed
 from odd_functions import INSTEAD, RAISING, RETURNED
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
@@ -236,14 +236,7 @@ def finalizes_badly() -> None:
 
 
 def ignores_a_close() -> None:
-    def numbers() -> Any:
-        while True:
-            try:
-                yield 1
-            except GeneratorExit:
-                yield 2
-
-    next(numbers())
+    next(never_closed())
 
 
 def a_coroutine_of_nobody() -> None:

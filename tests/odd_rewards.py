@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.append(str(Path(__file__).parent))  # as a reward's file finds its own modules
-from odd_errors import RAISING, WORDS, OwnError, SubText
+from odd_errors import RAISING, WORDS, OwnError, SubText, never_closed
 
 SCORED, RAISED, DIED, LATE = "scored", "raised", "died", "late"
 
@@ -720,14 +720,7 @@ def _fails(*arguments: Any) -> Any:
 
 @way("a generator that is closed", RAISED, "ignored GeneratorExit")
 def closed_generator() -> Any:
-    def numbers() -> Any:
-        while True:
-            try:
-                yield 1
-            except GeneratorExit:
-                yield 2
-
-    made = numbers()
+    made = never_closed()
     next(made)
     made.close()
 

@@ -48,6 +48,11 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def render(value: object) -> str:
     """A value as a config file writes it."""
     if value is None:

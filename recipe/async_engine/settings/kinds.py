@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from recipe.async_engine.settings.fields import render
+from recipe.async_engine.settings.fields import is_number, render
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.verl_types import EXPECTED
 
@@ -41,7 +41,7 @@ def _kind(usual: Any) -> tuple[str, Callable[[Any], bool]] | None:
         case bool():
             return "true or false", lambda value: isinstance(value, bool) or value in (0, 1)
         case int() | float():
-            return "a number", _is_number
+            return "a number", lambda value: is_number(value) and math.isfinite(value)
         case Mapping():
             return "a section of settings", lambda value: isinstance(value, Mapping)
         case list():
@@ -49,7 +49,3 @@ def _kind(usual: Any) -> tuple[str, Callable[[Any], bool]] | None:
         case str() if not usual.startswith("${"):
             return "text", lambda value: not isinstance(value, Mapping)
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.settings.fields import is_count, render
+from recipe.async_engine.settings.fields import is_count, is_number, render
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.sections import lookup
 
@@ -65,7 +65,7 @@ PATHS = Expected("a path, or a list of paths", _is_paths, None)
 MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
 SHARE = Expected(
     "a number > 0 and <= 1",
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
+    lambda value: is_number(value) and 0 < value <= 1,
     None,
     "It is the share of an accelerator that an engine takes.",
 )

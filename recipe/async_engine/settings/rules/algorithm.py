@@ -6,8 +6,8 @@ verl's functions with what a batch has here.
 """
 
 from collections.abc import Iterator
-from typing import TypeGuard
 
+from recipe.async_engine.settings.fields import is_number
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import proximal_source
 from recipe.async_engine.settings.problems import Problem
@@ -113,7 +113,7 @@ def losses(context: RuleContext) -> Iterator[Problem]:
         allowed = "another loss where async_training.proximal_log_probs is not bypass"
         yield context.problem(setting, allowed, "It takes old log-probs for those of the policy that sampled.")
     beta = context.get(f"{ACTOR}.policy_loss.dro_beta")
-    if mode == "dro" and not (_is_number(beta) and beta > 0):
+    if mode == "dro" and not (is_number(beta) and beta > 0):
         yield context.problem(f"{ACTOR}.policy_loss.dro_beta", f"a number > 0 with {setting}=dro", "Set it.")
 
 
@@ -167,7 +167,3 @@ def without_effect(context: RuleContext) -> Iterator[str]:
 
 def _loss(context: RuleContext) -> str:
     return str(context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"))
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
