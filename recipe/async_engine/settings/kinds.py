@@ -41,7 +41,7 @@ def _kind(usual: Any) -> tuple[str, Callable[[Any], bool]] | None:
         case bool():
             return "true or false", lambda value: isinstance(value, bool) or value in (0, 1)
         case int() | float():
-            return "a number", lambda value: is_number(value) and math.isfinite(value)
+            return "a number", lambda value: is_number(value) and -math.inf < value < math.inf
         case Mapping():
             return "a section of settings", lambda value: isinstance(value, Mapping)
         case list():
