@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import verl  # noqa: F401  (its plugin makes this vLLM known)
-from cut_cases import AT_ONCE, BLOCK, ENGINE, LONGEST, Case, batches, make_tokenizer, words_of
+from cut_cases import AT_ONCE, BLOCK, ENGINE, LONGEST, Case, batches, letters_of, make_tokenizer
 from remote_fakes import Handle
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -169,14 +169,14 @@ async def play(folder: Path, wanted: int, seed: int) -> dict[str, Any]:
     server = make_server(engine)
     client = make_client(server)
     rng = random.Random(seed)
-    words = words_of(tokenizer)
+    letters = letters_of(tokenizer)
     seen: dict[str, Any] = {"cuts": 0, "answers": 0, "kinds": {}, "errors": [], "differences": []}
     for turn, kinds in enumerate(batches(rng)):
         if seen["cuts"] >= wanted:
             break
         cases = [Case(number, rng, len(tokenizer), turn % 2 == 0) for number in range(AT_ONCE)]
         for case, plain in zip(cases, await answers(client, cases), strict=True):
-            case.choose(kinds, tokenizer.decode(plain.token_ids), words)
+            case.choose(kinds, tokenizer.decode(plain.token_ids), letters)
         wholes = await answers(client, cases)
         server.cuts = 0
         cutter = asyncio.create_task(cutting(server, rng))

@@ -50,10 +50,9 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def words_of(tokenizer: Any) -> list[str]:
-    """Texts of two tokens."""
-    words = [tokenizer.decode([left, right]) for left in range(3, 40) for right in range(60, 90)]
-    return [word for word in words if word.strip() and "\ufffd" not in word]
+def letters_of(tokenizer: Any) -> dict[str, int]:
+    """Letters that are tokens of their own, whatever stands beside them."""
+    return {letter: tokenizer.convert_tokens_to_ids(letter) for letter in "bcdfghjklmpqvwxz"}
 
 
 class Case:
@@ -71,13 +70,16 @@ class Case:
     def tokens(self, count: int) -> list[int]:
         return self.rng.sample(range(3, self.vocabulary), count)
 
-    def choose(self, kinds: Sequence[str], whole: str, words: list[str]) -> None:
+    def choose(self, kinds: Sequence[str], whole: str, letters: dict[str, int]) -> None:
         """Take parameters of these kinds; ``whole`` is the text of the answer without them."""
         from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
         rng = self.rng
         at = rng.randrange(max(1, len(whole) - 3))
         begin = rng.randrange(3, 8)
+        # Half of the words that four letters make, which are likely everywhere: a cut is mostly within one.
+        four = rng.sample(list(letters), 4)
+        bad_words = rng.sample([left + right for left in four for right in four], 8)
         choices: dict[str, Any] = {
             "penalties": {
                 "presence_penalty": rng.uniform(-1, 2),
@@ -101,7 +103,7 @@ class Case:
             "silent": {"detokenize": False},
             "bias": {"logit_bias": {token: rng.uniform(-3, 6) for token in self.tokens(6)}},
             "allowed": {"allowed_token_ids": [0, *self.tokens(12)]},
-            "words": {"bad_words": rng.sample(words, 40)},
+            "words": {"bad_words": bad_words, "logit_bias": {letters[letter]: 8.0 for letter in four}},
             "structure": {
                 "structured_outputs": StructuredOutputsParams(**rng.choice(STRUCTURES)),
                 "repetition_penalty": 1.3,
@@ -134,6 +136,8 @@ KINDS = [
     *("structure", "thinking", "stop", "penalties", "processor", "repetition", "returned", "words"),
     *("special", "least", "filters", "end", "silent", "bias", "allowed"),
 ]
+# Of all that a grammar leaves they may forbid each token: such an answer fails, whole as well as cut.
+FORBIDDING = {"processor", "allowed", "words"}
 
 
 def batches(rng: random.Random) -> Iterator[Sequence[str]]:
@@ -145,4 +149,6 @@ def batches(rng: random.Random) -> Iterator[Sequence[str]]:
     for kind in KINDS:
         yield from [(kind,)] * 2
     while True:
-        yield from [rng.sample(KINDS, rng.randint(2, 4))] * 2
+        kinds = rng.sample(KINDS, rng.randint(2, 4))
+        if "structure" not in kinds or FORBIDDING.isdisjoint(kinds):
+            yield from [kinds] * 2

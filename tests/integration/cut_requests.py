@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cut_cases import AT_ONCE, KINDS, Case, make_tokenizer, words_of
+from cut_cases import AT_ONCE, KINDS, Case, letters_of, make_tokenizer
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.platform.continued_answers import in_output_processor
@@ -40,7 +40,7 @@ def cut_and_whole(llm: Any, seed: int) -> dict[str, Any]:
         cases = [Case(number, rng, len(tokenizer), turn % 2 == 0) for number in range(AT_ONCE // 4)]
         nothing: list[list[int]] = [[] for _ in cases]
         for case, (tokens, _) in zip(cases, answer_all(llm, cases, nothing, [1000] * len(cases)), strict=True):
-            case.choose([kind], tokenizer.decode(tokens), words_of(tokenizer))
+            case.choose([kind], tokenizer.decode(tokens), letters_of(tokenizer))
         wholes = [tokens for tokens, _ in answer_all(llm, cases, nothing, [1000] * len(cases))]
         answers, left = nothing, list(range(len(cases)))
         while left:
