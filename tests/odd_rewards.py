@@ -455,7 +455,8 @@ def closes_files() -> Any:
 @way("closes streams", SCORED, 1.0, alone=True)
 def closes_streams() -> Any:
     for stream in (0, 1, 2):
-        os.close(stream)
+        with contextlib.suppress(OSError):  # it has done so before in this process
+            os.close(stream)
     sys.stdout = sys.stderr = None  # type: ignore[assignment]
     return 1.0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import hostile_data
 import odd_loops
+from odd_poisons import POISONING
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -60,7 +61,8 @@ class OddAgentLoop(AgentLoopBase):
         way = (sample.get("extra_info") or {}).get("loop")
         if not way:
             return await self.sound(sampling_params)
-        return await LOOPS[way][0](self, sampling_params, sample)
+        does = POISONING[way] if way in POISONING else LOOPS[way][0]
+        return await does(self, sampling_params, sample)
 
     async def sound(self, sampling_params: dict[str, Any]) -> AgentLoopOutput:
         answer = await self.ask({**sampling_params, "max_tokens": 2}, self.prompt)

@@ -22,6 +22,7 @@ import pyarrow
 import pytest
 from main_runs import FULLY_ASYNC, FinishedRun, run_main, small, trainer_log
 from odd_errors import WORDS
+from odd_poisons import POISONING
 from odd_rewards import DIED, HARMLESS, LATE, SCORED, WAYS
 from pyarrow import parquet
 
@@ -36,6 +37,7 @@ GIVEN_UP = r"prompt group PromptRef\(index=(\d+), epoch=0, uid='[^']*'\) failed 
 MESSAGE = r"^recipe\.async_engine\.\S+?: (.*?)(?=^Traceback |^(?:ERROR|WARNING|INFO):\d{4}-|\Z)"
 SLOW = {"huge list", "mapping without end", "fills memory", "little time"}
 """What takes seconds where there are other things to do, and may meet its deadline first."""
+EITHER = "what it does to others it may do to itself"
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -56,7 +58,8 @@ def reward(name: str, quiet: int = 1) -> Odd:
     way = WAYS[name]
     words: str | None = way.says
     if way.ends == LATE or name in SLOW:
-        words = f"{words}|no reward within|gave nothing within"
+        # One that ends the process which all of them are forked from ends those that take long.
+        words = f"{words}|no reward within|gave nothing within|ended, exit status"
     if way.ends == SCORED:
         words = None if is_number(way.says) else "the reward function gave reward="
     return Odd("way", name, words, quiet)
@@ -85,6 +88,11 @@ LOOPS = [
         for name, (_, words) in odd_agent_loop.LOOPS.items()
         if words == odd_agent_loop.DEATH
     ],
+]
+
+
+POISONS = [
+    Odd("loop", name, EITHER if name.endswith("later") else f"{WORDS}|died", quiet=2 * BATCH) for name in POISONING
 ]
 
 
@@ -154,6 +162,8 @@ def faults(asked: list[Odd | None], found: dict[int, Ended]) -> list[str]:
     for index, each in enumerate(asked):
         became = found.get(index, Ended("nothing", ""))
         what = "a right row" if each is None else f"{each.kind} {each.name!r}"
+        if each is not None and each.words == EITHER and became.what in ("trained", "failed"):
+            continue
         if each is None or each.words is None:
             if became.what != "trained":
                 wrong.append(f"{index}, {what}: {became.what}, {became.said[:600]}")
@@ -188,8 +198,16 @@ def run_with(
     (folder / "wrong.txt").write_text("\n".join(wrong))
     sys.stdout.write("\n".join(f"{index}: {each.what}: {each.said[:300]}" for index, each in sorted(found.items())))
     assert run.returncode == 0, run.output[-8000:]
-    assert not wrong, "\n".join(wrong)
     ledger = run.summary["ledger"]
+    if any(each is not None and each.words == EITHER for each in asked):
+        # Of the last ones no batch may be full.
+        wrong = [
+            said for said in wrong if int(said.partition(",")[0]) < len(asked) - 2 * BATCH or "nothing" not in said
+        ]
+        assert not wrong, "\n".join(wrong)
+        assert (ledger["issued"], ledger["live"] < BATCH) == (len(asked), True)
+        return run
+    assert not wrong, "\n".join(wrong)
     failed = sum(each is not None and each.words is not None for each in asked)
     assert (ledger["issued"], ledger["failed"], ledger["live"]) == (len(asked), failed, 0)
     return run
@@ -237,6 +255,24 @@ def test_whatever_agent_loops_and_asynchronous_rewards_do_costs_their_own_prompt
         "async_training.timeouts.trajectory=8",
     )
     assert run.metrics[-1]["fully_async/count/agent_loop_worker_restarts"] >= len(odd_agent_loop.odd_loops.DEADLY)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_whatever_agent_loops_change_in_their_process_is_over_soon(
+    untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path
+) -> None:
+    run_with(
+        POISONS,
+        untrained_task,
+        tmp_path,
+        ray_dir,
+        *agent("odd", "OddAgentLoop", tmp_path),
+        f"{ROLLOUT}.agent.num_workers=2",
+        "async_training.timeouts.agent_worker=8",
+        "async_training.timeouts.trajectory=8",
+    )
 
 
 def agent(name: str, kind: str, folder: Path) -> list[str]:

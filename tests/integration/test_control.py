@@ -47,6 +47,7 @@ def agent_class() -> type:
     from recipe.async_engine.core.events import AwayActivity
     from recipe.async_engine.recovery.control import Early
     from recipe.async_engine.rollout.kept_answers import AnswerBook
+    from recipe.async_engine.rollout.rehearsal import Rehearsal
     from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
     from recipe.async_engine.rollout.turns import TurnGate
 
@@ -66,7 +67,10 @@ def agent_class() -> type:
 
             self.llm_client = NoClient()
 
-            self._default_loop = "none"
+            self._default_loop, self._rehearsal = "none", Rehearsal(self._no_model)
+
+        async def _no_model(self) -> None:
+            raise NotImplementedError
 
         async def _run_row(self, *arguments: Any, **fields: Any) -> Any:
             await asyncio.sleep(HELD_S)

@@ -85,6 +85,27 @@ async def pool(function: Path, main_file: None) -> AsyncIterator[ScoringPool]:
     pool.close()
 
 
+async def test_process_of_a_start_that_failed_answers_no_call(
+    pool: ScoringPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that they are forked from can end between the fork and its word that it was made."""
+    start, failed = type(pool._context.Process()).start, []
+
+    def fails_once(process: Any) -> None:
+        start(process)
+        if not failed:
+            failed.append(process)
+            raise EOFError
+
+    monkeypatch.setattr(pool._context.Process, "start", fails_once)
+    with pytest.raises(RewardProcessDied):
+        await pool.score(solution_str="dies")
+    scored = [await pool.score(solution_str="") for _ in range(3)]
+    assert [each["score"] for each in scored] == [0.5] * 3
+    await asyncio.to_thread(failed[0].join, LIMIT_S)
+    assert failed[0].exitcode is not None
+
+
 async def test_score_is_the_functions_with_its_settings_from_another_process(pool: ScoringPool) -> None:
     result = await pool.score(solution_str="", data_source="x")
     assert result["score"] == 0.5

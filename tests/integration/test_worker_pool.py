@@ -18,7 +18,12 @@ import ray
 
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
+from recipe.async_engine.rollout.trajectory_events import (
+    TrajectoryCancelled,
+    TrajectoryDisturbed,
+    TrajectoryGenerated,
+    TrajectoryScored,
+)
 from recipe.async_engine.rollout.trajectory_manager import CALLS_AT_ONCE
 from recipe.async_engine.rollout.trajectory_worker import RewardError
 from recipe.async_engine.rollout.worker_pool import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
@@ -36,7 +41,7 @@ def actor_class() -> type:
 
         def __init__(self) -> None:
             self.cancelled = asyncio.Event()
-            self.prepared = False
+            self.prepared = self.is_broken = False
             self.begun: dict[str, tuple[Any, ...]] = {}
 
         async def run_trajectory(self, key: str, *arguments: Any) -> tuple[Any, Any]:
@@ -54,6 +59,11 @@ def actor_class() -> type:
                 failed = events.AgentLoopError("ValueError: no such tool")
                 failed.add_note("Traceback of the agent loop")
                 raise failed
+            if behaviour == "is spoilt":
+                raise worker_set.WorkerSpoilt("ValueError: no such tool, and torch.zeros is None")
+            if behaviour == "breaks all calls":
+                self.is_broken = True
+                raise TypeError("'NoneType' object is not callable")
             if behaviour == "raises something else":
                 raise KeyError("a defect of the worker")
             if behaviour == "works once it is prepared" and not self.prepared:
@@ -71,6 +81,10 @@ def actor_class() -> type:
                 raise events.TrajectoryCancelled(key)
             scored = events.TrajectoryScored(0.5, version, version, True, 0, 0, sample_index)
             return scored, {"sample": sample, "n": rollout_n}
+
+        async def is_there(self) -> None:
+            if self.is_broken:
+                raise TypeError("'NoneType' object is not callable")
 
         async def be_prepared(self) -> None:
             self.prepared = True
@@ -377,6 +391,22 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
     assert len(await events_of(call_of(pool))) == 3
     assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
+    await pool.close([])
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("is spoilt", r"died: .*no such tool, and torch\.zeros is None"),
+        ("breaks all calls", "died: it answers every call with TypeError"),
+    ],
+)
+async def test_spoilt_worker_is_ended_and_started_again(behaviour: str, said: str, cluster: None) -> None:
+    pool = WorkerPool([ray.remote(max_restarts=-1, max_concurrency=CALLS_AT_ONCE)(actor_class()).remote()])
+    with pytest.raises(TrajectoryDisturbed, match=said):
+        await events_of(call_of(pool, behaviour))
+    assert len(await events_of(call_of(pool, n=1))) == 3
+    assert pool.lives.total() == 1
     await pool.close([])
 
 

@@ -7,11 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.recovery.control import sign_of_life, with_control
 
-ASK_AGAIN_S = 1.0
+ASK_AGAIN_S, LOOK_S = 1.0, 0.05
+
+
+async def has_ended(actor: Any) -> None:
+    """Wait until an actor that is being killed does not answer any more."""
+    while True:
+        try:
+            await sign_of_life(actor).remote()
+        except RayTaskError:
+            pass
+        except RayError:
+            return
+        await asyncio.sleep(LOOK_S)
 
 
 async def is_up_again(actor: Any) -> bool:

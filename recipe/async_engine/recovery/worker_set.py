@@ -3,15 +3,17 @@
 
 Contract: a worker that died has no work until Ray has started it again and it was prepared; while there is no other,
 calls wait for that. One that was asked and has not answered for half of ``answer_s`` has none if there is another, and
-is ended, and so started again, after the whole: its process was stopped, or its event loop hangs. One event loop calls
-it. Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
+is ended, and so started again, after the whole: its process was stopped, or its event loop hangs. One whose process is
+spoilt, which it says itself or answers every question with an error, is ended at once. One event loop calls it.
+
+Shown by tests/integration/test_worker_pool.py and test_reward_dispatch.py.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import told
 from recipe.async_engine.recovery.control import sign_of_life
-from recipe.async_engine.recovery.restarts import is_up_again
+from recipe.async_engine.recovery.restarts import has_ended, is_up_again
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ class WorkerDied(RecipeError):
 
 class WorkerRestarted(RecipeError):
     """Raised by a worker that was started again and has not been prepared."""
+
+
+class WorkerSpoilt(RecipeError):
+    """Raised by a worker whose process does not do any more what every call needs."""
 
 
 def as_handle(method: str, call: Callable[..., Awaitable[Any]]) -> SimpleNamespace:
@@ -113,10 +120,11 @@ class WorkerSet:
             yield self.actors[name]
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be the one below.
-            if not isinstance(error.cause, WorkerRestarted):
+            ended = error.cause if isinstance(error.cause, WorkerRestarted) else await self._spoilt(name, life, error)
+            if ended is None:
                 raise
-            self.died(name, life, error.cause)
-            raise WorkerDied(f"{self._kind} {name} died: {error.cause}") from error
+            self.died(name, life, ended)
+            raise WorkerDied(f"{self._kind} {name} died: {ended}") from error
         except RayActorError as error:
             self.died(name, life, error)
             raise WorkerDied(f"{self._kind} {name} died: {error}") from error
@@ -130,9 +138,26 @@ class WorkerSet:
         """
         if name in self.actors and life == self.lives[name]:
             logger.error("%s %s died: %s", self._kind, name, error)
-            self._returning[name] = asyncio.create_task(self._take_back(name, self.actors.pop(name)))
+            is_up = isinstance(error, RayTaskError | WorkerSpoilt)
+            self._returning[name] = asyncio.create_task(self._take_back(name, self.actors.pop(name), is_up))
             if not isinstance(error, WorkerRestarted):
                 self._noticed_death(name)
+
+    async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
+        """What its worker says of itself in an error, or shows; None if the error is one of the call alone."""
+        # In its words: where a process is spoilt, Ray may come to send it as an error of its own.
+        for line in str(error).splitlines():
+            if WorkerSpoilt.__name__ in line:
+                return WorkerSpoilt(line.partition(f"{WorkerSpoilt.__name__}: ")[2] or line)
+        if isinstance(error.cause, RecipeError) or name not in self.actors or life != self.lives[name]:
+            return None
+        with suppress(TimeoutError, RayActorError):
+            async with asyncio.timeout(self._answer_s):
+                try:
+                    await sign_of_life(self.actors[name]).remote()
+                except RayTaskError as failure:
+                    return WorkerSpoilt(f"it answers every call with {told(failure.cause or failure)}")
+        return None
 
     def _noticed_death(self, name: str) -> None:
         """Once for each death that was noticed as such."""
@@ -195,9 +220,12 @@ class WorkerSet:
         except RayError as error:
             self.died(name, life, error)
 
-    async def _take_back(self, name: str, actor: Any) -> None:
+    async def _take_back(self, name: str, actor: Any, is_up: bool) -> None:
         try:
             async with asyncio.timeout(self._startup_s):
+                if is_up:
+                    ray.kill(actor, no_restart=False)
+                    await has_ended(actor)
                 while await is_up_again(actor):
                     try:
                         await self._prepare(actor)

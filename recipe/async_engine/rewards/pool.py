@@ -240,17 +240,18 @@ class ScoringPool:
 
 def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.socket]:
     """A scoring process, and this end of the socket to it."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        for left in reversed(range(ATTEMPTS)):
-            process = context.Process(target=scorer.serve, args=(theirs, *arguments))
+    for left in reversed(range(ATTEMPTS)):
+        # Another pair each time: the process of an attempt that failed may be there all the same, and would answer too.
+        ours, theirs = socket.socketpair()
+        with theirs:
             try:
+                process = context.Process(target=scorer.serve, args=(theirs, *arguments))
                 process.start()
                 break
             except (OSError, EOFError):
                 # The process that these are forked from, which a reward function can end, is replaced when it is gone.
+                ours.close()
                 if not left:
-                    ours.close()
                     raise
                 time.sleep(LAST_WORD_S / ATTEMPTS)
     return process, ours

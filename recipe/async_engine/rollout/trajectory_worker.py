@@ -9,6 +9,7 @@ unchanged, user-defined ones included; versions come from the client's record, n
 retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
 are computed later for one that waits (`rescore`); a server that does not answer fails no trajectory. An agent loop has
 a deadline, tools included; one that goes on after it, or after its cancellation, is given up and asks no server again.
+After a failure the worker looks whether its process is still sound (`rehearsal`).
 
 Shown by tests/integration/test_trajectory_worker.py and tests/e2e/test_fully_async.py.
 """
@@ -44,6 +45,7 @@ from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, T
 from recipe.async_engine.rollout.loop_output import INT32, check_report, plain_output
 from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
 from recipe.async_engine.rollout.soundness import NonFiniteReward, RewardError, check_reward
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_events import (
@@ -130,6 +132,7 @@ class TrajectoryWorker(AgentLoopWorker):
             # Its module's own error, at the start.
             loop_maker(self._default_loop)
         self._vocabulary = vocabulary_of(self.model_config)
+        self._rehearsal = Rehearsal(self._run_made_up)
         # It may have died with no work, so that nobody has noticed.
         self._is_prepared = not was_restarted()
 
@@ -193,16 +196,31 @@ class TrajectoryWorker(AgentLoopWorker):
         Raises:
             WorkerRestarted: :meth:`be_prepared` is to come.
             TrajectoryDisturbed: a call was cancelled, and nobody had asked for that.
+            WorkerSpoilt: it failed, and so would any other one here.
         """
         if not self._is_prepared:
             raise WorkerRestarted("the agent-loop worker was started again")
+        await self._rehearsal.begin()
         if self._unwanted.take(key):
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
-        context = copy_context()
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
+        async with self._rehearsal.after_a_failure():
+            return await self._until_generated(self._start(key, sample, trajectory, record, turn, trace), key)
+
+    def _start(
+        self,
+        key: str,
+        sample: dict[str, Any],
+        trajectory: dict[str, Any],
+        record: TrajectoryRecord | None,
+        turn: int | None,
+        trace: bool,
+    ) -> _Running:
+        """Start its agent loop; ``trajectory`` is what verl's traces have of it."""
+        context, version = copy_context(), trajectory["step"]
         fields = dict(sample)
         agent_name = str(found) if is_given(found := fields.pop("agent_name", None)) else self._default_loop
-        if validate:
+        if trajectory["validate"]:
             recorder = context.run(start_recording, work=Work.VALIDATION)
         else:
             scorer = PartScorer(self._scoring, version) if self._scoring is not None and self._score_parts else None
@@ -219,12 +237,17 @@ class TrajectoryWorker(AgentLoopWorker):
         task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
         told = asyncio.get_running_loop().create_future()
         running = self._running[key] = _Running(task, recorder, told, asyncio.Event())
+        return running
+
+    async def _until_generated(
+        self, running: _Running, key: str
+    ) -> tuple[TrajectoryGenerated | TrajectoryScored, np.ndarray | None]:
         try:
             await self._until_sampled(running, key)
-            if recorder.sampled.done():
+            if running.recorder.sampled.done():
                 # A second call costs both ends about as much as the rest of a short trajectory.
-                await asyncio.wait({task}, timeout=REWARD_AT_ONCE_S)
-                if not task.done():
+                await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
+                if not running.task.done():
                     return TrajectoryGenerated(), None
         except asyncio.CancelledError:
             self._end(key, running, complete=False)
@@ -232,14 +255,19 @@ class TrajectoryWorker(AgentLoopWorker):
         except BaseException:
             self._end(key, running, complete=False)
             raise
-        return await self.finish_trajectory(key)
+        return await self._finish(key)
 
     async def finish_trajectory(self, key: str) -> tuple[TrajectoryScored, np.ndarray]:
         """The end of a trajectory whose last token is sampled; see the module's contract.
 
         Raises:
             WorkerRestarted: it was begun in another process.
+            WorkerSpoilt: it failed, and so would any other one here.
         """
+        async with self._rehearsal.after_a_failure():
+            return await self._finish(key)
+
+    async def _finish(self, key: str) -> tuple[TrajectoryScored, np.ndarray]:
         running = self._running.get(key)
         if running is None:
             raise WorkerRestarted(f"trajectory {key} was begun before the agent-loop worker was started again")
@@ -373,6 +401,11 @@ class TrajectoryWorker(AgentLoopWorker):
             "logprobs": config.calculate_log_probs,
         }
 
+    async def _run_made_up(self) -> Any:
+        recorder = start_recording(answers=MadeUpAnswers(), work=Work.VALIDATION)
+        trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": True}
+        return await self._run_row("single_turn_agent", trajectory, MADE_UP, recorder, trace=False)
+
     async def _finished(self, output: AgentLoopOutput, row: dict[str, Any], recorder: TrajectoryRecorder) -> Any:
         """The padded trajectory with its versions, reward and log-probs."""
         alignment = align(recorder.segments, output.response_ids, output.response_mask)
@@ -412,6 +445,8 @@ class TrajectoryWorker(AgentLoopWorker):
             RewardError: every attempt failed; it says what the last one did.
             NonFiniteReward: it is no number.
         """
+        if kwargs["row"] is MADE_UP:
+            return
         recorder = current_recorder()
         validates = recorder is not None and recorder.validates
         for attempt in range(1, self._reward_attempts + 1):

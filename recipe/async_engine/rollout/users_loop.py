@@ -51,22 +51,30 @@ async def guarded(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         raise explained(AgentLoopError, "", error) from None
 
 
+class _BegunTask(asyncio.Task[Any]):
+    """A task that is not cancelled before it has begun, be it in the same moment: Ray never answers such a call."""
+
+    has_begun = False
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """As a task's; of one that has not begun, at once after that."""
+        if self.has_begun or self.done():
+            return super().cancel(msg)
+        self.get_loop().call_soon(super().cancel, msg)
+        return True
+
+
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
     """Have no task of this event loop end it: asyncio lets ``SystemExit`` through, of any task that a tool is in."""
 
     async def contained(work: Coroutine[Any, Any, Any]) -> Any:
+        asyncio.current_task(loop).has_begun = True  # type: ignore[union-attr]
         try:
             return await work
         except (SystemExit, KeyboardInterrupt) as error:
             raise explained(AgentLoopError, "", error) from None
 
-    def made(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(contained(work), loop=loop, **options)
-        # Of a task that was cancelled before it began, Python would complain that nobody awaited its work.
-        task.add_done_callback(lambda _: work.close())
-        return task
-
-    loop.set_task_factory(cast(Any, made))
+    loop.set_task_factory(cast(Any, lambda loop, work, **options: _BegunTask(contained(work), loop=loop, **options)))
 
 
 async def run_loop(agent_loop: AgentLoopBase, sampling_params: dict[str, Any], row: dict[str, Any], **v1: Any) -> Any:

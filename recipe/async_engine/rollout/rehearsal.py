@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a worker's process can still do what every trajectory needs, whatever users' code has changed in it.
+
+Contract: a rehearsal asks no server, no reward and no user's code, and gives the same each time in a process that is as
+it was at the start. It looks at what a process does, not at what was replaced in it: libraries replace a lot that does
+no harm. Shown by tests/integration/test_rehearsed_workers.py.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import ray
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.plain import told
+from recipe.async_engine.recovery.worker_set import WorkerRestarted, WorkerSpoilt
+from recipe.async_engine.replicas.output_watch import COMPLETED
+from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
+from recipe.async_engine.rollout.trajectory_codec import pack, unpack
+from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed
+
+logger = logging.getLogger(__name__)
+
+MADE_UP = {"raw_prompt": [{"role": "user", "content": "1 + 1"}]}
+DEEP = 400
+"""Calls within each other; Python allows 1,000."""
+SOCKETS = 4
+LIMIT_S = 10.0
+WHY = "look for what an agent loop or tool changes in its process"
+
+
+class MadeUpAnswers(TrajectoryAnswers):
+    """Has the answer to whatever is asked, so that no server is."""
+
+    def again(self, asked: Sequence[int]) -> TokenOutput:
+        """A complete answer of three tokens."""
+        return TokenOutput(
+            token_ids=[1, 2, 3],
+            log_probs=[-0.5, -0.25, -0.125],
+            stop_reason=COMPLETED,
+            extra_fields={"global_steps": 0},
+        )
+
+
+class Rehearsal:
+    """Runs a trajectory that is made up, at the start and whenever another one has failed.
+
+    Args:
+        run: verl's padded trajectory of an agent loop of verl's own, for the row `MADE_UP` and `MadeUpAnswers`.
+    """
+
+    def __init__(self, run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._run = run
+        self._first: asyncio.Task[Any] | None = None
+
+    async def begin(self) -> None:
+        """Rehearse before the first trajectory; where that fails, with a model that is out of the ordinary, never."""
+        if self._first is None:
+            self._first = asyncio.create_task(self._attempt())
+        if not self._first.done() and not (await asyncio.wait({self._first}, timeout=LIMIT_S))[0]:
+            self._first.cancel()
+            await asyncio.wait({self._first}, timeout=LIMIT_S)
+            logger.debug("this worker cannot rehearse: %s", self._first)
+
+    @asynccontextmanager
+    async def after_a_failure(self) -> AsyncIterator[None]:
+        """Rehearse where a trajectory fails in here, be it its agent loop, its reward or what holds them.
+
+        Raises:
+            WorkerSpoilt: the rehearsal fails too, or gives something else than at the start.
+        """
+        try:
+            yield
+        except (asyncio.CancelledError, TrajectoryCancelled, TrajectoryDisturbed, WorkerRestarted):
+            raise
+        except BaseException as error:
+            if (what := await self._changed()) is None:
+                raise
+            said = error if isinstance(error, RecipeError) else told(error)
+            spoilt = WorkerSpoilt(f"{said}, and no trajectory can run there any more ({what}): {WHY}")
+            for note in getattr(error, "__notes__", ()):
+                spoilt.add_note(note)
+            raise spoilt from error
+
+    async def _changed(self) -> str | None:
+        """What is not as it was at the start; None if nothing is, or it cannot be told."""
+        first = self._first
+        if first is None or not first.done() or first.cancelled() or first.exception() is not None:
+            return None
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                now = await self._attempt()
+        except TimeoutError:  # the process is busy; whether it answers at all is watched elsewhere
+            return None
+        except Exception as failure:
+            return told(failure)
+        return None if now == first.result() else "a made-up one comes out as another than at the start"
+
+    async def _attempt(self) -> list[tuple[str, str, bytes]]:
+        _call_deeply(DEEP)
+        for ends in [socket.socketpair() for _ in range(SOCKETS)]:
+            for end in ends:
+                end.close()
+        random.uniform(time.time(), time.perf_counter())
+        json.loads(json.dumps({"": [0.5]}))
+        if ray.is_initialized():
+            await ray.put(None)
+        ran = asyncio.create_task(self._run())
+        await asyncio.wait({ran})
+        arrays = vars(unpack(pack(await ran))).items()
+        return [
+            (name, str(value.dtype), np.asarray(value).tobytes()) for name, value in arrays if hasattr(value, "dtype")
+        ]
+
+
+def _call_deeply(depth: int) -> None:
+    if depth:
+        _call_deeply(depth - 1)
