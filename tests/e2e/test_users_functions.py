@@ -92,7 +92,8 @@ LOOPS = [
 
 
 POISONS = [
-    Odd("loop", name, EITHER if name.endswith("later") else f"{WORDS}|died", quiet=2 * BATCH) for name in POISONING
+    Odd("loop", name, EITHER if name.endswith("later") else f"{WORDS}|died|was cancelled", quiet=2 * BATCH)
+    for name in POISONING
 ]
 
 

@@ -30,7 +30,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.rollout import loop_output
-from recipe.async_engine.rollout.group_run import DEATHS_FOR_NOTHING, may_try_again, needs_to_be_alone
+from recipe.async_engine.rollout.group_run import DEATHS_ALONE, DEATHS_FOR_NOTHING, may_try_again, needs_to_be_alone
 from recipe.async_engine.rollout.soundness import RewardError
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.trajectory_events import (
@@ -220,8 +220,9 @@ async def test_those_under_suspicion_run_one_at_a_time_and_the_others_beside_the
 def test_what_another_one_may_have_done_is_for_nothing_until_it_was_the_only_one_under_suspicion() -> None:
     own, death = TrajectoryFailed("its own"), TrajectoryDisturbed("the worker died")
     assert may_try_again([], 0) and not may_try_again([own], 0) and may_try_again([own], 1)
-    assert may_try_again([death] * DEATHS_FOR_NOTHING, 0)
-    assert not may_try_again([death] * (DEATHS_FOR_NOTHING + 1), 9)
+    most = DEATHS_FOR_NOTHING + DEATHS_ALONE
+    assert may_try_again([death] * (most - 1), 0)
+    assert not may_try_again([death] * most, 9)
     assert may_try_again([death, own, death], 1) and not may_try_again([death, own, death, own], 1)
     assert not may_try_again([RewardError("no")], 9) and not may_try_again([TrajectoryCancelled("told")], 9)
     assert [needs_to_be_alone([death] * n) for n in range(4)] == [False, False, True, True]

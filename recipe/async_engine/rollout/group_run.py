@@ -21,6 +21,8 @@ class RolloutFailed(RecipeError):
 
 DEATHS_FOR_NOTHING = 2
 """How often a trajectory may lose its worker to what may be another one's doing; after that it is tried by itself."""
+DEATHS_ALONE = 2
+"""How often it may lose one that it has for itself: what was there before may have left the cause of the first time."""
 
 
 def needs_to_be_alone(errors: Sequence[RecipeError]) -> bool:
@@ -32,12 +34,12 @@ def may_try_again(errors: Sequence[RecipeError], max_retries: int) -> bool:
     """Whether a trajectory that failed so has another attempt.
 
     Of its own failures it may have ``max_retries``. What another one of its worker may have done does not count, but
-    where that happens again while it has a worker for itself, it is taken for its own.
+    where that goes on happening while it has a worker for itself, it is taken for its own.
     """
     if errors and isinstance(errors[-1], TrajectoryCancelled | RewardError):
         return False
     disturbed = sum(isinstance(error, TrajectoryDisturbed) for error in errors)
-    return disturbed <= DEATHS_FOR_NOTHING and len(errors) - disturbed <= max_retries
+    return disturbed < DEATHS_FOR_NOTHING + DEATHS_ALONE and len(errors) - disturbed <= max_retries
 
 
 class BatchTimeout(RecipeError):

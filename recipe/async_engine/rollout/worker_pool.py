@@ -44,7 +44,7 @@ LARGE = 64 << 10
 """Ray copies larger arguments into the object store too, once for each call."""
 VALIDATION = "validation-"
 """What the keys of a validation's trajectories begin with; a worker has those of training beside them."""
-ALONE = ", once more, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
+ALONE = ", again, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
