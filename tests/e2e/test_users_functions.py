@@ -229,9 +229,9 @@ def test_whatever_rewards_do_costs_their_own_prompts(untrained_task: TaskPaths, 
         f"data.val_files={file}",
         "trainer.val_before_train=true",
         f"reward.custom_reward_function.path={odd_rewards.__file__}",
-        "async_training.reward_processes=4",
+        "async_training.reward_processes=6",
         "async_training.reward_memory_gib=1",
-        "async_training.timeouts.reward=6",
+        "async_training.timeouts.reward=10",
     )
     failed = sum(each is not None and each.words is not None for each in rows)
     assert run.summary["validation"]["failed"] == failed
