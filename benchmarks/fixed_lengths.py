@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_engine.task.problems import LONG_OPERATION
+from recipe.laptop.task.problems import LONG_OPERATION
 
 SHORT_TOKENS = 6
 

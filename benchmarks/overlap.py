@@ -24,8 +24,8 @@ from mains import Run, ray_folder, short_run
 from race import run_side, settings_of
 from race_sides import TASKS, TOKEN_SCALE
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 SIDE, TASK = "one_step_off", TASKS["uniform"]
 DEVICES = 4

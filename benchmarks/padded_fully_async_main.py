@@ -7,9 +7,9 @@ from omegaconf import DictConfig
 
 @hydra.main(config_path="pkg://recipe.fully_async.config", config_name="fully_async_ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
-    from recipe.async_engine.run import driver
+    from recipe.mains import run
 
-    driver.main(config, mode="fully_async", trainer_class="padded.PaddedFullyAsync")
+    run.main(config, mode="fully_async", trainer_class="padded.PaddedFullyAsync")
 
 
 if __name__ == "__main__":

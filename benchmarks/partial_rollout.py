@@ -5,7 +5,7 @@
 
 Both are this package's main in the same placement; the synchronous side has the bound 0, under which a batch is
 generated whole. Answers have fixed lengths (`fixed_lengths`). A decode step of the engine takes a fixed time and no
-core (`recipe.emulation`), as on an accelerator, where it is bound by reading the weights. Reported, from the
+core (`benchmarks.emulation`), as on an accelerator, where it is bound by reading the weights. Reported, from the
 steps after the first ones and, with interruptions, before the last two, in which no further prompts begin because the
 run ends: seconds of wall-clock a trained sample for both; the synchronous side's idle share, which is the part of its
 wall-clock time in which generation slots stood empty while others went on; what partial rollout saved.
@@ -30,9 +30,9 @@ from typing import Any
 
 from mains import Run, ray_folder, run, short_run, stock, with_helpers
 
-from recipe.async_engine.prefork.run import Prefork
-from recipe.async_engine.task import TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
+from recipe.laptop.prefork.run import Prefork
+from recipe.laptop.task import TaskSettings, ensure_task
 
 CHECKOUT = Path(__file__).parents[1]
 MAIN = "recipe.partial_rollout.main"
@@ -102,7 +102,7 @@ def one_run(shape: Shape, synchronous: bool, task: Path) -> Run:
             *overrides_of(shape, shape.steps[not synchronous], out),
             f"async_training.staleness_threshold={depth}",
             f"async_training.max_staleness={bound}",
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
             f"trainer.default_local_dir={out}",
@@ -126,7 +126,7 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
                 f"+preset={PRESETS[shape.tail]}",
                 *short_run(task, Path(out), ray_dir),
                 *overrides_of(shape, shape.steps[1], out),
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
                 "algorithm.adv_estimator=grpo",
                 f"data.train_batch_size={shape.batch}",
                 "trainer.v1.trainer_mode=colocate_async",

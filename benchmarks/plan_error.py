@@ -20,10 +20,10 @@ from pathlib import Path
 from documents import put_between, table
 from plan_runs import SCENARIOS
 
-from recipe.async_engine.core.account import Account
 from recipe.plan.__main__ import of_run
 from recipe.plan.simulation import Simulation
 from recipe.plan.times import Times, fitted
+from recipe.report.account import Account
 from recipe.report.advice import sides
 from recipe.report.run import load
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from mains import ray_folder, run, short_run, with_helpers
 
-from recipe.async_engine.task import TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
+from recipe.laptop.task import TaskSettings, ensure_task
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEVICES = Emulation(token_scale=64, time_scale=0.15, trainer_devices=8, computes=False)
@@ -102,8 +102,8 @@ def one_run(scenario: Scenario, folder: Path, tasks: Path) -> None:
             *(reward if scenario.reward_s else ()),
             f"{ROLLOUT}.agent.agent_loop_config_path={folder}/agent_loops.yaml",
             f"{ROLLOUT}.agent.default_agent_loop=fixed",
-            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
-            "actor_rollout_ref.model.external_lib=recipe.emulation.trainer",
+            f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
+            "actor_rollout_ref.model.external_lib=benchmarks.emulation.trainer",
             "algorithm.rollout_correction.bypass_mode=true",
             f"trainer.total_training_steps={scenario.steps}",
             *scenario.overrides,
@@ -111,7 +111,7 @@ def one_run(scenario: Scenario, folder: Path, tasks: Path) -> None:
         if scenario.mode != "partial_rollout":
             overrides += [
                 f"{ROLLOUT}.checkpoint_engine.backend=emulated_gloo",
-                f"{ROLLOUT}.checkpoint_engine.custom_backend_module=recipe.emulation.transfer",
+                f"{ROLLOUT}.checkpoint_engine.custom_backend_module=benchmarks.emulation.transfer",
                 f"+{ROLLOUT}.checkpoint_engine.engine_kwargs.emulated_gloo.timeout_s=60",
             ]
         run(f"recipe.{scenario.mode}.main", overrides, folder / "metrics.jsonl", folder, environment)

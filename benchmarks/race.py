@@ -48,8 +48,8 @@ from race_sides import (
     reward,
 )
 
-from recipe.async_engine.task import TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation, records
+from benchmarks.emulation.devices import Emulation, records
+from recipe.laptop.task import TaskSettings, ensure_task
 
 CHECKOUT = Path(__file__).parents[1]
 DOCUMENT = CHECKOUT / "docs" / "benchmarks.md"

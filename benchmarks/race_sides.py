@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mains import stock
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 DEVICES = 8
 BATCH, ANSWERS, SLOTS = 16, 4, 32
@@ -114,20 +114,20 @@ def common(task: Task, steps: int, loops: Path) -> list[str]:
         "algorithm.adv_estimator=grpo",
         "data.shuffle=false",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
-        "actor_rollout_ref.model.external_lib=recipe.emulation.trainer",
+        "actor_rollout_ref.model.external_lib=benchmarks.emulation.trainer",
         f"{ROLLOUT}.n={ANSWERS}",
         f"{ROLLOUT}.max_num_seqs={SLOTS}",
         f"{ROLLOUT}.max_num_batched_tokens={SLOTS * length}",
         f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
         f"{ROLLOUT}.agent.default_agent_loop=race",
-        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+        f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
         f"trainer.total_training_steps={steps}",
     ]
 
 
 APART = [
     f"{ROLLOUT}.checkpoint_engine.backend=emulated_gloo",
-    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=recipe.emulation.transfer",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=benchmarks.emulation.transfer",
 ]
 
 

@@ -4,7 +4,7 @@
     python benchmarks/rewards.py [--steps 8] [--generation-seconds 9] [--rewards-seconds 7]
 
 Fully asynchronous, 16 prompts of 8 answers of 6 tokens a step, 64 at a time; a decode step takes a fixed time and no
-core (`recipe.emulation`), and a reward sleeps. A batch's generation and its rewards, one after the other, would
+core (`benchmarks.emulation`), and a reward sleeps. A batch's generation and its rewards, one after the other, would
 take the two numbers of seconds: 180 and 140 in the setting that this stands for, here a twentieth. Reported, from the
 steps after the first ones: seconds a step without rewards and with them, and the share of the rewards' time, queues
 included, in which generation went on; the last step, beside which nothing is generated any more, is left out of it.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mains import Run, ray_folder, run, with_helpers
 
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
 
 MAIN = "recipe.fully_async.main"
 BATCH, ANSWERS, TOKENS, AT_ONCE = 16, 8, 6, 64
@@ -57,7 +57,7 @@ def one_run(steps: int, generation_s: float, rewards_s: float, task: Path) -> Ru
             f"+reward.custom_reward_function.reward_kwargs.seconds={rewards_s * PROCESSES / (BATCH * ANSWERS)}",
             f"{rollout}.agent.agent_loop_config_path={loops}",
             f"{rollout}.agent.default_agent_loop=fixed",
-            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+            f"{rollout}.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
             f"trainer.total_training_steps={steps}",

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 from mains import ray_folder, run, short_run, stock
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 CHECKOUT = Path(__file__).parents[1]
 SAMPLE_S = 1.0

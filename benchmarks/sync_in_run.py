@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mains import ray_folder, run, short_run
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 SYNC = {
     "transfer_s": "weight_sync/seconds",

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from mains import Run, ray_folder, run, short_run, stock
 
-from recipe.async_engine.prefork.run import Prefork
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.laptop.prefork.run import Prefork
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 CHECKOUT = Path(__file__).parents[1]
 OURS = "recipe.fully_async.main"

@@ -4,7 +4,7 @@
     python benchmarks/weight_swap.py [--models tiny 0.5B] [--repeats 10]
 
 One real rollout replica under requests, the real publisher, and a sender in place of a trainer; decode steps take a
-fixed time that uses no core (`recipe.emulation`). The ways take turns, one sync each. Medians: the whole sync, its
+fixed time that uses no core (`benchmarks.emulation`). The ways take turns, one sync each. Medians: the whole sync, its
 transfer, the pause of generation as the publisher sees it (from its call, which waits for the end of a decode step) and
 its share of the sync, for how long the engine then took no step, and the rate of decode steps while weights were staged
 over the rate in as long a time before.
@@ -26,9 +26,9 @@ from typing import Any
 from mains import ray_folder, with_helpers
 from sync_in_run import half_billion
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.task import TaskSettings, ensure_task
-from recipe.emulation.devices import Emulation, records
+from benchmarks.emulation.devices import Emulation, records
+from recipe.laptop.choice import CPU_ENVIRONMENT
+from recipe.laptop.task import TaskSettings, ensure_task
 
 STEP_S = 0.05
 LARGE = [
@@ -61,7 +61,7 @@ def measure(path: str, overrides: list[str], record: Path, repeats: int) -> dict
     from recipe.async_engine.rollout.client import ResumingClient
 
     manager, publisher = start(
-        path, [*overrides, f"{ENGINE}.worker_extension_cls=recipe.emulation.engine.EmulatedExtension"]
+        path, [*overrides, f"{ENGINE}.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension"]
     )
     versions = itertools.count()
     publisher.publish(next(versions))

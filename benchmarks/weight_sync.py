@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum, SummedSender
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 ANSWER_S = 300
 

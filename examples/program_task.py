@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python examples/program_task.py --out DIR``: small programming problems for the reward `rewards/programs.py`.
+"""``python examples/program_task.py --out DIR``: small programming problems for the reward `recipe.programs.reward`.
 
 Each problem is a sentence and a program over numbers that are drawn from a seed; its test cases are made by running the
 reference solution. Equal arguments give equal files. A model that writes Python can learn from it: the tiny model of

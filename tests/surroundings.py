@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from recipe.async_engine.features import FEATURES
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.prefork.run import Prefork
+from recipe.laptop.choice import CPU_ENVIRONMENT
+from recipe.laptop.prefork.run import Prefork
 
 CHECKOUT = Path(__file__).parents[1]
 _servers: list[Prefork] = []

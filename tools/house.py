@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,14 @@ def sources(commit: str, folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             while lines and lines[0].startswith("#"):
                 del lines[0]
             yield path, "".join(lines)
+
+
+def lines_by_room(package: dict[str, str]) -> dict[str, int]:
+    """Of `recipe/async_engine`, the engine, and of what stands beside it."""
+    lines: Counter[str] = Counter()
+    for path, text in package.items():
+        lines["/".join(path.split("/")[:2])] += text.count("\n")
+    return dict(lines.most_common())
 
 
 def lines_of(node: Any) -> int:
@@ -68,6 +77,7 @@ def main(commit: str) -> None:
     for label, value in {
         "files of the package": len(package),
         "lines of the package": sum(text.count("\n") for text in package.values()),
+        **{f"lines of {room}": lines for room, lines in lines_by_room(package).items()},
         "lines of the tests": sum(text.count("\n") for text in tests.values()),
         "functions": len(functions),
         "lines of a function, mean": f"{sum(size for size, _ in functions) / len(functions):.1f}",

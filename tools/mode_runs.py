@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.emulation.devices import Emulation
 from recipe.async_engine.run.record import WITH_ALARMS
-from recipe.emulation.devices import Emulation
 
 CHECKOUT = Path(__file__).parents[1]
 PROMPTS, ANSWERS = 6, 2

@@ -2,7 +2,7 @@
 """Parts for the runs of `modes_picture`: as the package's own, with times that can be seen, and with notes of them.
 
 `LongTail` gives each trajectory an answer of a long-tailed length, the same in every run, and names its requests.
-`TimedDecodeExtension` makes decode steps slow (`recipe.emulation`) and adds to the file ``DECODE_RECORD`` one
+`TimedDecodeExtension` makes decode steps slow (`benchmarks.emulation`) and adds to the file ``DECODE_RECORD`` one
 line a decode step: when it ``began`` and ``ended``, the ``version`` of the weights, and which ``answers`` it decoded.
 The trainers' updates take at least ``UPDATE_S`` seconds. The time of both is a wait, as for an accelerator.
 """
@@ -20,8 +20,8 @@ from typing import Any
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from benchmarks.emulation.engine import EmulatedExtension
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.emulation.engine import EmulatedExtension
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
 MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 12, 0.9, 48

@@ -16,9 +16,8 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 PROVIDER = "recipe"
-CONFIGS = tuple(
-    f"pkg://recipe.{name}.config" for name in ("async_engine", "fully_async", "one_step_off", "partial_rollout")
-)
+PACKAGES = ("async_engine", "laptop", "fully_async", "one_step_off", "partial_rollout")
+CONFIGS = tuple(f"pkg://recipe.{name}.config" for name in PACKAGES)
 
 
 def verl_config_folder() -> str:

@@ -35,8 +35,8 @@ class PluginNotLoadedError(RecipeError):
 # Environment variable, what it must be (compared without case and blanks), and the module whose ``install()`` then does
 # it: imported only when asked for, and harmless when called twice.
 FEATURES = (
-    ("VERL_PLATFORM", "cpu", "recipe.async_engine.platform.cpu"),
-    ("RECIPE_V1_TRAINERS", "1", "recipe.async_engine.flags.register"),
+    ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
+    ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
 )
 
 

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 
 @hydra.main(config_path="config", config_name="fully_async_ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
-    from recipe.async_engine.run import driver
+    from recipe.mains import run
 
-    driver.main(config, "fully_async")
+    run.main(config, "fully_async")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 
 @hydra.main(config_path="config", config_name="partial_rollout_ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
-    from recipe.async_engine.run import driver
+    from recipe.mains import run
 
-    driver.main(config, "partial_rollout")
+    run.main(config, "partial_rollout")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, StandsStill
 from recipe.plan.times import Times, estimated, fitted, group_size, scorers, steps_trained
+from recipe.report.extras import lacking
 from recipe.report.run import Run, about
 
 SHOWN = 8
@@ -147,6 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64, help="for an estimate: prompts a step")
     parser.add_argument("--replica-size", type=int, default=1, help="for an estimate")
     options = parser.parse_args(arguments)
+    if options.picture is not None and (said := lacking("--picture", "plan", ["bokeh"])) is not None:
+        sys.stderr.write(f"{said}\n")
+        return 2
     try:
         found, estimate = _found(options)
     except (BadRequest, BadFile, StandsStill, OSError) as error:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.async_engine.core.account import KINDS, Kind
 from recipe.async_engine.core.events import Class
 from recipe.plan.simulation import Result, Scenario, Simulation
 from recipe.plan.times import Times
+from recipe.report.account import KINDS, Kind
 
 SKIP = 4
 BOUNDS = (0, 1, 2, 4)

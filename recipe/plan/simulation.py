@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from recipe.async_engine.core.account import Account, Devices, TokenBooks, close
 from recipe.async_engine.core.events import ROLLOUT, SCHEDULER, TRAINER, Class, Event, Lane, Why, Work
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.recorded import Devices, TokenBooks
 from recipe.async_engine.core.timeline import Timeline
 from recipe.plan.clock import Clock, Process
 from recipe.plan.engine import Engine, Request
 from recipe.plan.times import Times
+from recipe.report.account import Account, close
 
 Decided = TypeVar("Decided")
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from recipe.async_engine.core.account import Piece
 from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
 from recipe.async_engine.storage.schema import LIMIT, BadFile, unsaid
 from recipe.plan.device import DeviceTimes
 from recipe.plan.engine_steps import fit_steps
+from recipe.report.account import Piece
 from recipe.report.run import Run, about, load
 
 Seconds = Callable[[Sequence[int], float], float]

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from recipe.async_engine.storage.schema import BadFile
-from recipe.report import comparison
+from recipe.report.extras import lacking
 from recipe.report.follow import follow
-from recipe.report.page import brief, write
 from recipe.report.run import Run, load
-from recipe.report.trace import write_trace
 
 WAIT_S = 600.0
+PAGES, TRACES = "bokeh", "perfetto"
+"""What pages and traces are made with; neither is needed to follow a run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--wait is for --follow: name both")
     if options.follow:
         return _follow(options.run, WAIT_S if options.wait is None else options.wait)
+    if (
+        said := lacking("--trace" if options.trace else "a report", "report", [TRACES if options.trace else PAGES])
+    ) is not None:
+        sys.stderr.write(f"{said}\n")
+        return 2
     try:
         output, lines = _written(options)
     except (BadFile, OSError) as error:
@@ -68,8 +73,13 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
     """The file that was asked for, and what is said of it."""
     run = _loaded(options.run)
     if options.trace:
+        from recipe.report.trace import write_trace
+
         write_trace(run, options.trace)
         return options.trace, []
+    from recipe.report import comparison
+    from recipe.report.page import brief, write
+
     if options.other is None:
         output = options.output or options.run / "report.html"
         write(run, output)

@@ -4,7 +4,7 @@
 Contract: pure. Time that one side waits for the other is charged to what the other one did meanwhile, so that a cause
 is named, and not the waits that it makes elsewhere. Each piece of advice names the seconds that it is about, why they
 were lost as far as the account can tell, and one setting; what is expected of a change is an upper bound, since a wait
-that ends may begin elsewhere. Shown by tests/core/test_advice.py and, of runs with planted causes,
+that ends may begin elsewhere. Shown by tests/report/test_advice.py and, of runs with planted causes,
 tests/e2e/test_planted_causes.py.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from recipe.async_engine.core.account import KINDS, Account, Kind
 from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, TRAINER, Class
+from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03
 """The share of all time, without start-ups, from which on a loss is named."""
@@ -67,7 +67,7 @@ class Advice:
 class Facts:
     """What advice is given on.
 
-    account: of the run. settings: of the record's header. meanwhile: see `recipe.async_engine.core.account.meanwhile`.
+    account: of the run. settings: of the record's header. meanwhile: see `recipe.report.account.meanwhile`.
     speeds: of each rollout engine, the tokens that it sampled for a second of decoding.
     """
 

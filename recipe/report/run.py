@@ -19,11 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recipe.async_engine.core.account import Account, Devices, Piece, close, meanwhile, pieces
 from recipe.async_engine.core.alarms import METRIC, WATCHED
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
+from recipe.async_engine.core.recorded import Devices
 from recipe.async_engine.storage.event_file import events_of, files, read
 from recipe.async_engine.storage.schema import BadFile, Header, Settings, Summary, header_of, metrics_in, summary_in
+from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0

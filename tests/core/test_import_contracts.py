@@ -29,6 +29,14 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
             "from recipe.fully_async import trainer",
             "recipe.async_engine is not allowed to import recipe.fully_async",
         ),
+        *(
+            (
+                "run/driver.py",
+                f"from recipe import {beside}",
+                f"recipe.async_engine is not allowed to import recipe.{beside}",
+            )
+            for beside in ("laptop", "plan", "programs", "report")
+        ),
         ("attic/__init__.py", "", "recipe.async_engine.attic (Since this contract is marked as 'exhaustive'"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from surroundings import ray_folder
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 
 @pytest.fixture(scope="session")

@@ -144,7 +144,7 @@ class DrilledRun:
             trainer = self.processes("trainer")[0]
             return [child for child in trainer.children() if title(child).startswith(TITLES["trainer"])]
         if part == "fork server":
-            servers = [process for process in self.known if "recipe.async_engine.prefork.server" in title(process)]
+            servers = [process for process in self.known if "recipe.laptop.prefork.server" in title(process)]
             return [process for process in servers if process.ppid() == self.process.pid]
         name = TITLES[part]
         found = [

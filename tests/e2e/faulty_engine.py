@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 
 @CheckpointEngineRegistry.register("faulty_gloo")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipe.async_engine.task.settings import TaskPaths
+from recipe.laptop.task.settings import TaskPaths
 
 FORKS = "ray_kwargs.ray_init.runtime_env.py_executable"
 

@@ -17,13 +17,13 @@ from main_process import run_module, short_run
 from metric_names import missing, undocumented
 from surroundings import shared_forks, user_environment, with_helpers
 
-from recipe.async_engine.task import TaskPaths
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
+from recipe.laptop.task import TaskPaths
 
 FULLY_ASYNC = "recipe.fully_async.main"
 ONE_STEP_OFF = "recipe.one_step_off.main"
 RUN_S = 480
-EMULATED = "recipe.emulation.engine.EmulatedExtension"
+EMULATED = "benchmarks.emulation.engine.EmulatedExtension"
 RAY_FOLDER = "+ray_kwargs.ray_init._temp_dir"
 
 

@@ -18,9 +18,9 @@ from planted import note, noted, planted_s
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from benchmarks.emulation.devices import emulation
+from benchmarks.emulation.engine import EmulatedExtension
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.emulation.devices import emulation
-from recipe.emulation.engine import EmulatedExtension
 
 SHORT, LONG, LONG_EVERY = int(os.environ.get("ANSWER", "6")), 120, 4
 

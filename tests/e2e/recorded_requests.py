@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from benchmarks.emulation.engine import EmulatedExtension
 from recipe.async_engine.core.cuts import sampled_before
-from recipe.emulation.engine import EmulatedExtension
 
 
 class RecordedRequests(EmulatedExtension):

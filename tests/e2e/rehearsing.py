@@ -15,11 +15,11 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.single_controller.base.decorator import Dispatch, register
 
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.trainer.actor_worker import ActorWorker
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.weights.buckets import WeightStreamError
-from recipe.async_engine.weights.cpu_engine_extension import CPUStagingExtension
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.platform.engine_extension import CPUStagingExtension
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 SLOW_S = 20.0
 

@@ -16,11 +16,11 @@ from main_process import run_module
 from surroundings import shared_forks, with_helpers
 
 from recipe.async_engine import features
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.task.settings import TaskPaths
+from recipe.laptop.choice import CPU_ENVIRONMENT
+from recipe.laptop.task.settings import TaskPaths
 
-WORKER_EXTENSION = "recipe.async_engine.platform.vllm_cpu.CPUWorkerExtension"
-GLOO_ENGINE = "recipe.async_engine.weights.gloo_engine"
+WORKER_EXTENSION = "recipe.laptop.platform.vllm_cpu.CPUWorkerExtension"
+GLOO_ENGINE = "recipe.laptop.transfer.gloo_engine"
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 

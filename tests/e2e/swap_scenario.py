@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from weight_sender import TrainerGroup
 
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.replicas.manager import ReplicaManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.recorder import start_recording
@@ -39,6 +38,7 @@ from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.settings.sections import Timeouts, Weights
 from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.laptop.choice import CPU_ENVIRONMENT
 
 WAYS = {
     "interrupt": Weights(at_swap="interrupt"),
@@ -149,7 +149,7 @@ def start(path: str, overrides: list[str], replicas: int = 1) -> tuple[ReplicaMa
 
 
 def play(path: str, seconds: float, cores: int) -> dict[str, Any]:
-    extension = "engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension"
+    extension = "engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension"
     overrides = [f"actor_rollout_ref.rollout.{each}" for each in (extension, f"data_parallel_size={cores}")]
     manager, publisher = start(path, overrides, replicas=2)
     versions = itertools.count()

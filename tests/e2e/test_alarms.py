@@ -13,8 +13,8 @@ from main_runs import FULLY_ASYNC, run_main, small
 from published import GRPO_GSM8K, SCALED_DOWN
 from surroundings import CHECKOUT
 
-from recipe.async_engine.flags.register import VARIABLE
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
+from recipe.mains.register import VARIABLE
 from recipe.report.__main__ import main as report
 
 CONSTANT = """

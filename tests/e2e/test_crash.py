@@ -14,8 +14,8 @@ import pytest
 import tracker_files
 from main_runs import FULLY_ASYNC, run_main, small
 
-from recipe.async_engine.task import TaskPaths
 from recipe.async_engine.trainer.checkpoints import problem
+from recipe.laptop.task import TaskPaths
 
 STEPS, GROUPS = 6, 4
 SAVED_AT = 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from main_runs import FULLY_ASYNC, ONE_STEP_OFF, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 GAE = ("algorithm.adv_estimator=gae", "algorithm.gamma=1.0", "algorithm.lam=1.0")
 LONG_RUN_S = 1800

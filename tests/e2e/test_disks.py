@@ -17,7 +17,7 @@ import pytest
 from drilled_run import STOP, DrilledRun, check_books, committed_steps, drilled
 from main_runs import FULLY_ASYNC, FinishedRun, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 GROUPS = 4
 DISK_MIB = 48

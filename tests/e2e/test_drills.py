@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from main_runs import run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 STEPS, MORE, GROUPS = 6, 2, 4
 KILLED_AT = 4

@@ -14,7 +14,7 @@ from main_runs import FULLY_ASYNC, small
 from ray_nodes import Loopback, closing
 
 from recipe.async_engine.run.heartbeat import CONTROL_S
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from stock_overrides import forked_main, stock_environment
 from surroundings import ray_folder
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 SYNC_MAIN = "verl.trainer.main_ppo"

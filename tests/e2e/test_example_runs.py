@@ -13,7 +13,7 @@ from main_process import FORKS, short_run
 from main_runs import FinishedRun
 from surroundings import shared_forks, user_environment, with_helpers
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS, GROUPS, RUN_S = 2, 4, 480

@@ -13,7 +13,7 @@ from test_fully_async import DECOUPLED, check_books
 from test_model_engine import check_served
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}

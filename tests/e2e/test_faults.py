@@ -13,7 +13,7 @@ import pytest
 import tracker_files
 from main_runs import FULLY_ASYNC, dying_receiver, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 RAISING_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

@@ -12,8 +12,8 @@ import stock_overrides as stock
 from main_process import short_run
 from published import DAPO, GRPO_GSM8K, PPO_CRITIC, SCALED_DOWN
 
-from recipe.async_engine.flags.register import VARIABLE
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
+from recipe.mains.register import VARIABLE
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS = 3

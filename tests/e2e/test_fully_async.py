@@ -12,18 +12,18 @@ from accounts import check_account
 from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, dying_receiver, run_main, small
 from watching import check_exported, check_follow, check_trace
 
-from recipe.async_engine.task import TaskPaths
-from recipe.emulation.devices import Emulation, records
+from benchmarks.emulation.devices import Emulation, records
+from recipe.laptop.task import TaskPaths
 from recipe.report.__main__ import main as report
 
 WATCHED = "fully_async:watched_trainer.WatchedTrainer"
 DECOUPLED = "algorithm.rollout_correction.bypass_mode=false"
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 EMULATED_DEVICES = [
-    "actor_rollout_ref.model.external_lib=recipe.emulation.trainer",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+    "actor_rollout_ref.model.external_lib=benchmarks.emulation.trainer",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
     f"{CHECKPOINT_ENGINE}.backend=emulated_gloo",
-    f"{CHECKPOINT_ENGINE}.custom_backend_module=recipe.emulation.transfer",
+    f"{CHECKPOINT_ENGINE}.custom_backend_module=benchmarks.emulation.transfer",
 ]
 
 
@@ -166,7 +166,7 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
         # The one that died stays lost, and each token takes a time of its own: on any machine some answers run when a
         # step is done.
         "async_training.max_replica_restarts=0",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
         "async_training.staleness_threshold=3",
         "async_training.max_staleness=3",
         "async_training.timeouts.weight_sync=20",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from short_modes import rehearse, run_apart, run_in_turns_killed_and_resumed
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 
 @pytest.mark.e2e

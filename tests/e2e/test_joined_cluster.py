@@ -16,9 +16,9 @@ from main_runs import small
 from published import GRPO_GSM8K, SCALED_DOWN
 from ray_nodes import Loopback, Nodes, closing
 
-from recipe.async_engine.flags.register import VARIABLE
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.choice import CPU_ENVIRONMENT
+from recipe.laptop.task import TaskPaths
+from recipe.mains.register import VARIABLE
 
 RUN_S, UP_S = 900.0, 120.0
 STEPS = 3

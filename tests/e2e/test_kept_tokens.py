@@ -13,7 +13,7 @@ import pytest
 from main_runs import FinishedRun, long_answers, run_main, small, trained_answers
 
 from recipe.async_engine.rollout.kept_answers import KeptAnswer, digest
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 GROUPS, ANSWERS = 4, 4
 STEPS, CRASH = 4, 2

@@ -18,7 +18,7 @@ import pytest
 from drilled_run import CONTINUE, KILL, STOP, DrilledRun, check_books, committed_steps, drilled
 from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 logger = logging.getLogger(__name__)
 

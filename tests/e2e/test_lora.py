@@ -15,7 +15,7 @@ from test_fully_async import check_books
 from test_model_engine import forward
 from transformers import AutoModelForCausalLM
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 RANK, ALPHA = 6, 24
 CLOSE = 2e-5

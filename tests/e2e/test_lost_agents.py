@@ -12,7 +12,7 @@ import pytest
 from main_runs import long_answers, run_main, small
 from test_fully_async import check_books
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 STEPS = 12
 FULLY_ASYNC = ("fully_async:losing_agents.LosingFullyAsync", "async_training.max_staleness=1", 1)

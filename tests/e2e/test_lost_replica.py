@@ -10,7 +10,7 @@ import pytest
 from main_runs import long_answers, run_main, small
 from test_fully_async import check_books
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 STEPS = 12
 APART = ["rollout.n_gpus_per_node=2", "async_training.max_staleness=1"]

@@ -16,7 +16,7 @@ from main_runs import FULLY_ASYNC, FinishedRun, decode_steps, run_main, small
 from test_fully_async import check_books
 from transformers import AutoModelForCausalLM
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 FP32 = 1e-5
 HF_CHECKPOINTS = [
@@ -95,7 +95,7 @@ def test_two_servers_score_each_token_by_the_version_that_sampled_it(
         "model_engine_server.n_gpus_per_node=2",
         "model_engine_server.replicas=2",
         "data.max_response_length=64",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
         "async_training.concurrent_samples_per_replica=1",
         "async_training.staleness_threshold=2",
         "async_training.max_staleness=2",

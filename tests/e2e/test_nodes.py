@@ -16,7 +16,7 @@ from main_runs import FULLY_ASYNC, RAY_FOLDER, FinishedRun, small, trainer_log
 from ray_nodes import Loopback, Nodes, closing
 from surroundings import shared_forks, usual_environment
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 END_S = 60.0
 ENDLESS = 100_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from main_runs import FULLY_ASYNC, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

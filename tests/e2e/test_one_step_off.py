@@ -9,7 +9,7 @@ import pytest
 from accounts import check_account
 from main_runs import ONE_STEP_OFF, dying_receiver, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 
 @pytest.mark.e2e

@@ -12,7 +12,7 @@ from accounts import check_account
 from main_runs import FinishedRun, decode_steps, run_main, small, trained_answers
 from transformers import AutoTokenizer
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 from recipe.report.run import load
 
 MAIN = "partial_rollout:recording_trainer.RecordingTrainer"
@@ -34,7 +34,7 @@ def turns(task: TaskPaths, folder: Path, ray_dir: Path, steps: int) -> list[str]
         *small(task, folder, ray_dir)[1:],
         "preset=tiny_cpu_long_tail",
         "data.shuffle=false",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.emulation.engine.EmulatedExtension",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=benchmarks.emulation.engine.EmulatedExtension",
         f"async_training.max_staleness={BOUND}",
         f"trainer.total_training_steps={steps}",
     ]

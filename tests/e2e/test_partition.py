@@ -16,7 +16,7 @@ from drilled_run import drilled
 from main_runs import FULLY_ASYNC, small
 from ray_nodes import Containers, closing, shares_memory
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 logger = logging.getLogger(__name__)
 

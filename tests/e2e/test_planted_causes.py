@@ -17,7 +17,7 @@ from main_runs import EMULATED, decode_steps, run_main, small
 
 from recipe.async_engine.core.events import WEIGHTS, Class
 from recipe.async_engine.rollout.trajectory_worker import REWARD_AT_ONCE_S
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 from recipe.report.run import Run, load
 
 STEPS, ANSWERS = 4, 16

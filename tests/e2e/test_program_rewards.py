@@ -11,8 +11,8 @@ import pytest
 from test_example_runs import SERVERS, run_example
 
 from examples.program_task import write
-from recipe.async_engine.rewards import programs
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
+from recipe.programs import reward as programs
 
 
 def expect_little(path: Path) -> None:

@@ -14,7 +14,7 @@ from test_fully_async import check_books
 from test_model_engine import FP32, HF_CHECKPOINTS, Weights, batches, forward, largest_difference
 from transformers import AutoModelForCausalLM
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 # vLLM's log-probs of its own tokens and Hugging Face's of the same weights.
 ENGINES = 1e-4

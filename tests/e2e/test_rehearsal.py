@@ -13,7 +13,7 @@ from documented import for_accelerators
 from main_runs import FULLY_ASYNC, FinishedRun, run_main, small
 from test_example_runs import SCALED_DOWN
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REHEARSE = "async_training.rehearsal=true"

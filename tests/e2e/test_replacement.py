@@ -10,7 +10,7 @@ import pytest
 from main_runs import run_main, small
 from test_fully_async import check_books
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 
 @pytest.mark.e2e

@@ -16,7 +16,7 @@ import pytest
 from drilled_run import check_books, drilled
 from main_runs import FULLY_ASYNC, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 GROUPS = 4
 END_S = 90.0

@@ -12,7 +12,7 @@ import tracker_files
 from drilled_run import DrilledRun, drilled
 from main_runs import FULLY_ASYNC, FinishedRun, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 END_S, AT_ONCE_S = 60.0, 30.0
 SECRET = "hunter2-marker"

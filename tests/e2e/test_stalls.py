@@ -9,7 +9,7 @@ import pytest
 from main_runs import run_main, small
 from surroundings import has_ended
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 END_S = 60.0
 

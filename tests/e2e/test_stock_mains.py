@@ -17,7 +17,7 @@ from main_runs import run_main as run_ours
 from metric_names import row_of, rows
 from safetensors.torch import load_file
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 RUN_S = 600

@@ -16,8 +16,8 @@ import pytest
 from surroundings import ray_folder, shared_forks, usual_environment
 from swap_scenario import WAYS, token_of
 
-from recipe.async_engine.task import TaskPaths
-from recipe.emulation.devices import Emulation
+from benchmarks.emulation.devices import Emulation
+from recipe.laptop.task import TaskPaths
 
 SECONDS = 5.0
 STAGED = [way for way, weights in WAYS.items() if weights.staging == "device"]

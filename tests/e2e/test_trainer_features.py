@@ -14,7 +14,7 @@ import tracker_files
 from main_runs import FULLY_ASYNC, ONE_STEP_OFF, FinishedRun, run_main, small
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 PARTIAL_ROLLOUT = "recipe.partial_rollout.main"
 STEPS, GROUPS, ANSWERS = 3, 4, 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from main_runs import FULLY_ASYNC, run_main, small
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 MISSING = "# The package of the line below is missing.\nimport not_installed_here\n"
 # What the check before the start looks for in the file, without running it.

@@ -29,7 +29,7 @@ from pyarrow import parquet
 from recipe.async_engine.core.events import GROUPS
 from recipe.async_engine.rollout.soundness import is_number
 from recipe.async_engine.storage.event_file import files, read
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 BATCH, ANSWERS = 8, 2
 ROLLOUT = "actor_rollout_ref.rollout"

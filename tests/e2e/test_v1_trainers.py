@@ -13,8 +13,8 @@ import pytest
 import stock_overrides as stock
 from main_process import short_run
 
-from recipe.async_engine.flags.register import VARIABLE
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
+from recipe.mains.register import VARIABLE
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS, GROUPS, THRESHOLD, WARMUP = 7, 4, 2, 3

@@ -11,9 +11,9 @@ MODE = os.environ["MODE"]
 
 @hydra.main(config_path=f"pkg://recipe.{MODE}.config", config_name=f"{MODE}_ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
-    from recipe.async_engine.run import driver
+    from recipe.mains import run
 
-    driver.main(config, mode=MODE, trainer_class=os.environ["TRAINER"])
+    run.main(config, mode=MODE, trainer_class=os.environ["TRAINER"])
 
 
 if __name__ == "__main__":

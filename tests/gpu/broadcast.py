@@ -8,7 +8,7 @@ import time
 from engine_fleet import Engine, Fleet, Trainer, bits
 
 NCCL = "recipe.async_engine.weights.nccl_engine"
-GLOO = "recipe.async_engine.weights.gloo_engine"
+GLOO = "recipe.laptop.transfer.gloo_engine"
 
 
 def engine_for(device: str, accelerators: int) -> Engine:

@@ -145,7 +145,7 @@ def play(device: str, backend: str, folder: str) -> dict[str, Any]:
     groups = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(groups, init_method=f"file://{folder}/store", rank=0, world_size=1)
     if device == "cpu":
-        from recipe.async_engine.platform import engines
+        from recipe.laptop.platform import engines
 
         engines.register()
     adapter = make_adapter(device, backend, folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 from main_runs import RUN_S, FinishedRun, run_main, small, trained_answers
 
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 STEPS, GROUPS, ANSWERS = 4, 4, 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from short_modes import rehearse, run_apart, run_in_turns_killed_and_resumed
 
-from recipe.async_engine.task import TaskPaths, TaskSettings, ensure_task
+from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 BACKEND = "as_on_a_device"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 BUCKET_BYTES = 4096
 ANSWER_S = 60.0

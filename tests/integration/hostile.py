@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from recipe.async_engine.rewards import sandbox
-from recipe.async_engine.rewards.programs import compute_score
-from recipe.async_engine.rewards.sandbox import Limits
+from recipe.programs import sandbox
+from recipe.programs.reward import compute_score
+from recipe.programs.sandbox import Limits
 
 # Each says REACHED where it gets what it wants. Without the sandbox each of them does: that is tried, too.
 REACHING = {

@@ -38,11 +38,11 @@ from recipe.async_engine.model_engine.adapter import WorkerSettings
 from recipe.async_engine.model_engine.client import ScoringClient, Unscored
 from recipe.async_engine.model_engine.replica import ModelEngineReplica
 from recipe.async_engine.model_engine.sequences import Segment
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
 from recipe.async_engine.replicas.reservation import Reservations
 from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.laptop.choice import CPU_ENVIRONMENT
 
 MODEL = Scenario("fsdp2", "qwen3", tied=False)
 BROKEN = "model.layers.1.mlp.up_proj.weight"

@@ -38,12 +38,13 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from recipe.async_engine.replicas.replica import GatedVLLMReplica
 from recipe.async_engine.replicas.server import GatedVLLMHttpServer
 from recipe.async_engine.settings.sections import Weights
-from recipe.async_engine.weights import gloo_engine, staged_model
 from recipe.async_engine.weights import publisher as publisher_module
+from recipe.async_engine.weights import staged_model
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
 from recipe.async_engine.weights.engine_extension import Staging, StagingExtension
-from recipe.async_engine.weights.transport import Transport
 from recipe.async_engine.weights.worker import DeadlineServerAdapter, DeadlineSocket, RolloutWeightWorker
+from recipe.laptop.transfer import gloo_engine
+from recipe.laptop.transfer.transport import Transport
 
 BUCKET_BYTES = 1 << 19
 HANDED_MEGABYTES = 1

@@ -8,13 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from recipe.async_engine.weights.buckets import (
-    TEXT_BYTES,
-    BucketReader,
-    Buckets,
-    BucketWriter,
-    WeightStreamError,
-)
+from recipe.async_engine.core.errors import WeightStreamError
+from recipe.laptop.transfer.buckets import TEXT_BYTES, BucketReader, Buckets, BucketWriter
 
 BUCKET_BYTES = 4096
 

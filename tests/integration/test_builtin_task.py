@@ -19,11 +19,11 @@ import filelock
 import pytest
 from surroundings import shared_forks, usual_environment
 
-from recipe.async_engine.task import TaskDirectoryError, TaskPaths, TaskSettings, ensure_task, reward, warm_start
-from recipe.async_engine.task.__main__ import main
-from recipe.async_engine.task.builder import is_complete
-from recipe.async_engine.task.problems import apply_operation
-from recipe.async_engine.task.reward import ScorePermuter, compute_score
+from recipe.laptop.task import TaskDirectoryError, TaskPaths, TaskSettings, ensure_task, reward, warm_start
+from recipe.laptop.task.__main__ import main
+from recipe.laptop.task.builder import is_complete
+from recipe.laptop.task.problems import apply_operation
+from recipe.laptop.task.reward import ScorePermuter, compute_score
 
 SMALL = {"train_size": 60, "val_size": 40}
 
@@ -67,7 +67,7 @@ def answers(long_tail_task: TaskPaths) -> list[tuple[dict[str, Any], list[int], 
 
 def test_import_is_light() -> None:
     heavy = "torch transformers tokenizers pandas pyarrow verl ray vllm"
-    code = f"import recipe.async_engine.task, sys; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    code = f"import recipe.laptop.task, sys; print([m for m in '{heavy}'.split() if m in sys.modules])"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
@@ -235,7 +235,7 @@ def test_verl_reads_the_data_set_and_loads_the_reward(tmp_path: Path, short_warm
 def test_saved_tokenizer_and_chat_template_round_trip(tmp_path: Path, short_warm_start: None, family: str) -> None:
     from verl.utils import hf_tokenizer
 
-    from recipe.async_engine.task.tokenizer import build_tokenizer
+    from recipe.laptop.task.tokenizer import build_tokenizer
 
     tokenizer = hf_tokenizer(str(ensure_task(tmp_path / "t", TaskSettings(family=family, **SMALL)).model))
     assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
@@ -299,7 +299,7 @@ def test_waiting_for_another_process_has_a_deadline(tmp_path: Path) -> None:
 # Not multiprocessing: a spawned child would look this module up by the name `tests`, which verl's wheel has too.
 MAKE_ONCE = """
 import sys
-from recipe.async_engine.task import TaskSettings, ensure_task, warm_start
+from recipe.laptop.task import TaskSettings, ensure_task, warm_start
 
 out, log, train_size, val_size = sys.argv[1:]
 make = warm_start.make_warm_model

@@ -16,8 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save_file
 
 from recipe.async_engine.inspection.check import check, file_facts, plain
-from recipe.async_engine.rewards import programs, sandbox
 from recipe.async_engine.settings.problems import ConfigError
+from recipe.mains.judges import JUDGES
+from recipe.programs import reward as programs
+from recipe.programs import sandbox
 
 ROWS = 40
 
@@ -55,7 +57,7 @@ def configured(paths: dict[str, Path], **changes: Any) -> DictConfig:
 def message(config: DictConfig) -> str:
     """The message of the refusal of a configuration."""
     with pytest.raises(ConfigError) as caught:
-        check(config)
+        check(config, judges=JUDGES)
     return str(caught.value)
 
 
@@ -159,7 +161,21 @@ def programs_with(paths: dict[str, Path], **kwargs: Any) -> DictConfig:
 
 
 def test_programs_are_accepted_where_they_can_be_isolated(paths: dict[str, Path]) -> None:
-    assert check(programs_with(paths, answer_s=15, partial=True, limits={"wall_s": 3}))
+    assert check(programs_with(paths, answer_s=15, partial=True, limits={"wall_s": 3}), judges=JUDGES)
+
+
+def test_programs_of_an_answer_have_at_most_half_the_time_of_its_reward(paths: dict[str, Path]) -> None:
+    def within(limit: float, **kwargs: Any) -> DictConfig:
+        config = programs_with(paths, **kwargs)
+        config.async_training.timeouts.reward = limit
+        return config
+
+    for seconds in (0.5, 60):
+        assert check(within(120, answer_s=seconds), judges=JUDGES)
+    for seconds in (0, 61, "long"):
+        assert "answer_s=" in message(within(120, answer_s=seconds))
+    assert check(within(120), judges=JUDGES), "it has 60 s where the setting is absent"
+    assert "answer_s=60.0: allowed is seconds above 0" in message(within(119))
 
 
 def test_programs_are_refused_where_they_cannot_be_isolated(

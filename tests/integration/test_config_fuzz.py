@@ -18,14 +18,15 @@ from omegaconf import OmegaConf
 from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.run import driver
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.learning import LIMITS
 from recipe.async_engine.settings.sections import SECTIONS, read_settings
 from recipe.async_engine.settings.validation import RULES
 from recipe.async_engine.settings.verl_types import ACTOR, EXPECTED, ROLLOUT
-from recipe.async_engine.task.tokenizer import build_tokenizer
+from recipe.laptop.task.tokenizer import build_tokenizer
+from recipe.mains import run
+from recipe.mains.judges import JUDGES
 
 NAMED = re.compile(r"[A-Za-z_0-9]+(\.[^.=]+)*")
 DEEP_SECTION: dict[str, Any] = {}
@@ -62,7 +63,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     GlobalHydra.instance().clear()
     with initialize_config_module(f"recipe.{request.param}.config", version_base=None):
         config = plain(compose(f"{request.param}_ppo_trainer", overrides=overrides))
-    check_plain(config)
+    check_plain(config, judges=JUDGES)
     return config
 
 
@@ -114,7 +115,7 @@ def judge_odd_ones(base: Mapping[str, Any], count: int, seed: int, with_types: i
         config, changes = an_odd_one(base, chance)
         said = {setting: repr(value)[:80] for setting, value in changes.items()}
         try:
-            found = look(config, with_verl=False)
+            found = look(config, with_verl=False, judges=JUDGES)
             if not found.problems and accepted < with_types:
                 found.problems.extend(verl_problems(found.context, []))
             plan = None if found.problems else found.plan
@@ -219,7 +220,7 @@ def test_a_main_names_a_setting_that_refers_to_nothing(
 ) -> None:
     config = OmegaConf.create({**base, "trainer": {**base["trainer"], "default_local_dir": value}})
     with pytest.raises(SystemExit) as ended:
-        driver.main(config, "fully_async")
+        run.main(config, "fully_async")
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "ConfigError" in said and "trainer.default_local_dir" in said and words in said

@@ -33,7 +33,7 @@ from recipe.async_engine.inspection import data_files
 from recipe.async_engine.inspection.check import check_plain, plain
 from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.task.tokenizer import build_tokenizer
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
 ROWS = 40

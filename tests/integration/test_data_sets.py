@@ -41,9 +41,9 @@ from recipe.async_engine.rollout.prompts import (
 )
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.task.tokenizer import build_tokenizer
 from recipe.async_engine.trainer.data_sets import data_sets, defaults, tokenizer_and_processor
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 BATCH = 4
 CLASSES = [

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.weights.buckets import BucketReader, Buckets, BucketWriter, WeightStreamError
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.delta import HEADER, INDEX, INTEGERS, PACKED, Base, Decoder, Sizes, decode, encode
+from recipe.laptop.transfer.buckets import BucketReader, Buckets, BucketWriter
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [torch.int64, torch.uint8, torch.bool]

@@ -12,21 +12,22 @@ import pytest
 from documented import SCRIPTS, STOCK_MAIN, Command, cases, commands, composed, for_accelerators, shown
 from omegaconf import OmegaConf
 
-from recipe.async_engine.flags.arguments import PREFIX, take_arguments
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.modes import MODES
 from recipe.async_engine.settings.facts import FileFact, Resources
+from recipe.async_engine.settings.known_models import known_model
 from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.memory.items import GIB
-from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.plan import plan_of, rollout_accelerators
 from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import SHARED, lookup
 from recipe.async_engine.settings.v1_validation import as_placed, judge_v1
 from recipe.async_engine.settings.validation import judge
+from recipe.mains.arguments import PREFIX, take_arguments
+from recipe.mains.judges import JUDGES, V1_JUDGES
+from recipe.plan.memory import rules as memory
+from recipe.plan.memory.items import GIB
 
 ROWS = 7000
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -59,10 +60,10 @@ def judged(command: Command, accelerators: int | None = None) -> tuple[list[Prob
     settings = plain(config)
     there = Resources(accelerators, device_bytes(command))
     if trainer.startswith(PREFIX) and mode not in MODES:
-        problems, context = judge_v1(settings, mode, there, facts(settings))
+        problems, context = judge_v1(settings, mode, there, facts(settings), V1_JUDGES)
         context = as_placed(context, mode)
     else:
-        problems, context = judge(settings, there, facts(settings), ROWS)
+        problems, context = judge(settings, there, facts(settings), ROWS, JUDGES)
     return [*problems, *verl_problems(context, problems)], context
 
 
@@ -161,7 +162,7 @@ def test_what_verls_own_types_refuse_is_refused_before_a_process_starts() -> Non
         name, _, value = argument.lstrip("+").partition("=")
         OmegaConf.update(changed, name, int(value) if value.lstrip("-").isdigit() else value, force_add=True)
         settings = plain(changed)
-        problems, context = judge(settings, None, facts(settings), ROWS)
+        problems, context = judge(settings, None, facts(settings), ROWS, JUDGES)
         found = verl_problems(context, problems)
         assert [problem.setting for problem in found] == [section], (argument, list(map(str, found)))
         assert "verl refuses it" in found[0].advice

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 
-from recipe.emulation.trainer import least, lengths
+from benchmarks.emulation.trainer import least, lengths
 
 LENGTHS = [3, 5, 2, 4]
 

@@ -19,7 +19,7 @@ NCCL = Engine(
     is_nccl=True,
     encodes=True,
 )
-GLOO = Engine("recipe_gloo", "recipe.async_engine.weights.gloo_engine", DEADLINES, encodes=True)
+GLOO = Engine("recipe_gloo", "recipe.laptop.transfer.gloo_engine", DEADLINES, encodes=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,15 +22,15 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
-from recipe.async_engine.flags.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
-from recipe.async_engine.flags.before_run import BeforeRun
-from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.v1_validation import read_v1
 from recipe.async_engine.settings.validation import validate
+from recipe.mains.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
+from recipe.mains.before_run import BeforeRun
+from recipe.mains.register import VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from published import GRPO_GEO3K_IMAGES, GRPO_GSM8K
@@ -41,7 +41,7 @@ FLAGS = (*MODES, "model_engine_server", "separate_async", "colocate_async")
 # A main of hydra's with a flag's callback, whose judgement of the rest is left out.
 USERS_MAIN = """
 import hydra
-from recipe.async_engine.flags import before_run
+from recipe.mains import before_run
 before_run._check = lambda config, trainer: print("judged", trainer) or 0
 
 @hydra.main(config_path={folder!r}, config_name="ppo_trainer", version_base=None)
@@ -96,11 +96,11 @@ def test_a_main_with_a_flag_exits_as_the_run_ended_unless_the_summary_is_of_anot
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_script_for_images_composes_and_validates_in_each_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.async_engine.flags import trainer as flagged
+    from recipe.mains import trainer as flagged
 
     problems = []
 
-    def judge(config: Any, available: Any) -> None:
+    def judge(config: Any, available: Any, judges: Any) -> None:
         problems.extend(validate(plain(config), dataset_rows=2101))
 
     monkeypatch.setattr(flagged, "check", judge)
@@ -216,7 +216,7 @@ def test_a_flag_is_refused_in_a_main_that_would_not_look_at_it(main: str) -> Non
 
 
 def test_agent_loops_of_a_flag_name_the_cause_where_verls_own_trainer_asks_for_them() -> None:
-    from recipe.async_engine.flags.trainer import NoAgentLoops
+    from recipe.mains.trainer import NoAgentLoops
 
     NoAgentLoops.create(config=None, llm_client=None)
     with pytest.raises(FlagError, match="use_v1=true"):

@@ -17,7 +17,7 @@ import pytest
 from gloo_fleet import BUCKET_BYTES, Fleet, Member, can_contain, check_received, make_weights
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.weights.gloo_engine import GlooCheckpointEngine
+from recipe.laptop.transfer.gloo_engine import GlooCheckpointEngine
 
 # Longer than `Member.outcome` waits: who waits for this deadline has not noticed a closed connection.
 NEVER_S = 600.0

@@ -20,7 +20,7 @@ from short_modes import overrides
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.settings.facts import Resources
 from recipe.async_engine.settings.validation import validate
-from recipe.async_engine.task import TaskPaths
+from recipe.laptop.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]
 # Has nothing of what it is told, as if that were not installed.

@@ -14,8 +14,8 @@ import pytest
 from verl.workers.engine import EngineRegistry
 
 from recipe.async_engine.platform import lora_engine
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
-from recipe.async_engine.platform.engines import CPUFSDPEngineWithLMHead
+from recipe.laptop.choice import CPU_ENVIRONMENT
+from recipe.laptop.platform.engines import CPUFSDPEngineWithLMHead
 
 ROUNDING = 1e-6
 

@@ -22,7 +22,7 @@ from server_log_probs import check_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipe.async_engine.model_engine.adapter import keep_frequencies
-from recipe.async_engine.platform.detect import CPU_ENVIRONMENT
+from recipe.laptop.choice import CPU_ENVIRONMENT
 
 BF16 = "fsdp2-qwen3-untied-dp1-tp1-pp1-padded-bf16"
 SCENARIOS = (

@@ -27,7 +27,7 @@ from recipe.async_engine.weights.publisher import PublishFailed
 DEADLINES = {"timeout_s": 30.0, "connect_timeout_s": 15.0}
 RELAYS = Engine("nccl", "recipe.async_engine.weights.nccl_engine", DEADLINES, is_nccl=True)
 OURS = replace(RELAYS, settings={**DEADLINES, "multi_sender": False})
-GLOO = Engine("recipe_gloo", "recipe.async_engine.weights.gloo_engine", DEADLINES)
+GLOO = Engine("recipe_gloo", "recipe.laptop.transfer.gloo_engine", DEADLINES)
 VERLS = Engine("nccl", None, is_nccl=True)
 ENGINES = pytest.mark.parametrize("engine", [OURS, GLOO], ids=["nccl", "recipe_gloo"])
 # Far below the deadlines, and far above what it takes on a busy machine.

@@ -27,7 +27,7 @@ from recipe.async_engine.rewards import scorer
 from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
 from recipe.async_engine.rollout.soundness import NonFiniteReward, check_reward
-from recipe.async_engine.task.tokenizer import build_tokenizer
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 ERRORS = {RAISED: RewardRaised, DIED: RewardProcessDied, LATE: RewardTimeout}
 LIMIT_S, AMPLE_S = 1.0, 60.0

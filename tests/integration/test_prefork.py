@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from surroundings import ray_folder
 
-from recipe.async_engine.prefork.run import MODULES, Prefork
-from recipe.async_engine.prefork.server import REQUEST_S
+from recipe.laptop.prefork.run import MODULES, Prefork
+from recipe.laptop.prefork.server import REQUEST_S
 
 # Nothing else here imports it, so a process that has it was forked from the server.
 MARK = "colorsys"
@@ -178,7 +178,7 @@ def test_any_job_but_a_clusters_first_gets_plain_interpreters() -> None:
 
 def test_of_a_process_that_is_killed_no_folder_stays() -> None:
     code = (
-        "import os; from recipe.async_engine.prefork.run import Prefork; "
+        "import os; from recipe.laptop.prefork.run import Prefork; "
         "prefork = Prefork(modules=['ray']); print(prefork.executable.parent, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=False)
@@ -214,8 +214,8 @@ def test_what_a_fork_spawns_is_a_fork(prefork: Prefork) -> None:
 
 RAY_JOB = f"""
 import json, sys, ray
-from recipe.async_engine.prefork.server import REQUEST_S
-from recipe.async_engine.prefork.run import Prefork
+from recipe.laptop.prefork.server import REQUEST_S
+from recipe.laptop.prefork.run import Prefork
 from recipe.async_engine.run.ray_start import start_own
 
 class Actor:

@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from examples.program_task import TEMPLATES, make_problems, write
-from recipe.async_engine.rewards import programs, sandbox
-from recipe.async_engine.rewards.programs import TestCaseError, compute_score, program_of
-from recipe.async_engine.rewards.sandbox import SandboxUnavailable
+from recipe.programs import reward as programs
+from recipe.programs import sandbox
+from recipe.programs.reward import TestCaseError, compute_score, program_of
+from recipe.programs.sandbox import SandboxUnavailable
 
 ADDS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 CALLS = json.dumps({"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"})

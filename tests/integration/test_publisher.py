@@ -15,9 +15,9 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights import publisher as module
-from recipe.async_engine.weights.buckets import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
@@ -166,7 +166,7 @@ class Fleet:
         self.replicas = [Replica(rank, self.journal, *script) for rank, script in enumerate(scripts)]
         self.balancer = GlobalRequestLoadBalancer({})
         self.sender = Sender()
-        config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.async_engine.weights.gloo_engine")
+        config = SimpleNamespace(backend="recipe_gloo", custom_backend_module="recipe.laptop.transfer.gloo_engine")
         self.publisher = WeightPublisher(
             config,
             WorkerGroup([self.sender]),

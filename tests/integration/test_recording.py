@@ -14,8 +14,8 @@ import ray
 from omegaconf import OmegaConf
 from trace_processor import loaded
 
-from recipe.async_engine.core.account import Devices, TokenBooks
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
+from recipe.async_engine.core.recorded import Devices, TokenBooks
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.settings.plan import derive
 from recipe.async_engine.storage.event_file import EventFile, events_of, files, read
@@ -23,6 +23,7 @@ from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
 from recipe.report.__main__ import main as report
 from recipe.report.run import load
+from recipe.report.settled import account_of
 
 SOON = 30.0
 DEVICES = Devices({TRAINER: 1, ROLLOUT: 1})
@@ -90,7 +91,7 @@ def test_devices_on_other_clocks_die_and_are_replaced_and_the_account_closes(clu
     ray.get(parts["rollout 2"].turn_to.remote(Class.DECODING), timeout=SOON)
     time.sleep(0.5)
     ended = time.monotonic()
-    account = recording.close(ended, TokenBooks())
+    account = account_of(recording.close(ended, TokenBooks()))
     assert account.closes, account
     assert account.duration == pytest.approx(ended - began, abs=SOON)
     devices = account.devices
@@ -145,7 +146,7 @@ def test_server_that_is_started_again_in_its_place_goes_on_in_its_account(cluste
     until(lambda: not recording._known["rollout 0"].down)
     ray.get(parts["rollout 0"].turn_to.remote(Class.PREFILL), timeout=SOON)
     time.sleep(0.3)
-    account = recording.close(time.monotonic(), TokenBooks())
+    account = account_of(recording.close(time.monotonic(), TokenBooks()))
     assert account.closes
     assert recording.deaths == 1
     seconds = account.devices["rollout 0"].seconds
@@ -177,8 +178,9 @@ def test_run_without_a_record_goes_on_and_has_no_account(events: bool, tmp_path:
     config = {"trainer": trainer, "actor_rollout_ref": rollout, "async_training": {"events": events}}
     timeline = Timeline(time.monotonic)
     stage = RecordStage(OmegaConf.create(config), derive(config), timeline, list, list)
-    assert stage.tell is ignore and stage.summary() is None
+    assert stage.tell is ignore
     stage.end(None, failed=False)
+    assert stage.recorded is None
     assert files(tmp_path) == []
 
 
@@ -199,7 +201,7 @@ def test_parts_that_cannot_be_asked_end_no_run(tmp_path: Path) -> None:
     recording = Recording(str(tmp_path), DEVICES, {}, parts)
     recording.ask()
     failing = False
-    assert recording.close(time.monotonic(), None).devices == {}
+    assert account_of(recording.close(time.monotonic(), None)).devices == {}
 
 
 def test_a_write_that_does_not_return_keeps_no_run_from_its_end(
@@ -217,7 +219,7 @@ def test_a_write_that_does_not_return_keeps_no_run_from_its_end(
     assert writing.wait(SOON)
     try:
         assert recording.engine_tokens() is None
-        assert recording.close(time.monotonic(), None).devices.keys() == {TRAINER}
+        assert account_of(recording.close(time.monotonic(), None)).devices.keys() == {TRAINER}
     finally:
         gone.set()
     assert "a write to" in caplog.text

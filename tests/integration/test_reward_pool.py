@@ -25,7 +25,7 @@ from verl import DataProto
 from recipe.async_engine.rewards import scorer, scoring_worker
 from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
-from recipe.async_engine.task.tokenizer import build_tokenizer
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 FUNCTION = """
 import os, subprocess, sys, time

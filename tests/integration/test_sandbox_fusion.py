@@ -16,9 +16,9 @@ import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
-from recipe.async_engine.rewards import sandbox_fusion
-from recipe.async_engine.rewards.sandbox import SandboxUnavailable
-from recipe.async_engine.rewards.sandbox_fusion import compute_score
+from recipe.programs import sandbox_fusion
+from recipe.programs.sandbox import SandboxUnavailable
+from recipe.programs.sandbox_fusion import compute_score
 
 ADDS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 CALLS = json.dumps({"inputs": [[1, "2"], [3, "é"]], "outputs": [[1, "2"], [3, "é"]], "fn_name": "both"})

@@ -10,7 +10,7 @@ from engine_fleet import Engine
 from training_ranks import send_beside_training
 
 SETTINGS = {"timeout_s": 60.0, "bucket_size": 8 << 20}
-GLOO = Engine("recipe_gloo", "recipe.async_engine.weights.gloo_engine", SETTINGS, bulk_mebibytes=256)
+GLOO = Engine("recipe_gloo", "recipe.laptop.transfer.gloo_engine", SETTINGS, bulk_mebibytes=256)
 
 
 @pytest.mark.slow

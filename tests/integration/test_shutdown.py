@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from recipe.async_engine.run import driver
 from recipe.async_engine.run.record import RunRecord
 from recipe.async_engine.run.shutdown import EndingOnSignal, StartedProcesses, end_in_order
+from recipe.mains.parts import PARTS
 
 MAIN = """
 import sys, threading, time
@@ -153,7 +154,8 @@ class Unwritable(RunRecord):
 def run_of(record: RunRecord, start: Callable[[], None]) -> driver._Run:
     timeouts = SimpleNamespace(startup=60.0, heartbeat=60.0, stop=60.0)
     plan = SimpleNamespace(settings=SimpleNamespace(async_training=SimpleNamespace(timeouts=timeouts)), total_steps=1)
-    run = driver._Run(OmegaConf.create({"ray_kwargs": {}}), None, plan, record, EndingOnSignal(), ray_of_its_own=True)  # type: ignore[arg-type]
+    config = OmegaConf.create({"ray_kwargs": {}})
+    run = driver._Run(config, PARTS, None, plan, record, EndingOnSignal(), ray_of_its_own=True)  # type: ignore[arg-type]
     run._start = start  # type: ignore[method-assign]
     run._follow = lambda *_: None  # type: ignore[method-assign]
     return run

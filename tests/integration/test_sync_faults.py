@@ -39,7 +39,7 @@ from sync_faults import (
 from recipe.async_engine.weights import publisher
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
 
-GLOO = "recipe.async_engine.weights.gloo_engine"
+GLOO = "recipe.laptop.transfer.gloo_engine"
 ENGINES = {
     "shared memory": Engine("recipe_gloo", GLOO),
     "gloo": Engine("recipe_gloo", GLOO, {"shared_memory": False}),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from trace_processor import Loaded, loaded
 
-from recipe.async_engine.core.account import BEGINS, ENDS
 from recipe.async_engine.core.events import (
     EMPTY,
     GROUPS,
@@ -27,6 +26,7 @@ from recipe.async_engine.core.events import (
     Event,
     Why,
 )
+from recipe.async_engine.core.recorded import BEGINS, ENDS
 from recipe.async_engine.storage.event_file import EventFile
 from recipe.report.__main__ import main
 from recipe.report.run import load

@@ -47,7 +47,7 @@ from recipe.async_engine.rollout.trajectory_events import (
 )
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
-from recipe.async_engine.task.tokenizer import build_tokenizer
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 SOON = 10.0
 LIMITS = {

@@ -16,8 +16,8 @@ from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.recovery.control import sign_of_life
 from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.rewards.scoring_worker import RewardNotMade, ScoringWorker
-from recipe.async_engine.task.tokenizer import build_tokenizer
 from recipe.async_engine.trainer.startup import WorkerNotMade, side_by_side
+from recipe.laptop.task.tokenizer import build_tokenizer
 
 FUNCTION = "\ndef compute_score(**arguments):\n    return 1.0\n"
 POSTPONED = (

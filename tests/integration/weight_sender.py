@@ -20,7 +20,7 @@ class Sender:
     """Trainer rank 0's end of a transfer."""
 
     def __init__(self, stream: Stream, settings: dict[str, Any]) -> None:
-        __import__("recipe.async_engine.weights.gloo_engine")
+        __import__("recipe.laptop.transfer.gloo_engine")
         self._stream = stream
         self._engine = SummedSender(CheckpointEngineRegistry.new("recipe_gloo", is_master=True, **settings))
 

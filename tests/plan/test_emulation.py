@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.emulation.devices import VARIABLE, Device, Emulation, emulation, records
+from benchmarks.emulation.devices import VARIABLE, Device, Emulation, emulation, records
 
 
 def test_a_process_finds_the_devices_of_its_run() -> None:
@@ -73,7 +73,7 @@ def test_shared_devices_pay_for_sleep_and_waking_with_each_load() -> None:
 def test_one_engine_dies_at_its_time(tmp_path: Path) -> None:
     program = (
         "import time\n"
-        "from recipe.emulation.devices import Device, Emulation\n"
+        "from benchmarks.emulation.devices import Device, Emulation\n"
         f"device = Device(Emulation(dies_after_s=0.05, dies_once={str(tmp_path / 'died')!r}), 'engine', 1)\n"
         "device.end_if_due()\n"
         "time.sleep(0.06)\n"

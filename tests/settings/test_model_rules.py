@@ -10,14 +10,14 @@ from test_config import ACTOR, GAE, IN_TURNS, MEGATRON, MEGATRON_SERVERS, MODEL,
 from test_memory import judged
 
 from recipe.async_engine.settings.facts import FileFact, Resources
-from recipe.async_engine.settings.memory.items import GIB
-from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.known_models import known_model
 from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules import memory
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.engines import early_ends
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.validation import judge
+from recipe.plan.memory import rules as memory
+from recipe.plan.memory.items import GIB
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 REF, CRITIC = "actor_rollout_ref.ref", "critic"
@@ -203,7 +203,7 @@ def with_positions(changes: dict[str, Any], **config: Any) -> tuple[dict[str, Pr
     """Problems by setting and warnings where the policy's config.json is a 7B model's and has this too."""
     known = known_model("Qwen/Qwen2.5-7B") or {}
     model = FileFact(f"{MODEL}.path", "7B", "model", model_config={**known, **config})
-    problems, context = judge(configured(changes), Resources(None, 80 * GIB), [model], 5000)
+    problems, context = judge(configured(changes), Resources(None, 80 * GIB), [model], 5000, [memory])
     return {problem.setting: problem for problem in problems}, list(early_ends(context))
 
 
@@ -316,6 +316,8 @@ def test_only_what_is_certain_to_be_too_much_is_refused_without_allowing_for_an_
 def test_experts_that_the_engine_knows_by_other_names_are_refused(family: str, strategy: str, is_refused: bool) -> None:
     model = FileFact(f"{MODEL}.path", "8x7B", "model", model_config={"model_type": family})
     changes = MEGATRON if strategy == "megatron" else {f"{ACTOR}.strategy": strategy}
-    problems, _ = judge(configured(changes | {f"{MODEL}.path": "8x7B"}), Resources(None, 80 * GIB), [model], 5000)
+    problems, _ = judge(
+        configured(changes | {f"{MODEL}.path": "8x7B"}), Resources(None, 80 * GIB), [model], 5000, [memory]
+    )
     found = [problem for problem in problems if problem.setting == f"{MODEL}.path"]
     assert [problem.value for problem in found] == (["8x7B"] if is_refused else [])

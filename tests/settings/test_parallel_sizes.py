@@ -16,7 +16,7 @@ from test_config import ACTOR, GAE, MEGATRON, MEGATRON_SERVERS, REWARD_MODEL, RO
 from test_memory import judged
 
 from recipe.async_engine.settings.facts import FileFact
-from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.known_models import known_model
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.parallel import parallel_sizes, ranks
 from recipe.async_engine.settings.sections import read_settings

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.settings.memory.generation import standalone_share
 from recipe.async_engine.settings.notices import notices
 from recipe.async_engine.settings.rules import stock
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import read_settings
 from recipe.async_engine.settings.verl_types import well_formed
+from recipe.plan.memory.generation import standalone_share
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("nnodes", "n_gpus_per_node")

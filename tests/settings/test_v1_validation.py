@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.settings.facts import FileFact
-from recipe.async_engine.settings.memory.known import known_model
+from recipe.async_engine.settings.known_models import known_model
 from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.settings.sections import RolloutResources
 from recipe.async_engine.settings.v1_validation import MANAGER, as_placed, judge_v1, read_v1

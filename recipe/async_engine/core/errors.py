@@ -59,3 +59,7 @@ class EngineDied(GenerationError):
 
 class NothingFree(RecipeError):
     """No node has the accelerators and CPUs that are to be taken now; later one may."""
+
+
+class WeightStreamError(RecipeError):
+    """A weight sync was cut off, timed out, or carried something other than what was expected."""

@@ -47,7 +47,7 @@ def ignore(event: Event) -> None:
 
 
 class Class(StrEnum):
-    """What an accelerator's second was, for `recipe.async_engine.core.account`."""
+    """What an accelerator's second was, for `recipe.report.account`."""
 
     TRAINING = "training"
     LOG_PROBS = "log_probs"

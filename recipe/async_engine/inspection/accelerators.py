@@ -9,9 +9,9 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 
-from recipe.async_engine.settings.memory.items import GIB, MIB
-
 logger = logging.getLogger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
 
 PROGRAM_S = 15.0
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

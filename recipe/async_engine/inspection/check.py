@@ -3,9 +3,9 @@
 
 Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
 They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
-keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory,
-and one empty program where answers are programs. The judgement is `settings.validation`'s, and that of verl's own
-types where verl is imported anyway.
+keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory.
+The judgement is `settings.validation`'s, that of the judges which a main brings, and that of verl's own types where
+verl is imported anyway.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import logging
 import math
 import os
 import symtable
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,19 @@ from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import is_hub_name
-from recipe.async_engine.rewards import programs
 from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.settings.fields import is_count
 from recipe.async_engine.settings.kinds import of_another_kind
+from recipe.async_engine.settings.known_models import known_model
 from recipe.async_engine.settings.legacy import migrated
-from recipe.async_engine.settings.memory.known import known_model
 from recipe.async_engine.settings.notices import left_behind, notices
 from recipe.async_engine.settings.packages import MODULES
-from recipe.async_engine.settings.plan import RunPlan, has_critic, plan_of
+from recipe.async_engine.settings.plan import RunPlan, has_critic
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import algorithm, batches, engines, learning, memory, names, stock
+from recipe.async_engine.settings.rules import algorithm, batches, engines, learning, names, stock
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.sections import lookup
-from recipe.async_engine.settings.validation import judge
+from recipe.async_engine.settings.validation import Findings, Judge, judge
 from recipe.async_engine.settings.verl_types import well_formed
 from recipe.async_engine.storage.contents import without_weights
 
@@ -80,27 +79,30 @@ def file_facts(config: Mapping[str, Any]) -> list[FileFact]:
         *_start(config),
         *data_facts(config),
         *_reward_function(config),
-        *_programs(config),
         *_written(config),
         *code_facts(config),
     ]
 
 
-def check(config: DictConfig | Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
+def check(
+    config: DictConfig | Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
+) -> RunPlan:
     """Refuse a configuration that cannot run, else derive the plan of the run.
 
     Call it after the built-in task, if any, has filled its paths. Where `available` is not given and the run starts
-    its own Ray with `ray_kwargs.ray_init.num_gpus`, that number is what is there.
+    its own Ray with `ray_kwargs.ray_init.num_gpus`, that number is what is there. The `judges` judge it too.
 
     Raises:
         ConfigError: Something in it cannot run; the error has every problem found.
     """
-    return check_plain(plain(config), available=available)
+    return check_plain(plain(config), available=available, judges=judges)
 
 
-def check_plain(settings: Mapping[str, Any], *, available: Resources | None = None) -> RunPlan:
+def check_plain(
+    settings: Mapping[str, Any], *, available: Resources | None = None, judges: Sequence[Judge] = ()
+) -> RunPlan:
     """`check` of a plain, resolved mapping."""
-    found = look(settings, available=available)
+    found = look(settings, available=available, judges=judges)
     if found.problems:
         raise ConfigError(found.problems)
     for warning in found.warnings:
@@ -129,30 +131,13 @@ def check_types(settings: Mapping[str, Any]) -> None:
         raise ConfigError(found)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What was found of a configuration."""
-
-    problems: list[Problem]
-    warnings: list[str]
-    context: RuleContext
-
-    @property
-    def plan(self) -> RunPlan:
-        """What the run does.
-
-        Raises:
-            ConfigError: nothing bounds the number of its steps.
-        """
-        return plan_of(self.context.config, self.context.settings, self.context.dataset_rows)
-
-
 def look(
     settings: Mapping[str, Any],
     *,
     available: Resources | None = None,
     with_verl: bool | None = None,
     makes_task: bool = False,
+    judges: Sequence[Judge] = (),
 ) -> Findings:
     """Everything that can be said of a plain, resolved configuration before a process starts.
 
@@ -161,6 +146,7 @@ def look(
         with_verl: whether verl is asked too, which imports it; None: on a CPU, whose trainer's process does it
             (`check_types`), only for names that are none of verl's own.
         makes_task: whether the run would make the built-in task, which fills paths that are null.
+        judges: who else judges it.
     """
     dropped = list(left_behind(settings))
     settings = migrated(settings)
@@ -169,7 +155,7 @@ def look(
     facts = file_facts(usable)
     if makes_task:
         facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
-    problems, context = judge(settings, _available(usable, available), facts)
+    problems, context = judge(settings, _available(usable, available), facts, judges=judges)
     named = {problem.setting for problem in problems}
     problems += [problem for problem in of_another_kind(settings, _verls(context)) if problem.setting not in named]
     if with_verl is None:
@@ -186,7 +172,8 @@ def look(
         *names.untried(context),
         *learning.trains_nothing(context),
     )
-    warnings = [*memory.warnings(context), *said, *_without_effect(context), *dropped]
+    warnings = [text for other in judges for text in other.warnings(context)]
+    warnings += [*said, *_without_effect(context), *dropped]
     return Findings(problems, warnings, context)
 
 
@@ -357,18 +344,6 @@ def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:
     if path and not _is_remote(str(path)):
         name = lookup(config, f"{REWARD_FUNCTION}.name") or "compute_score"
         yield FileFact(f"{REWARD_FUNCTION}.path", str(path), "code", fault=_code_fault(Path(str(path)), str(name)))
-
-
-def _programs(config: Mapping[str, Any]) -> Iterator[FileFact]:
-    """The reward of programming tasks, where it is used on this machine: on a cluster, whoever scores tries it."""
-    path = str(lookup(config, f"{REWARD_FUNCTION}.path") or "")
-    own = path == f"pkg://{programs.__name__}" or (os.path.exists(path) and os.path.samefile(path, programs.__file__))
-    if own and not lookup(config, "ray_kwargs.ray_init.address"):
-        try:
-            fault = programs.fault(**(lookup(config, f"{REWARD_FUNCTION}.reward_kwargs") or {}))
-        except TypeError as error:
-            fault = f"reward_kwargs: {error}."
-        yield FileFact(REWARD_FUNCTION, path, "programs", fault=fault)
 
 
 def _written(config: Mapping[str, Any]) -> Iterator[FileFact]:

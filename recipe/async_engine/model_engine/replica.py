@@ -24,7 +24,7 @@ from recipe.async_engine.model_engine.server import ModelEngineServer
 from recipe.async_engine.model_engine.worker import ModelEngineWorker
 from recipe.async_engine.recovery.control import with_control
 from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
-from recipe.async_engine.weights.gloo_engine import BACKEND as HOST_BACKEND
+from recipe.async_engine.weights.engine_parts import HOST_BACKEND
 
 HELD = ("score",)
 """What keeps calls of a server open: weights wait for none of them."""

@@ -120,7 +120,7 @@ def register(device: str, vendor: str) -> None:
     """Have this process build its language models on a vendor's accelerator with `LoraFSDPEngineWithLMHead`.
 
     verl looks for an engine of the vendor first, and has none of its own for FSDP. The engines for the CPU
-    (`recipe.async_engine.platform.engines`) are of this kind already.
+    (`recipe.laptop.platform.engines`) are of this kind already.
     """
     for backend in ("fsdp", "fsdp2"):
         if device != "cpu" and (device, vendor) not in EngineRegistry._engines["language_model"][backend]:

@@ -67,7 +67,7 @@ HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
 
 WORKER_EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
-CPU_WORKER_EXTENSION = "recipe.async_engine.weights.cpu_engine_extension.CPUStagingExtension"
+CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
 
 
 class NoTrainer(RecipeError):

@@ -29,7 +29,6 @@ from concurrent.futures import Future
 from operator import attrgetter
 from typing import Any
 
-from recipe.async_engine.core.account import TokenBooks
 from recipe.async_engine.core.alarms import AlarmLimit
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
@@ -44,6 +43,7 @@ from recipe.async_engine.core.groups import (
 )
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
+from recipe.async_engine.core.recorded import TokenBooks
 from recipe.async_engine.core.slots import Slots
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.recovery.stacks import waits

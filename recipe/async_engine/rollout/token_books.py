@@ -10,8 +10,8 @@ tests/integration/test_token_books.py and, of real runs, tests/accounts.py.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recipe.async_engine.core.account import TokenBooks
 from recipe.async_engine.core.groups import GroupState
+from recipe.async_engine.core.recorded import TokenBooks
 from recipe.async_engine.rollout.kept_answers import TokenFlow
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 

@@ -9,11 +9,10 @@ neither torch nor verl on the CPU platform: start-up is bound by imports.
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,12 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain, unresolved
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.platform.detect import PlatformChoice, choose_platform, cluster_to_join, inspect_machine
-from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
-from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.platform.detect import PlatformChoice, cluster_to_join, inspect_machine
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
 from recipe.async_engine.run.memory import MemoryMeter
+from recipe.async_engine.run.parts import Forks, Parts
 from recipe.async_engine.run.profiled import under_nsight, write_timeline
 from recipe.async_engine.run.ray_start import shorten_folders, start_ray
 from recipe.async_engine.run.record import RunRecord, exit_status
@@ -50,12 +48,10 @@ from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
 from recipe.async_engine.storage import durable
-from recipe.async_engine.task import TaskDirectoryError, TaskSettings, ensure_task
 
 logger = logging.getLogger(__name__)
 
-TASK_TIMEOUT_S = 300.0
-END_S, LOOK_S = 40.0, 5.0
+END_S, LOOK_S, ACCOUNT_S = 40.0, 5.0, 120.0
 SETTINGS_FILE = "config.yaml"
 # Of ray.init, for a Ray that it starts.
 RESOURCES = (
@@ -74,11 +70,12 @@ class RunFailed(RecipeError):
     """The run ended with an error, which has been shown."""
 
 
-def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> None:
+def main(config: DictConfig, mode: str, parts: Parts, trainer_class: str | None = None) -> None:
     """Run ``config``; exit with status 1 if it cannot run or fails, with 128 + signal if one ended it, 3 with alarms.
 
     Args:
         mode: one of `MODES`.
+        parts: what the run has beside the engine.
         trainer_class: the fully qualified name of a trainer in place of the mode's.
     """
     if config.get("plan_only"):
@@ -87,7 +84,8 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
         sys.exit(1)
     try:
         plain(config)  # as a whole, before single settings are asked for
-        summary = run(config, mode, trainer_class or MODES[mode].trainer, began=psutil.Process().create_time())
+        trainer_class = trainer_class or MODES[mode].trainer
+        summary = run(config, mode, parts, trainer_class, began=psutil.Process().create_time())
     except MissingMandatoryValue as error:
         sys.stderr.write(f"\nConfigError: {unresolved(error)}\n")
         sys.exit(1)
@@ -103,7 +101,7 @@ def main(config: DictConfig, mode: str, trainer_class: str | None = None) -> Non
     sys.exit(exit_status(summary, config.async_training.alarms.exit_status))
 
 
-def run(config: DictConfig, mode: str, trainer_class: str, began: float | None = None) -> dict[str, Any]:
+def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: float | None = None) -> dict[str, Any]:
     """Run ``config``; returns the summary. Times count from ``began`` (seconds since the epoch), by default from now.
 
     Raises:
@@ -116,7 +114,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
     ray_init = config.ray_kwargs.ray_init
     shorten_folders(ray_init)
     where = os.environ, inspect_machine(ray_init.get("_temp_dir")), ray_init.get("address")
-    choice = choose_platform(*where, device=config.trainer.device)
+    choice = parts.laptop.choose_platform(*where, device=config.trainer.device)
     os.environ.update(choice.environment)
     cluster = None if ray.is_initialized() else cluster_to_join(*where)
     with open_dict(config):
@@ -125,9 +123,9 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
         config.trainer.default_local_dir = os.path.abspath(config.trainer.default_local_dir)
         if choice.is_cpu:
             config.trainer.device = "cpu"
-    _fill_builtin_task(config)
+    parts.laptop.fill_builtin_task(config)
     only_rehearse(config)
-    plan = check(config)
+    plan = check(config, judges=parts.judges)
     try:
         record = RunRecord(config.trainer.default_local_dir, mode, began)
     except OSError as error:
@@ -136,7 +134,7 @@ def run(config: DictConfig, mode: str, trainer_class: str, began: float | None =
         ) from error
     ray_of_its_own = cluster is None and not ray.is_initialized()
     with EndingOnSignal() as signals:
-        return _Run(config, choice, plan, record, signals, ray_of_its_own).run(mode, trainer_class)
+        return _Run(config, parts, choice, plan, record, signals, ray_of_its_own).run(mode, trainer_class)
 
 
 def _leave_out_resources(ray_init: DictConfig, cluster: str) -> None:
@@ -174,6 +172,7 @@ class _Run:
     """One run, from its first process to its last."""
 
     config: DictConfig
+    parts: Parts
     choice: PlatformChoice
     plan: RunPlan
     record: RunRecord
@@ -187,7 +186,7 @@ class _Run:
         # Ray's own processes included, unless they are a cluster's or the caller's.
         self._started = StartedProcesses(own=self.ray_of_its_own)
         self._look_at = 0.0
-        self._prefork: Prefork | None = None
+        self._forks: Forks | None = None
         self._display: Display | None = None
         self._last_resort = LastResort(self._end_by_force)
 
@@ -220,13 +219,12 @@ class _Run:
             # By inheritance: Ray writes the values that its runtime_env has to its own log.
             os.environ.update(given)
             given = {}
-            if _may_fork(self.config, self.choice):
-                self._prefork = Prefork()
+            self._forks = self.parts.laptop.forks(self.config, self.choice)
         joins = not self.ray_of_its_own and not ray.is_initialized()
-        start_ray(self.config, self.choice, self._prefork, given, own=self.ray_of_its_own)
+        start_ray(self.config, self.choice, self._forks, given, own=self.ray_of_its_own)
         self._started.look_for_needed()
         if joins:
-            check(self.config, available=cluster_resources())
+            check(self.config, available=cluster_resources(), judges=self.parts.judges)
             self._last_resort.allow(
                 "asking the cluster's nodes (async_training.timeouts.startup)", 2 * self._timeouts.startup
             )
@@ -271,7 +269,10 @@ class _Run:
             "ending Ray": self._leave_ray,
             "ending the processes of the run": self._end_processes,
         }
-        said: dict[str, Callable[[], Any]] = {"writing summary.json": lambda: self.record.close(self._peak)}
+        said: dict[str, Callable[[], Any]] = {
+            "making the run's account": self._settle,
+            "writing summary.json": lambda: self.record.close(self._peak),
+        }
         if (display := self._display) is not None:
             said["showing the summary"] = lambda: display.end(self.record.summary)
         try:
@@ -283,14 +284,18 @@ class _Run:
         finally:
             self._last_resort.stop()
 
+    def _settle(self) -> None:
+        self._last_resort.allow("making the run's account, and writing its summary", ACCOUNT_S + END_S)
+        self.record.settle(self.parts.account)
+
     def _leave_ray(self) -> None:
         self._peak = self._meter.stop()
         self._started.look()
         ray.shutdown()
 
     def _end_processes(self) -> None:
-        if self._prefork is not None:
-            self._prefork.stop()
+        if self._forks is not None:
+            self._forks.stop()
         if killed := self._started.end():
             logger.warning("%d processes of the run did not end by themselves and were killed", len(killed))
 
@@ -322,60 +327,3 @@ def take_in(event: Any, record: RunRecord, display: Display) -> None:
         record.update(state)
         record.step(metrics)
         display.step(metrics)
-
-
-def _fill_builtin_task(config: DictConfig) -> None:
-    """Make the built-in task if the configuration has it, and fill the paths that are null."""
-    task = config.get("builtin_task")
-    if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
-        return
-    folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
-    settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
-    _make_task(folder, settings)
-    paths = ensure_task(folder, settings)
-    with open_dict(config):
-        if not config.actor_rollout_ref.model.path:
-            config.actor_rollout_ref.model.path = str(paths.model)
-        if not config.data.train_files:
-            config.data.train_files = str(paths.train)
-            if not config.data.val_files:
-                config.data.val_files = str(paths.val)
-            reward = config.reward.custom_reward_function
-            if not reward.path:
-                reward.path, reward.name = str(paths.reward_file), "compute_score"
-                reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
-
-
-def _make_task(folder: str, settings: TaskSettings) -> None:
-    """In a process of its own: making the task imports torch, which this process has no other use for.
-
-    Raises:
-        TaskDirectoryError: the folder cannot be used.
-        RunFailed: it took too long, or failed in another way.
-    """
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
-    command = [sys.executable, "-m", "recipe.async_engine.task", f"--out={folder}", *options]
-    try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
-    said = done.stderr.strip()
-    if done.returncode == 2:  # as its main says
-        raise TaskDirectoryError(said)
-    if done.returncode:
-        raise RunFailed(f"the built-in task was not made in {folder}: {said or 'no word of why'}")
-
-
-def _may_fork(config: DictConfig, choice: PlatformChoice) -> bool:
-    """Whether workers of a Ray of this run's own are to be forked from one process that has imported the stack."""
-    asked = choice.is_cpu and config.async_training.prefork_workers
-    if not asked or sys.platform != "linux":
-        return False
-    if not is_supported(ray.__version__, RAY_SUPPORTED):
-        logger.warning(
-            "async_training.prefork_workers has no effect with ray %s (written for %s): workers start from scratch",
-            ray.__version__,
-            RAY_SUPPORTED,
-        )
-        return False
-    return True

@@ -23,7 +23,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from recipe.async_engine.platform.detect import LOG_LEVEL, PlatformChoice
 from recipe.async_engine.platform.sockets import short, usable
-from recipe.async_engine.prefork.run import Prefork
+from recipe.async_engine.run.parts import Forks
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def shorten_folders(ray_init: DictConfig) -> None:
 
 
 def start_ray(
-    config: DictConfig, choice: PlatformChoice, prefork: Prefork | None, given: Mapping[str, str], own: bool
+    config: DictConfig, choice: PlatformChoice, forks: Forks | None, given: Mapping[str, str], own: bool
 ) -> None:
     """Start Ray, or join a cluster; the platform travels to a cluster's workers by ``runtime_env``.
 
@@ -76,15 +76,15 @@ def start_ray(
         defaults["env_vars"] = LOG_LEVEL | dict(defaults.get("env_vars") or {})
     # verl's configuration has a py_executable of null.
     asked = {key: value for key, value in (arguments.pop("runtime_env", None) or {}).items() if value is not None}
-    forks = {} if prefork is None else prefork.runtime_env
+    forked = {} if forks is None else forks.runtime_env
     variables = _not_the_jobs(defaults.get("env_vars", {}) | dict(given))
-    arguments["runtime_env"] = {**defaults, **forks, **asked, "env_vars": variables}
+    arguments["runtime_env"] = {**defaults, **forked, **asked, "env_vars": variables}
     if own:
         start_own(arguments, config.async_training.timeouts.startup)
     else:
         ray.init(**arguments)
-    if prefork is not None:
-        prefork.joined(ray.get_runtime_context().get_job_id())
+    if forks is not None:
+        forks.joined(ray.get_runtime_context().get_job_id())
 
 
 def start_own(arguments: Mapping[str, Any], startup_s: float) -> None:

@@ -15,12 +15,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.core.alarms import Ended, how_it_ended
 from recipe.async_engine.core.figures import STEP
+from recipe.async_engine.core.recorded import RECORDED, Recorded
 from recipe.async_engine.storage import durable
 from recipe.async_engine.storage.owner import RUN, Owner
 from recipe.async_engine.storage.schema import FORMAT, steps_of
@@ -53,6 +54,7 @@ class RunRecord:
         # A summary speaks of a finished run; while this one goes on there is none.
         (self._folder / SUMMARY_FILE).unlink(missing_ok=True)
         self._began = time.time() if began is None else began
+        self._recorded: Recorded | None = None
         self.summary: dict[str, Any] = {
             "format": FORMAT,
             "mode": mode,
@@ -115,7 +117,17 @@ class RunRecord:
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Take in the trainer's own account of the run so far."""
-        self.summary.update(state)
+        self._recorded = state.get(RECORDED, self._recorded)
+        self.summary.update({name: value for name, value in state.items() if name != RECORDED})
+
+    def settle(self, account: Callable[[Recorded], dict[str, Any]]) -> None:
+        """Have the run's account made, where there is a record of events; what goes wrong costs the account alone."""
+        if self._recorded is None:
+            return
+        try:
+            self.summary["account"] = account(self._recorded)
+        except Exception:
+            logger.exception("there is no account of the run")
 
     def fail(self, error: BaseException | Mapping[str, str]) -> None:
         """Note what ended the run."""

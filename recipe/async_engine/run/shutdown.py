@@ -31,7 +31,7 @@ LOOK_S, FORCE_S = 1.0, 20.0
 NEEDED = {
     "/raylet/raylet ": "Ray's raylet",
     "/gcs/gcs_server ": "Ray's control process",
-    "recipe.async_engine.prefork.server ": "the process that workers are forked from",
+    "recipe.laptop.prefork.server ": "the process that workers are forked from",
 }
 """By what their command lines have in them."""
 STOPPED = "is stopped"

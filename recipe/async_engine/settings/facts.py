@@ -68,8 +68,8 @@ class FileFact:
 
     setting: str
     path: str  # as configured
-    # programs: the reward of programming tasks. description: a YAML file of agent loops or tools.
-    kind: Literal["model", "checkpoint", "data", "code", "programs", "description", "folder", "module", "written"]
+    # description: a YAML file of agent loops or tools.
+    kind: Literal["model", "checkpoint", "data", "code", "description", "folder", "module", "written"]
     fault: str | None = None  # why it cannot be used ("does not exist")
     rows: int | None = None  # of a data file, where known
     columns: tuple[str, ...] | None = None  # of a data file, where known

@@ -7,10 +7,11 @@ from typing import Any
 
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import memory, micro_batches, parallel
+from recipe.async_engine.settings.rules import micro_batches, parallel
 from recipe.async_engine.settings.rules.context import RuleContext
 from recipe.async_engine.settings.rules.servers import SERVERS, log_prob_servers, proximal_log_probs
 from recipe.async_engine.settings.sections import SHARED, RolloutResources, Settings, Weights, read_settings
+from recipe.async_engine.settings.validation import Judge
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT, well_formed
 
 MANAGER = "recipe.async_engine.verl_v1.agent_loops.ScoringAgentLoopManager"
@@ -33,9 +34,13 @@ def read_v1(config: Mapping[str, Any], trainer: str = "") -> Settings:
 
 
 def judge_v1(
-    config: Mapping[str, Any], trainer: str, available: Resources | None = None, files: Sequence[FileFact] = ()
+    config: Mapping[str, Any],
+    trainer: str,
+    available: Resources | None = None,
+    files: Sequence[FileFact] = (),
+    judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """All problems of a v1 trainer's configuration, and what the rules looked at."""
+    """All problems of a v1 trainer's configuration, those that ``judges`` find too, and what the rules looked at."""
     config, problems = well_formed(config, misses=False)
     settings, own = read_settings(config)
     problems += own
@@ -43,7 +48,9 @@ def judge_v1(
     if not problems:
         problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]
         placed = as_placed(context, trainer)
-        problems += [*parallel.parallel_sizes(placed), *parallel.ranks(placed), *memory.memory(placed)]
+        problems += [*parallel.parallel_sizes(placed), *parallel.ranks(placed)]
+        for other in judges:
+            problems += other.problems(placed)
     return problems, context
 
 

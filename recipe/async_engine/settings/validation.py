@@ -6,11 +6,13 @@ once, and each names the setting, its value, what is allowed and what to change.
 `recipe.async_engine.settings.rules`; tests/settings/test_config.py has one case for each.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.legacy import migrated
+from recipe.async_engine.settings.plan import RunPlan, plan_of
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules import (
     algorithm,
@@ -18,7 +20,6 @@ from recipe.async_engine.settings.rules import (
     data,
     engines,
     learning,
-    memory,
     micro_batches,
     names,
     parallel,
@@ -56,13 +57,11 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     servers.proximal_log_probs,
     servers.log_prob_servers,
     rewards.reward_model,
-    rewards.programs,
     engines.resources,
     engines.builtin_task,
     data.files,
     data.lengths,
     data.saving,
-    memory.memory,
 )
 
 
@@ -84,10 +83,45 @@ def validate(
     return judge(config, available, files, dataset_rows)[0]
 
 
+class Judge(Protocol):
+    """What a main has judge its configuration beside the rules of the engine; `recipe.plan.memory.rules` is one."""
+
+    def problems(self, context: RuleContext) -> Iterable[Problem]:
+        """What cannot run."""
+
+    def warnings(self, context: RuleContext) -> Iterable[str]:
+        """What may not run well."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found of a configuration."""
+
+    problems: list[Problem]
+    warnings: list[str]
+    context: RuleContext
+
+    @property
+    def plan(self) -> RunPlan:
+        """What the run does.
+
+        Raises:
+            ConfigError: nothing bounds the number of its steps.
+        """
+        return plan_of(self.context.config, self.context.settings, self.context.dataset_rows)
+
+
 def judge(
-    config: Mapping[str, Any], available: Resources | None, files: Sequence[FileFact], dataset_rows: int | None = None
+    config: Mapping[str, Any],
+    available: Resources | None,
+    files: Sequence[FileFact],
+    dataset_rows: int | None = None,
+    judges: Sequence[Judge] = (),
 ) -> tuple[list[Problem], RuleContext]:
-    """All problems of a configuration, and what the rules looked at; for the arguments see `validate`."""
+    """All problems of a configuration, those that ``judges`` find too, and what all of them looked at.
+
+    For the other arguments see `validate`.
+    """
     config, problems = well_formed(migrated(config))
     settings, own = read_settings(config)
     problems += own
@@ -96,6 +130,8 @@ def judge(
     context = RuleContext(config, settings, dataset_rows, available, files)
     for rule in RULES:
         problems += rule(context)
+    for other in judges:
+        problems += other.problems(context)
     return problems, context
 
 

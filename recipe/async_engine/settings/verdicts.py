@@ -20,7 +20,7 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
 V1 = "trainer.v1"
-PLACEHOLDER = "recipe.async_engine.flags.trainer.NoAgentLoops"
+PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
 """What a flag has stock verl's task runner make in place of an agent-loop manager."""
 QUEUE = "nothing goes through TransferQueue here"
 
@@ -255,7 +255,7 @@ TABLE: tuple[Verdict, ...] = (
         "each trainer rank hands its weights to the engine beside it",
         *(f"{CHECKPOINT_ENGINE}.{name}" for name in ("backend", "custom_backend_module", "engine_kwargs")),
         here=shared,
-        quiet=("recipe_gloo", "recipe.async_engine.weights.gloo_engine"),
+        quiet=("recipe_gloo", "recipe.laptop.transfer.gloo_engine"),
     ),
     # Settings that nothing in verl reads.
     *_none(UNREAD, f"{ACTOR}.use_rollout_log_probs", quiet=(True, False)),

@@ -28,6 +28,7 @@ from verl.utils.debug import marked_timer
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
+from recipe.async_engine.core.recorded import RECORDED
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
@@ -506,7 +507,7 @@ class AsyncPPOTrainer(Startup):
         return {TRAINER_DOES: Class.START_UP} if self.figures is None else self.figures.live(self.global_steps)
 
     def account(self) -> dict[str, Any]:
-        """The run so far, in the keys of ``summary.json`` (docs/run-record.md)."""
+        """The run so far, in the keys of ``summary.json`` (docs/run-record.md), and what its account is made of."""
         counts = self.ledger.counts() if self.scheduler is None else self.scheduler.counts()
         rollout = {} if self.scheduler is None else self.scheduler.metrics()
         staleness, alarms = self.ledger.staleness, self.alarms.counts
@@ -526,11 +527,11 @@ class AsyncPPOTrainer(Startup):
             "rollout_idle_share": rollout.get("fully_async/rollouter/idle_share"),
             "weight_sync_seconds": self.publisher.seconds if self.is_up else 0.0,
             "rehearsal": None if self.rehearsal is None else self.rehearsal.result.summary(),
-            "account": self.record.summary(),
+            RECORDED: self.record.recorded,
         }
 
     def end_recording(self, failed: bool = False) -> None:
-        """End generation and make the account of the run."""
+        """End generation and the record of the run."""
         self.record.end(self.scheduler, failed)
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the run's record of events has of the trainer, and the account that is made of it at the end.
+"""What the run's record of events has of the trainer.
 
 Contract: verl's calls of its worker groups are phases of the timeline, in which the trainer's accelerators compute;
 within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one; the part
 of it that they wait for the slowest one, in the mean, is told apart where a rank can say (`collectives`). With
-``async_training.events=false`` nothing is recorded and there is no account. Shown by
+``async_training.events=false`` nothing is recorded. Shown by
 tests/integration/test_recording.py and tests/accounts.py.
 """
 
@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.core.account import NO_TOKENS, Devices, TokenBooks
 from recipe.async_engine.core.events import (
     AGENTS,
     LOG_PROBS,
@@ -34,6 +33,7 @@ from recipe.async_engine.core.events import (
     Tell,
     ignore,
 )
+from recipe.async_engine.core.recorded import NO_TOKENS, Devices, Recorded, TokenBooks
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.settings.plan import RunPlan, replica_size
@@ -102,8 +102,8 @@ class RecordStage:
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
-        """End generation and make the account; what goes wrong with it is logged and costs the account alone."""
-        if self._recording is None or self._recording.account is not None:
+        """End generation and the record; what goes wrong with it is logged and costs the run's account alone."""
+        if self._recording is None or self._recording.recorded is not None:
             return
         self._timeline.stop()
         tokens: TokenBooks | None = NO_TOKENS
@@ -115,16 +115,14 @@ class RecordStage:
             logger.error("nobody can say what became of the tokens: %s", error)
             tokens = None
         try:
-            account = self._recording.close(self._timeline.end, tokens)
+            self._recording.close(self._timeline.end, tokens)
         except Exception:
-            logger.exception("there is no account of the run")
-            return
-        if not account.closes:
-            logger.warning("the account of the run does not close: %s", account.summary())
+            logger.exception("the record of events has no end, and the run no account")
 
-    def summary(self) -> dict[str, Any] | None:
-        """The account in the keys of ``summary.json``; None without a record."""
-        return None if self._recording is None else self._recording.summary()
+    @property
+    def recorded(self) -> Recorded | None:
+        """What the account of the run is made of, once it has ended; None without a record."""
+        return None if self._recording is None else self._recording.recorded
 
     @contextmanager
     def during(self, what: str, version: int) -> Iterator[None]:

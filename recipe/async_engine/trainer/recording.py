@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run's events, as it is written, and the account that is made of it when the run ends.
+"""The record of a run's events, as it is written.
 
 Contract: whoever does something in the trainer's process tells :meth:`Recording.tell`, on any thread. Rollout and
 log-prob servers keep what they did until a thread here asks for it, every second at first and less often in a long run;
 their clocks are followed by these questions (`recipe.async_engine.core.one_clock`). Of a device that died, what it did
 after it was last asked is `lost_with_replica`, and the time from there to the end, or to the one in its place, `down`.
 From the 10,000th group on, the rows of trajectories and groups are kept of one group in two, in four and so on. Nothing
-here ends a run: what cannot be asked or written is not known to the account, which says so.
+here ends a run: what cannot be asked or written is not known to the account that is made of it, which says so.
 
 Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
@@ -22,16 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from recipe.async_engine.core.account import BEGINS, ENDS, Account, Devices, TokenBooks, close
 from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, SAMPLED, TRAJECTORIES, Activity, Class, Event, Lane
 from recipe.async_engine.core.one_clock import Exchange, OtherClock
-from recipe.async_engine.storage.event_file import EventFile, events_of, read
+from recipe.async_engine.core.recorded import BEGINS, ENDS, Devices, Recorded, TokenBooks
+from recipe.async_engine.storage.event_file import EventFile
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +84,7 @@ class Recording:
     Attributes:
         deaths: devices that died.
         cpu_s: CPU seconds of its own thread.
+        recorded: what there is, once it is closed.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Recording:
         self._last_write = 0.0
         self.deaths = 0
         self.cpu_s = 0.0
-        self.account: Account | None = None
+        self.recorded: Recorded | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._record, name="record of events", daemon=True)
         self._thread.start()
@@ -132,16 +131,10 @@ class Recording:
         except Exception:  # a run does not end for its record
             logger.exception("the record of events misses something")
 
-    def summary(self) -> dict[str, Any] | None:
-        """The account in the keys of ``summary.json``; None before there is one."""
-        if self.account is None:
-            return None
-        return {**self.account.summary(), "events_lost": self._file.lost, "cpu_seconds": self.cpu_s}
+    def close(self, until: float, tokens: TokenBooks | None) -> Recorded:
+        """Ask once more and write what there is; the record covers the run up to ``until``, by this process's clock.
 
-    def close(self, until: float, tokens: TokenBooks | None) -> Account:
-        """Ask once more, write what there is, and make the account up to ``until``, by this process's clock.
-
-        Where a write has not returned for `WRITE_S`, the account is of what the file has.
+        Where a write has not returned for `WRITE_S`, it is left to what the file has.
         """
         self._over.set()
         self._thread.join(2 * ANSWER_S)
@@ -150,12 +143,12 @@ class Recording:
                 self._ask_all()
                 self._write()
                 self._file.close()
-        table = read(self._file.path).events
         if self._file.lost:
             logger.error("%d events are not in the record: it could not be written", self._file.lost)
-        many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
-        self.account = close(events_of(table.filter(pc.invert(many))), self._devices, until - self._began, tokens)
-        return self.account
+        self.recorded = Recorded(
+            self._file.path, self._devices, until - self._began, tokens, self._file.lost, self.cpu_s
+        )
+        return self.recorded
 
     def engine_tokens(self) -> dict[str, int] | None:
         """Sums over the counts of all engines, which are asked now; None if one has died or does not answer."""

@@ -15,8 +15,8 @@ from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.event_context import SCORES
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.recorded import SCORES
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.settings.log_prob_servers import Proximal

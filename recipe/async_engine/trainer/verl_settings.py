@@ -9,11 +9,8 @@ from recipe.async_engine.logprobs import bypass, corrected, loglinear
 from recipe.async_engine.settings.log_prob_servers import Proximal
 from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.settings.rules import algorithm
+from recipe.async_engine.settings.rules.names import OWN_ENGINES
 from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
-
-WEIGHTS = "recipe.async_engine.weights"
-BOUNDED_ENGINES = {"recipe_gloo": f"{WEIGHTS}.gloo_engine", "nccl": f"{WEIGHTS}.nccl_engine"}
-"""The checkpoint engines that have ``timeout_s``, and their modules."""
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -76,7 +73,7 @@ def _tell_checkpoint_engine(engine: Any, timeouts: Timeouts, weights: Weights) -
     derived: dict[str, Any] = {}
     if engine.backend == "nccl" and weights.publish == "beside":
         derived["multi_sender"] = False
-    if engine.get("custom_backend_module", "") == BOUNDED_ENGINES.get(engine.backend):
+    if OWN_ENGINES.get(engine.get("custom_backend_module", "")) == engine.backend:  # they have it
         derived["timeout_s"] = timeouts.weight_sync
     if derived:
         # A struct's keys are the ones it has: what is derived is new.

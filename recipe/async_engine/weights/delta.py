@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.checksum import StreamChecksum
 
 FORMAT = 1

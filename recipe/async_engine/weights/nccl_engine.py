@@ -54,7 +54,7 @@ from verl.checkpoint_engine.nccl_checkpoint_engine import (
     WorkerMetadata,
 )
 
-from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum
 from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
 from recipe.async_engine.weights.nccl_parts import AtOnce, Bucket, within

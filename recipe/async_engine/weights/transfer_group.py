@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayWorkerGroup
 
-from recipe.async_engine.weights.buckets import WeightStreamError
+from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, plain_cause
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 from recipe.async_engine.settings.facts import FileFact, Resources
 from recipe.async_engine.settings.fields import is_count, render
 from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.memory.model import ModelShape, shape_of
+from recipe.async_engine.settings.model_shape import ModelShape, shape_of
 from recipe.async_engine.settings.plan import batch_size, has_critic, has_reference, proximal_source
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.sections import Settings, lookup

@@ -247,7 +247,7 @@ def cpu(context: RuleContext) -> Iterator[Problem]:
     if separate and context.get(f"{ROLLOUT}.checkpoint_engine.backend") in ("nccl", *UNTRIED_ENGINES):
         advice = (
             "It needs an accelerator; set the backend to recipe_gloo and custom_backend_module to"
-            " recipe.async_engine.weights.gloo_engine."
+            " recipe.laptop.transfer.gloo_engine."
         )
         allowed = "recipe_gloo where trainer.device=cpu"
         yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", allowed, advice)

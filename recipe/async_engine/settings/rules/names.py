@@ -22,7 +22,7 @@ from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 MODULE = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
 OWN_ENGINES = {
-    "recipe.async_engine.weights.gloo_engine": "recipe_gloo",
+    "recipe.laptop.transfer.gloo_engine": "recipe_gloo",
     "recipe.async_engine.weights.nccl_engine": "nccl",
 }
 UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")

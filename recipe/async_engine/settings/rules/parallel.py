@@ -9,7 +9,7 @@ tests/settings/test_parallel_sizes.py, which asks Megatron itself.
 import math
 from collections.abc import Iterator, Mapping
 
-from recipe.async_engine.settings.memory.model import ModelShape
+from recipe.async_engine.settings.model_shape import ModelShape
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT

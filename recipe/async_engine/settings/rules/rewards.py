@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from recipe.async_engine.settings.problems import Problem
 from recipe.async_engine.settings.rules.context import REWARD_MODEL, RuleContext
 
-PROGRAMS_S = 60.0
-"""Default of ``answer_s`` in `recipe.async_engine.rewards.programs`: seconds for all test cases of an answer."""
-
 
 def reward_model(context: RuleContext) -> Iterator[Problem]:
     if not context.get(f"{REWARD_MODEL}.enable"):
@@ -25,19 +22,6 @@ def reward_model(context: RuleContext) -> Iterator[Problem]:
         advice = f"They are the {total} of {REWARD_MODEL}.nnodes * n_gpus_per_node."
         allowed = "a divisor of the reward model's accelerators"
         yield context.problem(f"{rollout}.tensor_model_parallel_size", allowed, advice)
-
-
-def programs(context: RuleContext) -> Iterator[Problem]:
-    """The reward of programming tasks: its settings, and whether programs can be isolated where it runs."""
-    for fact in (fact for fact in context.files if fact.kind == "programs"):
-        kwargs, limit = f"{fact.setting}.reward_kwargs", context.settings.async_training.timeouts.reward
-        answer = context.get(f"{kwargs}.answer_s", PROGRAMS_S)
-        if fact.fault is not None:
-            yield Problem(fact.setting, fact.path, "a reward that can run with its settings, here", fact.fault)
-        elif not isinstance(answer, int | float) or not 0 < answer <= limit / 2:
-            allowed = f"seconds above 0, at most half of async_training.timeouts.reward={limit:g}"
-            advice = "Else a slow answer costs its whole group, not its own score alone."
-            yield Problem(f"{kwargs}.answer_s", str(answer), allowed, advice)
 
 
 def accelerators(context: RuleContext) -> int:

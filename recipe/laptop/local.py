@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a main takes from the machine that it runs on, where that has no accelerator; a main composes a run with it.
+
+Contract: nothing of it does anything to a run on accelerators that does not ask for the built-in task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import ray
+from omegaconf import DictConfig, open_dict
+
+from recipe.async_engine.platform.detect import PlatformChoice
+from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
+from recipe.async_engine.run.driver import RunFailed
+from recipe.laptop.choice import choose_platform
+from recipe.laptop.prefork.run import Prefork
+from recipe.laptop.task import TaskDirectoryError, TaskSettings, ensure_task
+
+__all__ = ["choose_platform", "fill_builtin_task", "forks"]
+
+logger = logging.getLogger(__name__)
+
+TASK_TIMEOUT_S = 300.0
+
+
+def fill_builtin_task(config: DictConfig) -> None:
+    """Make the built-in task if the configuration has it, and fill the paths that are null."""
+    task = config.get("builtin_task")
+    if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
+        return
+    folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
+    settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
+    _make_task(folder, settings)
+    paths = ensure_task(folder, settings)
+    with open_dict(config):
+        if not config.actor_rollout_ref.model.path:
+            config.actor_rollout_ref.model.path = str(paths.model)
+        if not config.data.train_files:
+            config.data.train_files = str(paths.train)
+            if not config.data.val_files:
+                config.data.val_files = str(paths.val)
+            reward = config.reward.custom_reward_function
+            if not reward.path:
+                reward.path, reward.name = str(paths.reward_file), "compute_score"
+                reward.reward_kwargs = {"permute": bool(task.permute_rewards)}
+
+
+def _make_task(folder: str, settings: TaskSettings) -> None:
+    """In a process of its own: making the task imports torch, which this process has no other use for.
+
+    Raises:
+        TaskDirectoryError: the folder cannot be used.
+        RunFailed: it took too long, or failed in another way.
+    """
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(settings).items()]
+    command = [sys.executable, "-m", "recipe.laptop.task", f"--out={folder}", *options]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"the built-in task was not made in {folder} within {TASK_TIMEOUT_S:g} s") from None
+    said = done.stderr.strip()
+    if done.returncode == 2:  # as its main says
+        raise TaskDirectoryError(said)
+    if done.returncode:
+        raise RunFailed(f"the built-in task was not made in {folder}: {said or 'no word of why'}")
+
+
+def forks(config: DictConfig, choice: PlatformChoice) -> Prefork | None:
+    """What forks the workers of a Ray of this run's own from one process that has imported the stack; None: nothing."""
+    asked = choice.is_cpu and config.async_training.prefork_workers
+    if not asked or sys.platform != "linux":
+        return None
+    if not is_supported(ray.__version__, RAY_SUPPORTED):
+        logger.warning(
+            "async_training.prefork_workers has no effect with ray %s (written for %s): workers start from scratch",
+            ray.__version__,
+            RAY_SUPPORTED,
+        )
+        return None
+    return Prefork()

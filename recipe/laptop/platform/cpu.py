@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as a verl platform. `install` is idempotent and is called by the plugin when VERL_PLATFORM=cpu.
+
+Nothing here runs in a process that did not ask for the CPU: the class is never found by verl's auto-detection, because
+the head node of a GPU cluster often has no GPU itself. What verl and vLLM are told, and why, is listed with the
+upstream lines in docs/verl-touchpoints.md; tests/integration/test_platform.py fails for each workaround that upstream
+no longer needs.
+
+Nothing heavier than ``import verl`` itself is imported here: the engines follow when a training worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import verl
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from recipe.async_engine.platform.versions import VERL_SUPPORTED, require_version
+from recipe.laptop.platform import device_module, process_group, vllm_distribution
+
+PLATFORM_NAME = "cpu"
+HCCL_ENGINE = "verl.checkpoint_engine.hccl_checkpoint_engine"
+
+
+class PlatformCPU(PlatformBase):
+    """Answers verl's questions about the accelerator for a machine that has none.
+
+    A worker still takes one "GPU" from Ray: verl counts only Ray's own accelerator resources
+    (verl/single_controller/ray/base.py:226), so a local run starts Ray with as many as it has workers
+    (``ray_kwargs.ray_init.num_gpus``).
+    """
+
+    device_name = vendor_name = "cpu"
+    device_module = device_module
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        # Auto-detection must never choose the CPU, also in a process where the plugin was asked for by mistake.
+        return os.environ.get("VERL_PLATFORM", "").strip().lower() == PLATFORM_NAME
+
+    def current_device(self) -> str:
+        # verl passes the answer to torch.device() and Tensor.to(), which take an index for an accelerator only.
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    set_device = synchronize = empty_cache = set_allocator_settings = device_module.nothing
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    profiler_start = profiler_stop = cudart = device_module.nothing
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        # False makes verl's ServerAdapter hand weights to vLLM through shared memory.
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        defaults = {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # vLLM turns the executor "uni" into "mp" otherwise, to set OpenMP's variables, which are set here. The
+            # asynchronous engine has a process of its own all the same.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def install() -> None:
+    """Register the platform and apply what it needs before anything of verl asks for a device.
+
+    Another release of verl than the workarounds were written for raises UnsupportedVersionError.
+    """
+    require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
+    if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:
+        PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
+    vllm_distribution.install()
+    process_group.install()
+    # vLLM's own choice of platform, for the processes that it starts without verl.
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    # An engine for Ascend NPUs, which verl imports in every training process and which imports all of vLLM (2 s). None
+    # makes the import raise ImportError, which verl expects of engines whose hardware is absent.
+    sys.modules.setdefault(HCCL_ENGINE, None)  # type: ignore[arg-type]

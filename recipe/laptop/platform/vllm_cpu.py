@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM worker extension that lets the CPU build of vLLM take new weights, as often as wanted.
+
+After the first load vLLM packs each linear layer for its CPU kernels and puts an empty parameter, without loader, in
+the place of ``layer.weight`` (vllm/model_executor/layers/linear.py:202, .../layers/utils.py:269), so that every later
+load fails with "'Parameter' object has no attribute 'weight_loader'". Here the weight is kept. verl runs
+``process_weights_after_loading`` after each sync, and that packs the layers again from the new weights: the kernels,
+and the bits they compute, are those of stock vLLM. The price is a second copy of the weights in each vLLM worker.
+
+Experts are packed in the place of their parameters by the first call only, when their kernel is made
+(vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:155), so later weights would be computed with as
+if they were packed, without a word. Here each call packs them anew, apart from the parameters.
+
+With ``rollout.data_parallel_size`` above 1 each core's worker listens where its own sender sends.
+
+Use it by name: ``+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
+recipe.laptop.platform.vllm_cpu.CPUWorkerExtension``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Imported here, while the engine starts, or the first weight sync would pay for it.
+import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # noqa: F401
+import vllm
+import vllm.model_executor.layers.utils as vllm_layers
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from recipe.async_engine.platform.versions import VLLM_SUPPORTED, require_version
+
+_MARK = "_recipe_keeps_weight"
+_EXPERTS = ("w13_weight", "w2_weight")
+
+
+def keep_loadable_weights() -> None:
+    """Make vLLM keep ``layer.weight`` beside the packed copy. Must run before the model is loaded; once is enough.
+
+    Another release of vLLM than this was written for raises UnsupportedVersionError.
+    """
+    require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
+    original = vllm_layers.dispatch_cpu_unquantized_gemm
+    if hasattr(original, _MARK):
+        return
+
+    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+        del remove_weight
+        original(layer, remove_weight=False)
+
+    setattr(dispatch_cpu_unquantized_gemm, _MARK, True)
+    vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    _keep_loadable_experts()
+
+
+def _keep_loadable_experts() -> None:
+    process, apply = UnquantizedFusedMoEMethod.process_weights_after_loading, UnquantizedFusedMoEMethod.apply_monolithic
+
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        loadable = {name: getattr(layer, name) for name in _EXPERTS}
+        self.moe_kernel = None
+        process(self, layer)
+        layer.packed_experts = {name: getattr(layer, name).data for name in _EXPERTS}
+        for name, parameter in loadable.items():
+            setattr(layer, name, parameter)
+
+    def apply_monolithic(self: Any, layer: torch.nn.Module, *arguments: Any, **settings: Any) -> torch.Tensor:
+        return apply(self, _PackedLayer(layer), *arguments, **settings)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_weights_after_loading
+    UnquantizedFusedMoEMethod.apply_monolithic = apply_monolithic
+
+
+class _PackedLayer:
+    """A layer of experts whose weights are those that its kernel reads."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        packed = self._layer.packed_experts
+        return packed[name] if name in packed else getattr(self._layer, name)
+
+
+class CPUWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's own extension, in a vLLM worker whose weights stay loadable."""
+
+    local_rank: int
+    model_runner: Any
+
+    def __new__(cls, **kwargs: Any) -> CPUWorkerExtension:
+        keep_loadable_weights()
+        return super().__new__(cls, **kwargs)
+
+    def _get_zmq_handle(self) -> str:
+        # verl goes by `local_rank`, into which vLLM's worker counts the cores before its own on an accelerator
+        # (gpu_worker.py:337) and not on a CPU.
+        parallel, own = self.model_runner.vllm_config.parallel_config, self.local_rank
+        self.local_rank = own + (parallel.data_parallel_rank_local or 0) * parallel.world_size
+        try:
+            return super()._get_zmq_handle()
+        finally:
+            self.local_rank = own

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a run on one machine in a moment, by forking them from one that has imported the stack.
+
+Importing torch, vLLM and verl takes 8 to 18 seconds of CPU time a process, and a run on a laptop has ten of them.
+Ray's ``py_executable``, and in the forks :func:`multiprocessing.set_executable`, are given a stand-in for the
+interpreter (`launcher`), which asks a process of this run (`server`) for a fork. Only for platforms without an
+accelerator: their drivers do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from recipe.laptop.prefork import launcher
+
+STOP_S = 5.0
+
+# Ray keeps two variables as it finds them when it is imported: the job, so a server serves one job (a cluster counts
+# from 1), and the process without which a worker ends itself, otherwise the raylet, here the main that started both.
+FIRST_JOB = "01000000"
+
+
+def ray_environment() -> dict[str, str]:
+    return {"RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+
+
+MODULES = (
+    "recipe.async_engine.trainer.base",
+    "verl.workers.engine_workers",
+    "verl.single_controller.ray.base",
+    "verl.experimental.reward_loop",
+    "recipe.laptop.platform.vllm_cpu",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What the processes of a run spend their start on; a module that is not here is imported where it is needed."""
+
+
+class Prefork:
+    """The server of one run and the stand-in interpreter that goes with it; a context manager."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = MODULES) -> None:
+        """Start the server, which imports ``modules``; returns at once, and forks wait until it has.
+
+        ``environment`` is added to this process's: what the modules read when they are imported.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="recipe-"))
+        address = self._folder / "socket"
+        self.executable = self._folder / "python"
+        interpreter = shlex.join([sys.executable, "-S", "-E", launcher.__file__, str(address)])
+        self.executable.write_text(f'#!/bin/sh\nexec {interpreter} "$@"\n')
+        self.executable.chmod(0o700)
+        server = [sys.executable, "-m", "recipe.laptop.prefork.server"]
+        with socket.socket(socket.AF_UNIX) as listener, (self._folder / "log").open("w") as log:
+            listener.bind(str(address))
+            listener.listen(64)
+            self._server = subprocess.Popen(
+                [*server, str(listener.fileno()), str(self.executable), *modules],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **(environment or {}), **ray_environment()},
+                # Ctrl-C is for the main, which ends the run in order.
+                start_new_session=True,
+            )
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """The part of Ray's ``runtime_env`` that makes every worker of a job a fork."""
+        return {"py_executable": str(self.executable)}
+
+    def joined(self, job_id: str) -> None:
+        """Give up forking, and use plain interpreters, for any job but a cluster's first."""
+        if job_id != FIRST_JOB:
+            self._end_server()
+
+    def stop(self) -> None:
+        """End the server. Forks that still run are not its concern: they live as long as their launchers."""
+        self._end_server()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_server(self) -> None:
+        if self._server.stdin is not None and not self._server.stdin.closed:
+            with suppress(BrokenPipeError):  # it has ended
+                self._server.stdin.write(b".")
+                self._server.stdin.close()
+        try:
+            self._server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def __enter__(self) -> Prefork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

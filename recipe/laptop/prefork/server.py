@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports the stack once and forks a process for each launcher that asks (see `launcher`).
+
+Usage: ``python -m recipe.laptop.prefork.server DESCRIPTOR MODULES...``, where DESCRIPTOR is a listening socket,
+so that launchers can wait in its queue from the start. Ends when its standard input does, so it never outlives the
+process that started it; of one that was killed, which has not said that it ends it, it removes the folder too.
+
+Contract: a fork runs what ``python ARGUMENTS`` would run, with the launcher's environment, working directory and open
+files under the same numbers, and with random-number generators of its own. The imported modules must have read nothing
+from the environment that differs between the processes of a run, and have started no thread.
+
+Ray names tasks and objects by numbers that each process draws. Were its generator used before the fork, forks would
+draw the same ones, and get each other's objects without any error: modules must not use it, and it is checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import marshal
+import multiprocessing
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+FILES_AT_MOST = 250
+SPARE_DESCRIPTOR = 1000
+REQUEST_S = 30
+FLAGS_WITH_VALUE = ("-X", "-W")
+
+
+def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
+    """What a launcher asks for: its files as they are open here, their numbers there, its working directory, the
+    arguments and the environment."""
+    connection.settimeout(REQUEST_S)
+    _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
+    with connection.makefile("rb") as stream:
+        request = marshal.load(stream)
+    connection.setblocking(True)
+    return (files, *request)
+
+
+class Server:
+    """Accepts launchers on a socket, forks, and reports how the forks ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._launchers: dict[int, socket.socket] = {}
+
+    def serve(self, lifeline: int) -> bool:
+        """Fork on request until ``lifeline`` has something, or is at its end; returns which. In a fork never."""
+        woken, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            for source in (self._listener, woken, lifeline):
+                selector.register(source, selectors.EVENT_READ)
+            self._inherited = (selector, woken, wakes)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj == lifeline:
+                        return bool(os.read(lifeline, 1))
+                    if key.fileobj is woken:
+                        woken.recv(64)
+                        self._reap()
+                    else:
+                        self._take(self._listener.accept()[0])
+
+    def _take(self, connection: socket.socket) -> None:
+        """Fork; the fork reads its own request, so a launcher that sends none, or nonsense, costs only its own fork."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            sys.stderr.write(f"recipe: no process can be forked: {error}\n")
+            connection.close()
+            return
+        if pid == 0:
+            self._become(connection)
+        self._launchers[pid] = connection
+        with suppress(OSError):  # the launcher is gone, and its fork will see that
+            connection.sendall(marshal.dumps(pid))
+
+    def _reap(self) -> None:
+        while self._launchers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._launchers.pop(pid)
+            with suppress(OSError):
+                connection.sendall(marshal.dumps(_exit_status(status)))
+            connection.close()
+
+    def _become(self, connection: socket.socket) -> None:
+        """Turn this fork into the process that the launcher asks for, and end it."""
+        status = 1
+        try:
+            # Ray ends a dead worker's process group, which must not be the server's.
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._forget_the_server()
+            files, numbers, folder, arguments, environment = receive(connection)
+            lifeline = _place_files(files, numbers, keep=connection.detach())
+            threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
+            os.environb.clear()
+            os.environb.update(environment)
+            os.chdir(folder)
+            _reseed()
+            _reread_environment()
+            run_as_interpreter(arguments)
+            status = 0
+        except SystemExit as exit_:
+            status = _status_of(exit_)
+        except BaseException:  # the interpreter's own last resort
+            traceback.print_exc()
+        finally:
+            _leave(status)
+
+    def _forget_the_server(self) -> None:
+        closing: list[Any] = [self._listener, *self._launchers.values(), *self._inherited]
+        for other in closing:
+            other.close()
+        self._launchers.clear()
+
+
+def _place_files(files: list[int], numbers: list[int], keep: int) -> int:
+    """Give the launcher's files the numbers that they have there; returns the new number of ``keep``."""
+    import fcntl
+
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SPARE_DESCRIPTOR) for descriptor in files]
+    kept = fcntl.fcntl(keep, fcntl.F_DUPFD_CLOEXEC, SPARE_DESCRIPTOR)
+    for descriptor in (*files, keep):
+        os.close(descriptor)
+    for source, number in zip(spare, numbers, strict=True):
+        os.dup2(source, number, inheritable=True)
+        os.close(source)
+    return kept
+
+
+def _end_with_launcher(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os._exit(1)
+
+
+def _reseed() -> None:
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
+
+
+def _reread_environment() -> None:
+    """What is read from it once; but the job's id, which Ray does not read again, see `run`."""
+    tempfile.tempdir = None
+    if "ray" in sys.modules:
+        from ray._raylet import Config
+
+        # Which copies it when it is imported; as where it changes a variable itself:
+        # ray/_private/authentication/authentication_token_setup.py.
+        Config.initialize("")
+
+
+def run_as_interpreter(arguments: list[str]) -> None:
+    """Run ``python ARGUMENTS`` in this process, for a script, ``-m`` or ``-c``; other options are taken as given."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        option = arguments[position]
+        if option[:2] in ("-c", "-m"):
+            value = option[2:] or arguments[position + 1]
+            rest = arguments[position + (1 if option[2:] else 2) :]
+            if option[:2] == "-m":
+                sys.argv = [value, *rest]
+                runpy.run_module(value, run_name="__main__", alter_sys=True)
+                return
+            sys.argv = ["-c", *rest]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(value, "<string>", "exec"), main.__dict__)
+            return
+        position += 2 if option in FLAGS_WITH_VALUE else 1
+    script = arguments[position]
+    sys.argv = arguments[position:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _exit_status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _status_of(exit_: SystemExit) -> int:
+    if exit_.code is None:
+        return 0
+    if isinstance(exit_.code, int):
+        return exit_.code & 0xFF
+    sys.stderr.write(f"{exit_.code}\n")
+    return 1
+
+
+def _leave(status: int) -> None:
+    """End as the interpreter ends: threads joined, exit handlers run, output flushed."""
+    import atexit
+
+    with suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+@contextmanager
+def _actor_classes_named_by_the_system() -> Iterator[None]:
+    """Ray draws a name for every actor class that a module defines (ray/actor.py); here from the system's generator.
+
+    Its own would have been used then, and cannot be given a new seed.
+    """
+    import ray.actor
+
+    drawn_by_ray = ray.actor.ActorClassID
+
+    class DrawnBySystem(drawn_by_ray):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_random(cls) -> object:
+            return drawn_by_ray(os.urandom(drawn_by_ray.size()))
+
+    ray.actor.ActorClassID = DrawnBySystem
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = drawn_by_ray
+
+
+def _check_that_forks_draw_their_own() -> None:
+    if _drawn_in_a_fork() == _drawn_in_a_fork():
+        raise RuntimeError(
+            "an imported module has used Ray's random-number generator, so that workers forked from this process would "
+            "give different objects the same name; set async_training.prefork_workers=false"
+        )
+
+
+def _drawn_in_a_fork() -> bytes:
+    """A name that Ray draws for an object."""
+    from ray import ObjectRef
+
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writing)
+    os.wait()
+    with os.fdopen(reading, "rb") as drawn:
+        return drawn.read()
+
+
+def main(listener: socket.socket, executable: str, modules: list[str]) -> None:
+    """Import ``modules``, then serve until standard input ends.
+
+    Args:
+        executable: the stand-in for the interpreter, for the processes that forks spawn: vLLM's engine, for example.
+    """
+    with _actor_classes_named_by_the_system():
+        for name in modules:
+            importlib.import_module(name)
+    _check_that_forks_draw_their_own()
+    multiprocessing.set_executable(executable)
+    # Objects that exist now are never garbage; a collection in a fork would only copy their pages.
+    gc.collect()
+    gc.freeze()
+    if not Server(listener).serve(lifeline=sys.stdin.fileno()):
+        shutil.rmtree(os.path.dirname(executable), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])
+    # Some of the modules complain when they are torn down; nothing here needs that.
+    os._exit(0)

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in task: a tiny model, a tokenizer and data that RL can learn on two cores in minutes.
+
+Importing this is light: torch, transformers and pyarrow are imported when a task is made.
+"""
+
+from recipe.laptop.task.builder import TaskDirectoryError, ensure_task
+from recipe.laptop.task.settings import TaskPaths, TaskSettings
+
+__all__ = ["TaskDirectoryError", "TaskPaths", "TaskSettings", "ensure_task"]

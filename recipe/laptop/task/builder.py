@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the built-in task on first use.
+
+``ensure_task`` returns only a complete directory made with the settings asked for. It makes a task beside its place and
+moves it there in one rename, the manifest inside, so a process that dies leaves no directory that passes for complete.
+A lock file beside the directory keeps two processes from making the same task at once; waiting for it has a deadline.
+A directory that holds anything but a built-in task is never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recipe.laptop.task import reward
+from recipe.laptop.task.problems import Problem, make_splits
+from recipe.laptop.task.settings import FORMAT_VERSION, TaskPaths, TaskSettings
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "task.json"
+MODEL, TRAIN, VAL = "model", "train.parquet", "val.parquet"
+DATA_SOURCE = "recipe/digits"
+LOCK_TIMEOUT_SECONDS = 600.0
+
+
+class TaskDirectoryError(RuntimeError):
+    """The directory of a task cannot be used; the message says which and what to change."""
+
+
+def ensure_task(
+    out_dir: str | os.PathLike[str], settings: TaskSettings, lock_timeout: float = LOCK_TIMEOUT_SECONDS
+) -> TaskPaths:
+    """The task of ``settings`` in ``out_dir``: the one that is there, or a new one.
+
+    Args:
+        out_dir: the task's own directory; made if missing, remade if incomplete or made with other settings.
+        settings: what to make.
+        lock_timeout: seconds to wait while another process makes a task in the same place.
+
+    Raises:
+        TaskDirectoryError: ``out_dir`` holds something else, or another process did not finish in time.
+    """
+    import filelock
+
+    out = Path(out_dir).expanduser().resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock_file = out.parent / f".{out.name}.lock"
+    try:
+        with filelock.FileLock(lock_file, timeout=lock_timeout):
+            if not is_complete(out, settings):
+                _remake(out, settings)
+    except filelock.Timeout as error:
+        raise TaskDirectoryError(
+            f"another process has held {lock_file} for more than {lock_timeout:g} s; wait for it, end it, or set "
+            "another directory for the task"
+        ) from error
+    return TaskPaths(out / MODEL, out / TRAIN, out / VAL, Path(reward.__file__).resolve())
+
+
+def is_complete(out: Path, settings: TaskSettings) -> bool:
+    """Whether ``out`` holds a task of this format and these settings with every file of its manifest, in full size."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return False
+    return manifest == _manifest(out, settings)
+
+
+def _remake(out: Path, settings: TaskSettings) -> None:
+    _refuse_foreign(out)
+    started = time.monotonic()
+    making = out.parent / f".{out.name}.making"
+    # Left by a process that died; the lock is ours, so nobody is writing there.
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    _write(making, settings)
+    (making / MANIFEST).write_text(json.dumps(_manifest(making, settings), indent=2, sort_keys=True) + "\n")
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(making, out)
+    logger.info("made the built-in task in %s in %.1f s", out, time.monotonic() - started)
+
+
+def _write(directory: Path, settings: TaskSettings) -> None:
+    from recipe.laptop.task.tokenizer import build_tokenizer
+    from recipe.laptop.task.warm_start import make_warm_model
+
+    train, val = make_splits(settings)
+    _write_parquet(train, "train", directory / TRAIN)
+    _write_parquet(val, "val", directory / VAL)
+    tokenizer = build_tokenizer()
+    model = make_warm_model(settings, tokenizer, frozenset(problem.key for problem in val))
+    model.save_pretrained(directory / MODEL)
+    tokenizer.save_pretrained(directory / MODEL)
+
+
+def _write_parquet(problems: list[Problem], split: str, path: Path) -> None:
+    """In the columns that verl's ``RLHFDataset`` and reward loop read; equal problems give equal bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "ability": "instruction_following",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"index": index, "split": split, "operation": problem.operation},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _refuse_foreign(out: Path) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise TaskDirectoryError(f"{out} is a file; set another directory for the task")
+    foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in (MANIFEST, MODEL, TRAIN, VAL))
+    if foreign:
+        raise TaskDirectoryError(
+            f"{out} holds {foreign[0]!r}, which is no part of a built-in task, so it is not replaced; set another "
+            "directory for the task, or empty this one"
+        )
+
+
+def _manifest(directory: Path, settings: TaskSettings) -> dict[str, Any]:
+    files = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != MANIFEST
+    }
+    return {"format": FORMAT_VERSION, "settings": asdict(settings), "files": files}

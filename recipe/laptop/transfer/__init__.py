@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights through host memory: the checkpoint engine `recipe_gloo`."""

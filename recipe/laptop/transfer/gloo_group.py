@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gloo group between the sender of weights and its receivers, in which every wait has a deadline.
+
+The rendezvous store listens on the sender's own cluster address, on a port that the system chose, and outlives groups:
+a new group is a new prefix in it. gloo connects from and to the node's cluster address too, never all interfaces.
+
+A group that failed is of no further use. Dropping it closes its connections, which makes the peers' pending calls fail
+at once; then both sides can meet in a fresh group.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from recipe.async_engine.core.errors import WeightStreamError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Deadline:
+    """A point in time by which a whole weight sync must be done. The clock is monotonic."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def remaining(self, waiting_for: str) -> timedelta:
+        """Time left; raises WeightStreamError if there is none."""
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise WeightStreamError(f"no time left for {waiting_for}: the weight sync has timeout_s={self._seconds:g}")
+        # gloo counts whole milliseconds and takes 0 for "no timeout".
+        return timedelta(seconds=max(left, 0.001))
+
+
+def node_address() -> str:
+    """This node's address in the cluster; loopback where Ray is not running."""
+    import ray
+
+    return ray.util.get_node_ip_address().strip("[]") if ray.is_initialized() else LOOPBACK
+
+
+def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """The sender's store, which listens on ``host`` only."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A receiver's connection to the sender's store; raises WeightStreamError if nothing answers there."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WeightStreamError(
+            f"no answer from the sender of weights at {host}:{port} within connect_timeout_s={timeout_s:g}: {error}"
+        ) from error
+
+
+class GlooGroup:
+    """The sender (rank 0) and its receivers, connected. All of them start the same things in the same order.
+
+    Args:
+        group_id: unique among the groups that ever met in this store.
+        store: where the members meet, the sender's.
+        rank, world_size: this member's place.
+        address: the local address to listen on.
+        timeout_s: how long to wait for the other members.
+
+    Raises:
+        WeightStreamError: not all members came in time. Of every call: one is gone, or its deadline has passed.
+    """
+
+    def __init__(
+        self, group_id: str, store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float
+    ) -> None:
+        self.group_id = group_id
+        self.rank = rank
+        self.world_size = world_size
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._threads = 2
+        self._outstanding: deque[dist.Work] = deque()
+        try:
+            own = dist.PrefixStore(f"weights/{group_id}", store)
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(own, rank, world_size, options)
+        except RuntimeError as error:
+            raise WeightStreamError(
+                f"rank {rank} of {world_size} could not connect to the other members of the weight-sync group within "
+                f"connect_timeout_s={timeout_s:g}: {error}"
+            ) from error
+
+    def _connected(self, what: str) -> dist.ProcessGroupGloo:
+        # The answer is not bound to a name either, see `finish`.
+        if self._group is None:
+            raise WeightStreamError(f"{what} was broken off")
+        return self._group
+
+    def start_broadcast(self, tensor: torch.Tensor, deadline: Deadline, what: str) -> None:
+        """Start to send ``tensor`` (rank 0) or to fill it (others). It must not be touched before `finish`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = deadline.remaining(what)
+        self._outstanding.append(self._connected(what).broadcast([tensor], options))
+
+    def start_barrier(self, deadline: Deadline, what: str) -> None:
+        """Tell the others that this member has come here; `finish` waits until all have."""
+        options = dist.AllreduceOptions()
+        options.timeout = deadline.remaining(what)
+        self._outstanding.append(self._connected(what).allreduce([torch.zeros(1, dtype=torch.int64)], options))
+
+    def finish(self, what: str, leaving: int = 0) -> None:
+        """Wait, oldest first, until at most ``leaving`` of these are outstanding; each keeps its own deadline."""
+        while len(self._outstanding) > leaving:
+            try:
+                # Not bound to a name: a work in the frames of a traceback would keep the connections open.
+                self._outstanding.popleft().wait()
+            except RuntimeError as error:
+                why = "since a member is gone or the deadline has passed"
+                raise WeightStreamError(f"{what} failed, {why}: {error}") from None
+
+    def close(self) -> None:
+        """Close the connections, so that peers which still wait fail. Blocks while a broadcast is in progress."""
+        self._outstanding.clear()
+        self._group = None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers the modes, and verl's trainers with our parts beside them, with verl's v1 line, where one is looked up.
+
+The configuration group ``recipe`` sets `VARIABLE` for the processes of its run. Contract: what is installed there is a
+hook, which costs no import of verl's trainers; it runs when `verl.trainer.ppo.v1` is imported, as verl's task runner
+does. Shown by tests/integration/test_flags.py and tests/e2e/test_flags.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+VARIABLE = "RECIPE_V1_TRAINERS"
+V1 = "verl.trainer.ppo.v1"
+
+
+def install() -> None:
+    """Have the modes registered once verl's v1 trainers are imported."""
+    register_post_import_hook(_register, V1)
+
+
+def _register(v1: ModuleType) -> None:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+
+    from recipe.async_engine.verl_v1.trainers import TRAINERS as OF_VERL
+    from recipe.mains.trainer import TRAINERS as OF_MODES
+
+    trainers: tuple[Any, ...] = (*OF_MODES, *OF_VERL)
+    for trainer in trainers:
+        if trainer.name not in TRAINER_REGISTRY:
+            register_trainer(trainer.name)(trainer)

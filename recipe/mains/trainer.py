@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modes as v1 trainers of stock verl: verl's task runner constructs one, initializes it and has it fit.
+
+Contract: verl's `TaskRunnerV1` drives a `FlaggedTrainer` as it drives its own trainers. The run is then this package's,
+in the task runner's process: its trainer, its record (``metrics.jsonl``, ``summary.json``), its errors. A configuration
+that cannot run has been refused in the main's process already (`before_run`), and is here, where Ray and the task
+runner are up, if the main was another. Ctrl-C ends the run as it ends verl's own: at once.
+
+Shown by tests/e2e/test_flags.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, ClassVar
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from recipe.async_engine.inspection.check import check, plain
+from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
+from recipe.async_engine.modes import MODES
+from recipe.async_engine.run.display import Display
+from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.run.rehearsing import only_rehearse
+from recipe.async_engine.run.runner import TaskRunner
+from recipe.async_engine.shadowing import check_not_shadowed
+from recipe.mains.arguments import PREFIX, FlagError, take_arguments
+from recipe.mains.judges import JUDGES
+
+
+class NoAgentLoops:
+    """Takes the place of verl's agent-loop manager, which the task runner makes; the modes have their own."""
+
+    @classmethod
+    def create(cls, **settings: Any) -> NoAgentLoops:
+        """Make none.
+
+        Raises:
+            FlagError: a trainer of verl's own asks for agent loops, so that the flag's mode does not run.
+        """
+        if settings.get("llm_client") is not None:
+            raise FlagError(
+                "+recipe has chosen a mode, and this main runs a trainer of verl's own: it needs verl's TaskRunnerV1"
+                " (trainer.use_v1=true, and no other trainer.v1.trainer_mode)"
+            )
+        return cls()
+
+
+class FlaggedTrainer(PPOTrainer):
+    """See the module's contract."""
+
+    name: ClassVar[str]  # what ``trainer.v1.trainer_mode`` is
+    mode: ClassVar[str]
+
+    def __init__(self, config: DictConfig) -> None:
+        # Nothing of verl's trainer is used, so it is not initialized: that builds its replay buffer.
+        self.config = config
+        check_not_shadowed()
+        take_arguments(config, self.mode)
+        only_rehearse(config)
+        # verl's main has started Ray, or joined a cluster.
+        there = cluster_resources() if ray.is_initialized() else None
+        self._plan = check(config, available=there, judges=JUDGES)
+        if there is not None and len(there.nodes) > 1:
+            check_nodes(plain(config), self._plan.settings.async_training.timeouts.startup)
+
+    def init(self) -> None:
+        """The run's processes start in `fit`."""
+
+    def _nothing(self) -> None:
+        """What verl's loop asks for is the modes' own affair, and its loop does not run here."""
+
+    get_llm_client = get_teacher_client = get_reward_handles = on_sample_end = on_step_end = _nothing
+
+    def fit(self, agent_loop_manager: NoAgentLoops) -> None:
+        """Run to the end; raises RunFailed if that is an error."""
+        from recipe.async_engine.run.driver import RunFailed, take_in
+        from recipe.report.settled import settled
+
+        record = RunRecord(self.config.trainer.default_local_dir, self.mode, time.time())
+        display = Display(self.mode, self._plan.total_steps)
+        settings = OmegaConf.to_container(self.config, resolve=True)
+        summary: dict[str, Any] = {}
+        try:
+            trainer, timeouts = MODES[self.mode].trainer, self._plan.settings.async_training.timeouts
+            for event in TaskRunner().run(settings, trainer, timeouts):
+                take_in(event, record, display)
+        except BaseException as error:
+            record.fail(error)
+            raise
+        finally:
+            record.settle(settled)
+            summary = record.close(None)
+            display.end(summary)
+        if summary["error"] is not None:
+            sys.stderr.flush()
+            raise RunFailed(f"{summary['error']['name']}: {summary['error']['message']}")
+
+
+def flagged(mode: str) -> type[FlaggedTrainer]:
+    """The trainer that verl's registry takes for a mode."""
+    return type(f"Flagged_{mode}", (FlaggedTrainer,), {"name": PREFIX + mode, "mode": mode})
+
+
+TRAINERS = tuple(map(flagged, MODES))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training engines of a configuration, as the memory of one rank each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
+from recipe.async_engine.settings.model_shape import ModelShape
+from recipe.async_engine.settings.plan import adapter_rank, trainer_ranks
+from recipe.async_engine.settings.sections import lookup
+from recipe.plan.memory.training import (
+    FP32,
+    FSDP,
+    Megatron,
+    Rank,
+    Work,
+    fsdp_rank,
+    megatron_rank,
+)
+
+MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF, CRITIC, SERVERS = "actor_rollout_ref.ref", "critic", "model_engine_server"
+SIZES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+DEFAULT_TOKENS = 16384
+
+
+def dtype_bytes(name: object, default: int = FP32) -> int:
+    return SIZES.get(str(name), default)
+
+
+def longest(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence."""
+    return int(lookup(config, "data.max_prompt_length") or 0) + int(lookup(config, "data.max_response_length") or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Settings that bound the tokens of a micro-batch."""
+
+    dynamic: str
+    tokens: str
+    rows: str
+
+    def of(self, config: Mapping[str, Any], shares: int = 1) -> int:
+        """Tokens of a micro-batch on one rank, of which ``shares`` split each sequence."""
+        if lookup(config, self.dynamic):
+            return int(lookup(config, self.tokens) or DEFAULT_TOKENS)
+        return int(lookup(config, self.rows) or 1) * longest(config) // shares
+
+
+UPDATE = Budget(
+    f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+)
+SCORE = Budget(
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+)
+REFERENCE = Budget(
+    f"{REF}.log_prob_use_dynamic_bsz",
+    f"{REF}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_micro_batch_size_per_gpu",
+)
+VALUES = Budget(
+    f"{CRITIC}.use_dynamic_bsz", f"{CRITIC}.ppo_max_token_len_per_gpu", f"{CRITIC}.ppo_micro_batch_size_per_gpu"
+)
+
+
+def actor_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
+    shares = sequence_shares(config, ACTOR)
+    entropy = lookup(config, f"{ACTOR}.entropy_coeff") or lookup(config, f"{ACTOR}.calculate_entropy")
+    update = Work(
+        UPDATE.of(config, shares),
+        _logit_bytes(config, ACTOR, bool(entropy), differentiated=True),
+        _recomputes(config, ACTOR),
+    )
+    forward = Work(SCORE.of(config, shares), _logit_bytes(config, ACTOR, True, differentiated=False))
+    return _rank(config, ACTOR, shape, update, forward, _trained(config, shape))
+
+
+def reference_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
+    """The reference policy's, which computes forward passes only; FSDP2 keeps it in host memory."""
+    tokens = REFERENCE.of(config, sequence_shares(config, ACTOR))
+    forward = Work(tokens, _logit_bytes(config, REF, False, differentiated=False))
+    return _rank(config, REF, shape, None, forward, None)
+
+
+def critic_rank(config: Mapping[str, Any], shape: ModelShape) -> Rank:
+    work = Work(VALUES.of(config, sequence_shares(config, CRITIC)), 0, _recomputes(config, CRITIC))
+    return _rank(config, CRITIC, shape, work, work, None)
+
+
+def server_rank(config: Mapping[str, Any], servers: LogProbServers, shape: ModelShape) -> Rank:
+    """One rank of a log-prob server: it keeps its weights on the device, and only computes forward passes."""
+    section = f"{SERVERS}.engine"
+    megatron = is_megatron(config, SERVERS)
+    layout = _megatron(config, section, servers.ranks, None, False) if megatron else None
+    copies = servers.ranks // (layout.tensor * layout.pipeline * layout.context) if layout else servers.ranks
+    tokens = max(-(-servers.max_batch_tokens // max(copies, 1)), min(longest(config), servers.max_batch_tokens))
+    forward = Work(tokens, _logit_bytes(config, SERVERS, True, differentiated=False))
+    if layout is not None:
+        return megatron_rank(shape, layout, None, forward)
+    model_bytes = dtype_bytes(lookup(config, f"{section}.model_dtype"))
+    return fsdp_rank(
+        shape, FSDP(servers.ranks, model_bytes, _compute_bytes(config, section), trains=False), None, forward
+    )
+
+
+def is_megatron(config: Mapping[str, Any], section: str) -> bool:
+    setting = "backend" if section == SERVERS else "strategy"
+    return bool(lookup(config, f"{section}.{setting}") == "megatron")
+
+
+def sequence_shares(config: Mapping[str, Any], section: str) -> int:
+    """Ranks that split a sequence (Ulysses, or Megatron's context parallelism)."""
+    name = "megatron.context_parallel_size" if is_megatron(config, section) else "ulysses_sequence_parallel_size"
+    return int(lookup(config, f"{section}.{name}") or 1)
+
+
+def _logit_bytes(config: Mapping[str, Any], section: str, entropy: bool, differentiated: bool) -> int:
+    """Bytes of one logit, all its copies together; none where fused kernels never have them.
+
+    FSDP2: bf16, once more where a temperature divides them. Log-probs write their gradient in its place, unless an
+    entropy is differentiated too, which needs the logits. An entropy has a softmax and its product with the logits,
+    unless it is compiled or computed in chunks. Megatron: bf16 and fp32, and its cross entropy keeps a softmax in fp32.
+    """
+    if lookup(config, f"{MODEL}.use_fused_kernels"):
+        return 0
+    if is_megatron(config, section):
+        return 10 + 4 * (entropy and differentiated)
+    engine = f"{SERVERS}.engine" if section == SERVERS else f"{section}.fsdp_config"
+    compiled = bool(lookup(config, f"{engine}.use_torch_compile", True))
+    small = compiled or bool(lookup(config, f"{engine}.entropy_from_logits_with_chunking"))
+    scaled = bool(lookup(config, f"{ROLLOUT}.temperature", 1.0) != 1.0)
+    return 2 + 2 * scaled + 4 * (entropy and (differentiated or not small))
+
+
+def _rank(
+    config: Mapping[str, Any], section: str, shape: ModelShape, update: Work | None, forward: Work, trained: int | None
+) -> Rank:
+    ranks = trainer_ranks(config)
+    if is_megatron(config, section):
+        layout = _megatron(config, f"{section}.megatron", ranks, trained, update is not None)
+        return megatron_rank(shape, layout, update, forward)
+    engine = f"{section}.fsdp" if section == CRITIC else f"{section}.fsdp_config"
+    size = int(lookup(config, f"{engine}.fsdp_size") or -1)
+    trains = update is not None
+    fsdp = FSDP(
+        shards=ranks if size < 0 or size >= ranks else size,
+        model_bytes=dtype_bytes(lookup(config, f"{engine}.model_dtype")),
+        compute_bytes=_compute_bytes(config, engine),
+        trained=trained,
+        trains=trains,
+        keeps_unsharded=bool(lookup(config, f"{engine}.use_no_sync_for_gradient_accumulation")),
+        reshards=bool(lookup(config, f"{engine}.reshard_after_forward", True)),
+        weights_rest=bool(lookup(config, f"{engine}.param_offload")),
+        optimizer_rest=bool(lookup(config, f"{engine}.optimizer_offload")),
+        # verl keeps the weights of an engine that trains nothing in host memory (fsdp/transformer_impl.py:459).
+        on_host=not trains or bool(lookup(config, f"{engine}.offload_policy")),
+    )
+    return fsdp_rank(shape, fsdp, update, forward, head=section != CRITIC)
+
+
+def _megatron(config: Mapping[str, Any], section: str, ranks: int, trained: int | None, trains: bool) -> Megatron:
+    def size(name: str) -> int:
+        return int(lookup(config, f"{section}.{name}") or 1)
+
+    tensor = size("tensor_model_parallel_size")
+    expert_tensor = lookup(config, f"{section}.expert_tensor_parallel_size")
+    return Megatron(
+        ranks=ranks,
+        tensor=tensor,
+        pipeline=size("pipeline_model_parallel_size"),
+        context=size("context_parallel_size"),
+        expert=size("expert_model_parallel_size"),
+        expert_tensor=tensor if expert_tensor is None else int(expert_tensor),
+        distributed=bool(lookup(config, f"{section}.use_distributed_optimizer", True)),
+        trained=trained if trains else None,
+        trains=trains,
+        sequence_parallel=bool(lookup(config, f"{section}.sequence_parallel", True)) and tensor > 1,
+        weights_rest=bool(lookup(config, f"{section}.param_offload")),
+        optimizer_rest=bool(lookup(config, f"{section}.optimizer_offload")),
+    )
+
+
+def _recomputes(config: Mapping[str, Any], section: str) -> bool:
+    """Whether layers are computed again for the backward pass; Megatron goes by settings of its own."""
+    if is_megatron(config, section):
+        return bool(lookup(config, f"{section}.megatron.override_transformer_config.recompute_granularity") == "full")
+    model = f"{CRITIC}.model" if section == CRITIC else MODEL
+    return bool(lookup(config, f"{model}.enable_gradient_checkpointing", True))
+
+
+def _compute_bytes(config: Mapping[str, Any], engine: str) -> int:
+    return dtype_bytes(lookup(config, f"{engine}.mixed_precision.param_dtype", "bf16"), 2)
+
+
+def _trained(config: Mapping[str, Any], shape: ModelShape) -> int | None:
+    """Parameters of the adapters, with LoRA."""
+    rank = adapter_rank(config)
+    return shape.lora_parameters(rank) if rank else None

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a whole run: what each kind of accelerator has on it, and when, and what the hosts keep.
+
+Contract: `parts_of` names every part that takes accelerators with the moments that matter, `verdicts` compares them
+with a device. A part is refused if what is certain does not fit, or if the whole does not fit by more than an estimate
+may be wrong; beyond `NEAR` of the device there is a warning. Shown by tests/plan/test_memory.py and
+test_memory_parts.py; docs/memory.md has estimates beside published and measured figures.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.settings.model_shape import ModelShape
+from recipe.async_engine.settings.plan import (
+    has_critic,
+    has_reference,
+    proximal_source,
+    rollout_accelerators,
+    trainer_ranks,
+)
+from recipe.async_engine.settings.sections import SHARED, Settings, lookup
+from recipe.plan.memory.engines import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    SERVERS,
+    actor_rank,
+    critic_rank,
+    is_megatron,
+    reference_rank,
+    server_rank,
+)
+from recipe.plan.memory.generation import (
+    BUCKET,
+    asleep,
+    bucket_bytes,
+    device_buckets,
+    rollout_engine,
+    room,
+)
+from recipe.plan.memory.items import Item, Moment, Part, gib, listed
+from recipe.plan.memory.training import CONTEXT, Rank
+
+# An estimate may be wrong by so much (docs/memory.md).
+ERROR = 0.15
+NEAR = 0.92
+POLICY, REFERENCE = "actor", "reference policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Shapes of the models, where they are known, and tokens that the policy has positions for."""
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    positions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A part that does not fit, or nearly does not."""
+
+    part: Part
+    moment: Moment
+    refused: bool
+
+
+def parts_of(config: Mapping[str, Any], settings: Settings, models: Models, device: int | None) -> list[Part]:
+    """Every part of a run that takes accelerators.
+
+    Args:
+        config: the composed configuration as a plain, resolved mapping.
+        device: bytes of an accelerator, where known: rollout engines take a share of it.
+    """
+    run = _Run(config, settings, models, device)
+    if settings.async_training.placement == SHARED:
+        return [run.in_turns()]
+    parts = [run.trainer(), run.rollout()]
+    return [*parts, run.servers()] if settings.servers.enabled else parts
+
+
+def verdicts(parts: list[Part], device: int) -> Iterator[Verdict]:
+    for part in parts:
+        certain = max(part.moments, key=lambda moment: moment.certain)
+        if certain.certain > device:
+            yield Verdict(part, certain, refused=True)
+        elif part.peak.total > NEAR * device:
+            yield Verdict(part, part.peak, refused=part.peak.total > (1 + ERROR) * device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    config: Mapping[str, Any]
+    settings: Settings
+    models: Models
+    device: int | None
+
+    def get(self, setting: str, default: Any = None) -> Any:
+        return lookup(self.config, setting, default)
+
+    def trainer(self) -> Part:
+        """Training ranks with accelerators of their own, which send weights while they train."""
+        buckets = listed(device_buckets(self.config, hands_over=False))
+        moments = tuple(Moment(moment.name, (*moment.items, *buckets)) for moment in self._training())
+        devices, settings = trainer_ranks(self.config), self._less_training()
+        host = (*self._on_host(), *self._kept())
+        return Part("trainer rank", devices, moments, settings, host, self._snapshot())
+
+    def _training(self) -> Iterator[Moment]:
+        """What a rank does, beside what its other models keep on the device meanwhile."""
+        for name, rank in self._ranks().items():
+            rest = self._beside(name)
+            if name != REFERENCE:
+                yield Moment("update" if name == POLICY else f"update of the {name}", (*rank.updating, *rest))
+            if name == REFERENCE or (name == POLICY and self._scores):
+                yield Moment("log-probs" if name == POLICY else f"log-probs of the {name}", (*rank.scoring, *rest))
+
+    def _ranks(self) -> dict[str, Rank]:
+        """The models of a training rank."""
+        ranks = {POLICY: actor_rank(self.config, self.models.policy)}
+        if has_critic(self.config) and self.models.critic is not None:
+            ranks["critic"] = critic_rank(self.config, self.models.critic)
+        if has_reference(self.config):
+            ranks[REFERENCE] = reference_rank(self.config, self.models.policy)
+        return ranks
+
+    def _beside(self, working: str) -> tuple[Item, ...]:
+        """What the other models of a training rank keep on its device."""
+        others = ((name, rank) for name, rank in self._ranks().items() if name != working)
+        return tuple(_of(name, item) for name, rank in others for item in rank.at_rest)
+
+    def _on_host(self) -> tuple[Item, ...]:
+        """What the models of a training rank keep in host memory."""
+        policy, *others = self._ranks().items()
+        return (*policy[1].host, *(_of(name, item) for name, rank in others for item in rank.host))
+
+    def _kept(self) -> tuple[Item, ...]:
+        """Copies of a rank's weights, where the rollout goes on with those that were published."""
+        saves = (self.get("trainer.save_freq") or -1) > 0
+        if self.settings.async_training.trigger_parameter_sync_step == 1 or not (saves or self._scores):
+            return ()
+        weights = self._ranks()[POLICY].weights
+        return listed(
+            Item("copy of the published weights", weights),
+            Item("copy of the trained weights, while log-probs are computed", weights) if self._scores else None,
+        )
+
+    @property
+    def _scores(self) -> bool:
+        """Whether the trainer computes log-probs, if only those that no server answers."""
+        return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
+
+    def _less_training(self) -> tuple[str, ...]:
+        dynamic = self.get(f"{ACTOR}.use_dynamic_bsz")
+        tokens = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+        if is_megatron(self.config, ACTOR):
+            layers = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
+            return tokens, layers, f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.n_gpus_per_node", BUCKET
+        layers = f"{MODEL}.enable_gradient_checkpointing"
+        return tokens, layers, f"{MODEL}.use_fused_kernels", "trainer.n_gpus_per_node", BUCKET
+
+    def _snapshot(self) -> tuple[Item, ...]:
+        """Copies at the sender, for publication beside training."""
+        weights = self.settings.weights
+        if weights.publish != "beside":
+            return ()
+        copy = 2 * self.models.policy.parameters
+        delta = weights.encoding == "delta"
+        return listed(
+            Item("copy of the weights that is sent, at rank 0", copy),
+            Item("copy of the weights sent before, at rank 0", copy) if delta else None,
+        )
+
+    def rollout(self) -> Part:
+        """Accelerators of rollout replicas, which hold two versions while one arrives."""
+        engine, weights = rollout_engine(self.config, self.models.policy), self.settings.weights
+        staged = Item("next weights", engine.weights)
+        on_device = weights.staging == "device"
+        items = listed(
+            *self._engine(),
+            staged if on_device else None,
+            device_buckets(self.config, hands_over=True),
+            Item("processes beside the engine", CONTEXT.bytes, certain=False),
+        )
+        host = listed(
+            staged if weights.staging == "host" else None,
+            Item("copy of the weights received before", 2 * self.models.policy.parameters)
+            if weights.encoding == "delta"
+            else None,
+        )
+        settings = (f"{ROLLOUT}.gpu_memory_utilization", "async_training.weights.staging", BUCKET)
+        moment = Moment("generation and a weight sync", items)
+        devices = rollout_accelerators(self.config, self.settings)
+        return Part("rollout replica", devices, (moment,), settings, host, notes=self._cache())
+
+    def _engine(self) -> tuple[Item, ...]:
+        """The engine's share of the device, or where that is not known, its weights."""
+        engine = rollout_engine(self.config, self.models.policy)
+        if self.device is None:
+            return (Item("rollout engine: weights", engine.weights),)
+        cache = max(0, int(engine.share * self.device) - engine.weights)
+        return (
+            Item("rollout engine: weights", engine.weights),
+            Item("rollout engine: KV cache and activations", cache),
+        )
+
+    def _cache(self) -> tuple[str, ...]:
+        engine = rollout_engine(self.config, self.models.policy)
+        request = room(self.config, self.models.positions)
+        if self.device is None or not request:
+            return ()
+        tokens = engine.cache_tokens(self.device)
+        requests = int(tokens / request) if tokens < 10 * request else round(tokens / request)
+        return (f"KV cache: at most {tokens} tokens, {requests} requests of {request} tokens",)
+
+    def servers(self) -> Part:
+        """Accelerators of log-prob servers."""
+        servers = self.settings.servers
+        rank = server_rank(self.config, servers, self.models.policy)
+        staged = Item("next weights", rank.weights)
+        on_device = servers.staging == "device"
+        items = listed(*rank.scoring, staged if on_device else None, device_buckets(self.config, hands_over=False))
+        settings = (f"{SERVERS}.max_batch_tokens", f"{SERVERS}.staging", f"{SERVERS}.n_gpus_per_node", BUCKET)
+        host = () if on_device else (staged,)
+        return Part("log-prob server", servers.accelerators, (Moment("log-probs", items),), settings, host)
+
+    def in_turns(self) -> Part:
+        """Accelerators that training and generation share in turns."""
+        actor = actor_rank(self.config, self.models.policy)
+        engine = rollout_engine(self.config, self.models.policy)
+        sleeps = self.get(f"{ROLLOUT}.free_cache_engine", True)
+        beside = (asleep(self.config),) if sleeps else self._engine()
+        turns = [Moment(moment.name, (*moment.items, *beside)) for moment in self._training()]
+        bucket = Item("weight-sync bucket", bucket_bytes(self.config))
+        whole = Item("gathered parameters", 2 * self.models.policy.embedding * 2, certain=False)
+        states = listed(Item("weights", actor.weights), None if actor.optimizer_rest else _optimizer(actor))
+        others = self._beside(POLICY)
+        handing = (*states, *others, Item("rollout engine: weights", engine.weights), bucket, whole, CONTEXT)
+        resting = (*actor.at_rest, *others, *self._engine(), CONTEXT)
+        moments = (*turns, Moment("handing weights over", handing), Moment("generation", resting))
+        engine_settings = f"{ACTOR}.megatron" if is_megatron(self.config, ACTOR) else f"{ACTOR}.fsdp_config"
+        offload = (f"{engine_settings}.param_offload", f"{engine_settings}.optimizer_offload")
+        settings = (f"{ROLLOUT}.gpu_memory_utilization", *offload, *self._less_training())
+        devices, host = trainer_ranks(self.config), self._on_host()
+        return Part("accelerator in turns", devices, moments, settings, host, notes=self._cache())
+
+
+def _of(name: str, item: Item) -> Item:
+    return Item(f"{item.name} of the {name}", item.bytes, item.certain)
+
+
+def _optimizer(rank: Rank) -> Item:
+    return Item("optimizer", rank.optimizer)
+
+
+def told(verdict: Verdict, device: int) -> str:
+    """Items of a verdict, in words."""
+    items = sorted(verdict.moment.items, key=lambda item: -item.bytes)
+    amounts = ", ".join(f"{item.name} {gib(item.bytes)}" for item in items)
+    return f"{verdict.part.name}, {verdict.moment.name}: {gib(verdict.moment.total)} of {gib(device)} ({amounts})"

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank of a training engine needs: weights, gradients, optimizer, gathered layers, activations, logits.
+
+Contract: pure arithmetic over a model's shape and an engine's layout. Weights, gradients and optimizer follow the
+engines' own bookkeeping: FSDP2 shards an fp32 copy of everything over its group and computes with gathered bf16
+layers. Megatron has bf16 weights, an fp32 gradient buffer and, shared over the data-parallel ranks, fp32 weights and
+Adam's two moments: 6 + 12/d bytes a parameter (Megatron-Core's guide, "Distributed Optimizer"). docs/memory.md compares
+them with published and measured figures.
+"""
+
+from dataclasses import dataclass
+
+from recipe.async_engine.settings.model_shape import ModelShape
+from recipe.plan.memory.items import GIB, Item, listed
+
+# The process: CUDA's context, NCCL's buffers, libraries.
+CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank computes at most at once.
+
+    Attributes:
+        tokens: of a micro-batch on this rank.
+        logit_bytes: for each token and each entry of the vocabulary, all copies together; 0 with fused kernels or a
+            value model.
+        recomputes: whether only the inputs of layers are kept for the backward pass (gradient checkpointing).
+    """
+
+    tokens: int
+    logit_bytes: int
+    recomputes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Memory of one rank.
+
+    Attributes:
+        weights, gradients, optimizer: what it holds of them while it updates.
+        update, forward: what it needs beside these at the peak of an update, and of a forward pass alone.
+        weights_rest, optimizer_rest: whether they leave the device between works.
+        keeps_gradients: whether their buffer stays between works.
+        on_host: whether all of it is in host memory, also at work.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    update: tuple[Item, ...]
+    forward: tuple[Item, ...]
+    weights_rest: bool = False
+    optimizer_rest: bool = False
+    keeps_gradients: bool = False
+    on_host: bool = False
+
+    @property
+    def updating(self) -> tuple[Item, ...]:
+        states = (Item("weights", self.weights), Item("gradients", self.gradients), Item("optimizer", self.optimizer))
+        return (*(() if self.on_host else listed(*states)), *self.update)
+
+    @property
+    def scoring(self) -> tuple[Item, ...]:
+        """A forward pass alone."""
+        weights = () if self.on_host or not self.weights_rest else (Item("weights", self.weights),)
+        return (*weights, *self.at_rest, *self.forward)
+
+    @property
+    def at_rest(self) -> tuple[Item, ...]:
+        """What stays on the device between works."""
+        if self.on_host:
+            return ()
+        buffer = self.keeps_gradients and not self.weights_rest
+        return listed(
+            None if self.weights_rest else Item("weights", self.weights),
+            Item("gradients", self.gradients) if buffer else None,
+            None if self.optimizer_rest else Item("optimizer", self.optimizer),
+        )
+
+    @property
+    def host(self) -> tuple[Item, ...]:
+        """What it keeps in host memory."""
+        return listed(
+            Item("weights", self.weights) if self.weights_rest or self.on_host else None,
+            Item("gradients", self.gradients) if self.on_host else None,
+            Item("optimizer", self.optimizer) if self.optimizer_rest or self.on_host else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP:
+    """How FSDP2 lays a model out.
+
+    Attributes:
+        shards: ranks that share one copy (`fsdp_size`, or all).
+        model_bytes: of a parameter that a rank keeps (`model_dtype`).
+        compute_bytes: of a parameter that it computes with (`mixed_precision.param_dtype`).
+        trained: parameters that are trained; None: all.
+        trains: whether there are gradients and an optimizer.
+        keeps_unsharded: whether gradients stay whole until the last micro-batch
+            (`use_no_sync_for_gradient_accumulation`).
+        reshards: whether a layer's weights are given back after its forward pass.
+    """
+
+    shards: int
+    model_bytes: int = FP32
+    compute_bytes: int = 2
+    trained: int | None = None
+    trains: bool = True
+    keeps_unsharded: bool = False
+    reshards: bool = True
+    weights_rest: bool = False
+    optimizer_rest: bool = False
+    on_host: bool = False
+
+
+def fsdp_rank(shape: ModelShape, layout: FSDP, update: Work | None, forward: Work | None, head: bool = True) -> Rank:
+    """One rank of FSDP2; ``head``: whether the model has an output for each entry of the vocabulary."""
+    parameters = shape.parameters if head else shape.without_head
+    trained = 0 if not layout.trains else parameters if layout.trained is None else layout.trained
+    outside = parameters - shape.layer_parameters - shape.expert_parameters
+    share, trained_share = -(-parameters // layout.shards), -(-trained // layout.shards)
+    # Layers are gathered one ahead; what is outside of them stays.
+    gathered = (outside + 2 * shape.largest_layer if layout.reshards else parameters) * layout.compute_bytes
+    return Rank(
+        weights=share * layout.model_bytes,
+        gradients=trained_share * layout.model_bytes,
+        optimizer=2 * trained_share * layout.model_bytes,
+        update=() if update is None else _fsdp_update(shape, layout, update, gathered, outside, trained),
+        forward=() if forward is None else _fsdp_forward(shape, forward, gathered),
+        weights_rest=layout.weights_rest,
+        optimizer_rest=layout.optimizer_rest,
+        on_host=layout.on_host,
+    )
+
+
+def _fsdp_update(
+    shape: ModelShape, layout: FSDP, work: Work, gathered: int, outside: int, trained: int
+) -> tuple[Item, ...]:
+    """At the larger of two peaks: at the output, with all logits, and in the largest layer's backward pass.
+
+    At the output there are the gradients of its weights as computed; in a layer those of that layer too, which are
+    summed over the ranks in fp32, and what is computed again for it.
+    """
+    inputs = work.tokens * shape.hidden * 2 * shape.layers
+    layer = work.tokens * layer_activations(shape)
+    kept = inputs if work.recomputes else layer * shape.layers
+    whole = FP32 * trained if layout.keeps_unsharded else 0
+    of_output = min(outside, trained) * layout.compute_bytes
+    of_layer = min(shape.largest_layer, trained) * (layout.compute_bytes + 2 * FP32)
+    at_output = (kept + work.tokens * 16 * shape.hidden, of_output, work.tokens * shape.vocab * work.logit_bytes)
+    in_layer = (kept + layer * work.recomputes, of_output + of_layer, 0)
+    activations, gradients, logits = max(at_output, in_layer, key=sum)
+    return listed(
+        Item("activations", activations, certain=False),
+        Item("logits", logits, certain=False),
+        Item("gathered layers", gathered, certain=False),
+        Item("gradients under way", gradients + whole, certain=False),
+        CONTEXT,
+    )
+
+
+def _fsdp_forward(shape: ModelShape, work: Work, gathered: int) -> tuple[Item, ...]:
+    return listed(
+        Item("activations", work.tokens * _layer_peak(shape), certain=False),
+        Item("logits", work.tokens * shape.vocab * work.logit_bytes, certain=False),
+        Item("gathered layers", gathered, certain=False),
+        CONTEXT,
+    )
+
+
+def layer_activations(shape: ModelShape) -> int:
+    """Bytes that transformers' layer keeps for its backward pass, for each token, with flash attention in bf16.
+
+    Norms compute in fp32: input, its fp32 copy, what is normed and what is scaled. Attention has q, k, v and its
+    output, once more where heads have norms. The MLP has gate, its activation, up and their product.
+    """
+    width = shape.q_width + shape.kv_width
+    norms = 2 * 12 * shape.hidden + (8 * width if shape.head_norms else 0)
+    attention = 2 * (2 * shape.q_width + 2 * shape.kv_width) + 4 * width
+    if shape.expert_layers:
+        routed = shape.experts_per_token * (4 * shape.hidden + 8 * shape.expert_mlp)
+        return norms + attention + max(routed, 8 * shape.mlp if shape.dense_layers else 0)
+    return norms + attention + 8 * shape.mlp
+
+
+def _layer_peak(shape: ModelShape) -> int:
+    """Bytes of a forward pass alone, for each token: what one layer has at once."""
+    mlp = shape.experts_per_token * shape.expert_mlp if shape.expert_layers else shape.mlp
+    return 8 * shape.hidden + max(6 * mlp, 4 * (shape.q_width + shape.kv_width))
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """How Megatron lays a model out; sizes as in verl's `megatron` section.
+
+    Attributes:
+        ranks: of the engine, all copies together.
+        distributed: whether the optimizer is shared over the data-parallel ranks.
+        trained: parameters that are trained; None: all.
+        trains: whether there are gradients and an optimizer.
+    """
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    distributed: bool = True
+    trained: int | None = None
+    trains: bool = True
+    sequence_parallel: bool = True
+    weights_rest: bool = False
+    optimizer_rest: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Ranks over which the optimizer of dense parameters is shared."""
+        return max(1, self.ranks // (self.tensor * self.pipeline))
+
+    @property
+    def expert_copies(self) -> int:
+        return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
+
+
+def megatron_rank(shape: ModelShape, layout: Megatron, update: Work | None, forward: Work | None) -> Rank:
+    """The rank that needs most of memory: of the first pipeline stage, or of the last."""
+    stages = [_stage(shape, layout, update, forward, first=True)]
+    if layout.pipeline > 1:
+        stages.append(_stage(shape, layout, update, forward, first=False))
+    return max(stages, key=lambda rank: sum(item.bytes for item in rank.updating))
+
+
+def _stage(shape: ModelShape, layout: Megatron, update: Work | None, forward: Work | None, first: bool) -> Rank:
+    dense, experts = _on_stage(shape, layout, first)
+    only = layout.pipeline == 1
+    trained = (dense, experts) if layout.trains else (0, 0)
+    if layout.trained is not None:
+        trained = layout.trained // (layout.tensor * layout.pipeline), 0
+    sharers = (layout.copies, layout.expert_copies) if layout.distributed else (1, 1)
+    # The first stage has as many micro-batches under way as there are stages, the last one.
+    under_way = layout.pipeline if first else 1
+    has_logits = only or not first
+    return Rank(
+        weights=2 * (dense + experts),
+        gradients=FP32 * sum(trained),
+        optimizer=sum(12 * count // ranks for count, ranks in zip(trained, sharers, strict=True)),
+        update=() if update is None else _megatron_work(shape, layout, update, under_way, has_logits),
+        forward=() if forward is None else _megatron_work(shape, layout, forward, 0, has_logits),
+        weights_rest=layout.weights_rest,
+        optimizer_rest=layout.optimizer_rest,
+        keeps_gradients=True,
+    )
+
+
+def _on_stage(shape: ModelShape, layout: Megatron, first: bool) -> tuple[int, int]:
+    """Parameters of a rank of this stage: dense ones, and experts."""
+    only = layout.pipeline == 1
+    layers = -(-shape.layers // layout.pipeline) / shape.layers
+    norms = 2 * shape.hidden + 2 * shape.head_dim * shape.head_norms
+    replicated = shape.layers * norms + shape.expert_layers * shape.router
+    split = shape.layer_parameters - replicated
+    outside = shape.outside_layers if only else shape.embedding + shape.hidden * (not first)
+    dense = int(layers * (split / layout.tensor + replicated)) + outside // layout.tensor
+    return dense, int(layers * shape.expert_parameters / (layout.expert * layout.expert_tensor))
+
+
+def _megatron_work(
+    shape: ModelShape, layout: Megatron, work: Work, under_way: int, has_logits: bool
+) -> tuple[Item, ...]:
+    tokens = work.tokens // (layout.tensor if layout.sequence_parallel else 1)
+    layer = work.tokens * _megatron_layer(shape) // layout.tensor
+    layers = -(-shape.layers // layout.pipeline) * under_way
+    kept = layers * tokens * shape.hidden * 2 + layer if work.recomputes else max(layers, 1) * layer
+    logits = work.tokens * shape.vocab * work.logit_bytes // layout.tensor if has_logits else 0
+    return listed(
+        Item("activations", kept, certain=False),
+        Item("logits", logits, certain=False),
+        CONTEXT,
+    )
+
+
+def _megatron_layer(shape: ModelShape) -> int:
+    """Bytes that a layer keeps for each token with flash attention and fused norms, before tensor parallelism.
+
+    Inputs and outputs of both norms, q, k and v as computed and with positions, attention's output, and the MLP: both
+    halves of its first layer and their product. Of experts, a copy of the token for each that it goes to, in and out.
+    """
+    common = 8 * shape.hidden + 6 * (shape.q_width + shape.kv_width)
+    if shape.expert_layers:
+        return common + shape.experts_per_token * (4 * shape.hidden + 6 * shape.expert_mlp)
+    return common + 6 * shape.mlp

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's plan as plain text: processes, placement, batches, memory of each device and of the hosts."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
+
+from recipe.async_engine.settings.log_prob_servers import LogProbServers
+from recipe.async_engine.settings.plan import (
+    batch_size,
+    places_per_replica,
+    proximal_source,
+    replica_size,
+    rollout_accelerators,
+    slots_per_replica,
+    soft_depth,
+    staleness_bound,
+    trainer_ranks,
+)
+from recipe.async_engine.settings.problems import ConfigError, Problem
+from recipe.async_engine.settings.rules import rewards
+from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.settings.sections import SHARED
+from recipe.async_engine.settings.validation import Findings
+from recipe.plan.memory import rules as memory
+from recipe.plan.memory.items import Item, Part, gib
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+WIDTH = 34
+
+
+def report(title: str, found: Findings, of_verl: bool) -> str:
+    """The whole plan.
+
+    Args:
+        of_verl: whether stock verl's trainer runs, whose batches are its own affair.
+    """
+    context = found.context
+    sections = {
+        "processes": _processes(context),
+        "accelerators": _accelerators(context),
+        "batches": _batches_of_verl(context) if of_verl else _batches(found),
+        "memory of an accelerator": _memory(context),
+        "memory of the hosts": _host(memory.parts(context)),
+    }
+    lines = [f"plan of {title}; nothing is started"]
+    for name, rows in sections.items():
+        lines += ["", name, *(f"  {row}" for row in rows)]
+    for name, texts in (("warnings", found.warnings), ("problems", _problems(found.problems))):
+        if texts:
+            lines += ["", name, *(f"  - {text}" for text in texts)]
+    return "\n".join(lines) + "\n"
+
+
+def _problems(problems: Sequence[Problem]) -> list[str]:
+    return [str(problem) for problem in problems]
+
+
+def _row(name: str, value: object, why: str = "") -> str:
+    return f"{name:<{WIDTH}} {value!s:>12}  {why}".rstrip()
+
+
+def _processes(context: RuleContext) -> Iterator[str]:
+    settings, servers = context.settings, context.settings.servers
+    shared = settings.async_training.placement == SHARED
+    ranks, size = trainer_ranks(context.config), replica_size(context.config)
+    generation = rollout_accelerators(context.config, settings)
+    yield _row("main, trainer's process", 2)
+    yield _row("training ranks", ranks, f"{context.get(f'{ACTOR}.strategy')}")
+    if context.has_critic:
+        yield _row("critic's ranks", ranks, "in the training ranks' processes")
+    if context.uses_reference:
+        yield _row("reference policy's ranks", ranks, "in the training ranks' processes")
+    replicas = f"of {size} accelerator{'s' * (size > 1)} each" + (", where training is" if shared else "")
+    yield _row("rollout replicas", generation // size, replicas)
+    yield _row("agent-loop workers", context.get(f"{ROLLOUT}.agent.num_workers"))
+    yield _row("reward workers", context.get("reward.num_workers"), f"each with {_scorers(context)}")
+    if servers.enabled:
+        yield _row("log-prob servers", servers.replicas, f"of {servers.ranks} ranks each, {servers.backend}")
+    if servers.reference_replicas:
+        yield _row("servers of the reference policy", servers.reference_replicas, f"of {servers.ranks} ranks each")
+
+
+def _scorers(context: RuleContext) -> str:
+    count = context.settings.async_training.reward_processes
+    return f"{count} process{'es' * (count != 1)} beside it" if count else "threads"
+
+
+def _accelerators(context: RuleContext) -> Iterator[str]:
+    """Which part takes how many, as one placement group each, in the order of their settings."""
+    settings, servers = context.settings, context.settings.servers
+    ranks, reward = trainer_ranks(context.config), rewards.accelerators(context)
+    total, kind = ranks, "training and generation in turns" if _is_shared(context) else "training"
+    yield _row(kind, ranks, _nodes(context, "trainer"))
+    if not _is_shared(context):
+        rollout = settings.rollout
+        total += rollout.nnodes * rollout.n_gpus_per_node
+        where = f"{rollout.nnodes} x {rollout.n_gpus_per_node} (nodes x accelerators of a node)"
+        yield _row("generation", rollout.nnodes * rollout.n_gpus_per_node, where)
+    if servers.enabled:
+        total += servers.accelerators
+        yield _row("log-probs", servers.accelerators, _of_servers(servers))
+    if reward:
+        total += reward
+        yield _row("reward model", reward)
+    there = context.available.accelerators if context.available else None
+    yield _row("in all", total, "" if there is None else f"{there} are there")
+
+
+def _of_servers(servers: LogProbServers) -> str:
+    return f"{servers.nnodes} x {servers.n_gpus_per_node} (nodes x accelerators of a node)"
+
+
+def _nodes(context: RuleContext, section: str) -> str:
+    nodes, each = context.get(f"{section}.nnodes"), context.get(f"{section}.n_gpus_per_node")
+    return f"{nodes} x {each} (nodes x accelerators of a node)"
+
+
+def _is_shared(context: RuleContext) -> bool:
+    return context.settings.async_training.placement == SHARED
+
+
+def _batches(found: Findings) -> Iterator[str]:
+    context = found.context
+    training, config = context.settings.async_training, context.config
+    batch, answers = context.batch_groups, context.count(f"{ROLLOUT}.n")
+    if batch is None or answers is None:
+        yield "not known: see the problems"
+        return
+    steps, bound = training.trigger_parameter_sync_step, staleness_bound(training)
+    version = batch * steps
+    depth = Fraction(str(soft_depth(training)))
+    replicas = rollout_accelerators(config, context.settings) // replica_size(config)
+    yield _row("prompts of a step (b)", batch_size(config, training), f"{batch * answers} samples")
+    yield _row("answers to each (n)", answers)
+    yield _row("prompts of an update", context.get(f"{ACTOR}.ppo_mini_batch_size"))
+    yield _row("steps of a version (k)", steps)
+    yield _row("prompts of a version (B = k b)", version, f"{version * answers} samples")
+    yield _row("staleness bound in versions (S)", bound, f"pipeline depth {soft_depth(training):g}")
+    yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
+    at_once = replicas * places_per_replica(config, training)
+    if bound and not training.whole_batches:
+        # In a version places are filled with its samples, one after the other.
+        times, longest = bound * version * answers / at_once, context.get("data.max_response_length")
+        mean = f"{longest} tokens where the mean is {math.ceil(int(longest or 0) / times)}"
+        yield _row("longest answer in these", f"{times:.1f}", f"times the mean one's, with all places taken: {mean}")
+    yield _row("prompts live at most", version + math.floor(depth * version), "by the pipeline's depth, (1 + depth) B")
+    yield _row("slots of the gate", (1 + bound) * version, "at a version's begin, (1 + S) B")
+    under_way = replicas * slots_per_replica(config, training)
+    yield _row("trajectories at the engines", under_way, f"at most, {at_once} of them generated at once")
+    yield _row("proximal log-probs", proximal_source(config, context.settings))
+    steps = 0
+    with suppress(ConfigError):
+        steps = found.plan.total_steps
+    if steps:
+        yield _row("steps in all", steps, "at most")
+    else:
+        yield _row("steps in all", "not known", "the rows of the data are not, and no setting bounds them")
+
+
+def _batches_of_verl(context: RuleContext) -> Iterator[str]:
+    batch, answers = context.get("data.train_batch_size"), context.get(f"{ROLLOUT}.n")
+    threshold = context.count("trainer.v1.sampler.max_off_policy_threshold")
+    yield _row("prompts of a version", batch, f"{batch * answers} samples" if batch and answers else "")
+    yield _row("prompts of an update", context.get(f"{ACTOR}.ppo_mini_batch_size"))
+    bound = "none" if threshold is None else threshold - 1
+    yield _row("staleness bound in versions", bound, "trainer.v1.sampler.max_off_policy_threshold - 1")
+
+
+def _memory(context: RuleContext) -> Iterator[str]:
+    device, parts = memory.device_bytes(context), memory.parts(context)
+    if context.on_cpu:
+        yield "not estimated where trainer.device=cpu"
+        return
+    if not parts:
+        yield "not known: no config.json of actor_rollout_ref.model.path is at hand, or its family is not known"
+        return
+    size = f"of {gib(device)}" if device else "of an unknown size; set async_training.device_memory_gib"
+    yield f"estimated, {size}"
+    for part in parts:
+        yield f"{part.name} ({part.devices})"
+        for moment in part.moments:
+            yield f"  {moment.name:<{WIDTH}} {gib(moment.total):>12}"
+            yield from (f"    {row}" for row in _items(moment.items))
+        yield from (f"  {note}" for note in part.notes)
+
+
+def _items(items: Sequence[Item]) -> Iterator[str]:
+    for item in sorted(items, key=lambda item: -item.bytes):
+        yield f"{item.name:<{WIDTH + 4}} {gib(item.bytes):>10}{'' if item.certain else '  (estimate)'}"
+
+
+def _host(parts: Sequence[Part]) -> Iterator[str]:
+    each = [(item, f"each {part.name}") for part in parts for item in part.host]
+    once = [(item, "once") for part in parts for item in part.host_once]
+    for item, where in (*each, *once):
+        yield f"{item.name:<{WIDTH + 4}} {gib(item.bytes):>10}  {where}"
+    if not each and not once:
+        yield "nothing large"

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the reward of programming tasks can run with its settings: what a main has judge its configuration, too.
+
+Contract: it is asked on this machine, where one empty program is run; on a cluster, whoever scores tries it. Shown by
+tests/integration/test_config_files.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from recipe.async_engine.settings.problems import Problem
+from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.programs import reward
+
+FUNCTION = "reward.custom_reward_function"
+
+
+def problems(context: RuleContext) -> Iterator[Problem]:
+    """Of its settings, and of a machine that cannot isolate programs."""
+    path = str(context.get(f"{FUNCTION}.path") or "")
+    if not _is_ours(path) or context.get("ray_kwargs.ray_init.address"):
+        return
+    kwargs, limit = f"{FUNCTION}.reward_kwargs", context.settings.async_training.timeouts.reward
+    answer = context.get(f"{kwargs}.answer_s", reward.ANSWER_S)
+    if (fault := _fault(context.get(kwargs))) is not None:
+        yield Problem(FUNCTION, path, "a reward that can run with its settings, here", fault)
+    elif not isinstance(answer, int | float) or not 0 < answer <= limit / 2:
+        allowed = f"seconds above 0, at most half of async_training.timeouts.reward={limit:g}"
+        advice = "Else a slow answer costs its whole group, not its own score alone."
+        yield Problem(f"{kwargs}.answer_s", str(answer), allowed, advice)
+
+
+def warnings(context: RuleContext) -> Iterator[str]:
+    """None: it can run or it cannot."""
+    yield from ()
+
+
+def _is_ours(path: str) -> bool:
+    return path == f"pkg://{reward.__name__}" or (os.path.exists(path) and os.path.samefile(path, reward.__file__))
+
+
+def _fault(kwargs: object) -> str | None:
+    try:
+        return reward.fault(**(kwargs or {}))  # type: ignore[arg-type]
+    except TypeError as error:
+        return f"reward_kwargs: {error}."

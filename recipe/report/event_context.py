@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an event of a device means for its account, given what trainer, scheduler, engines and agents did meanwhile.
+
+Contract: a device's event is divided at each change of what decides about its class, and each part has one class; the
+shares of the parts of one moment add up to the event's. Tables here say what means what; what is in none of them is
+`Class.NOT_KNOWN`. Shown by tests/report/test_account.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from recipe.async_engine.core.events import (
+    AGENTS,
+    EMPTY,
+    NOWHERE,
+    RANKS,
+    ROLLOUT,
+    SCHEDULER,
+    TRAINER,
+    Away,
+    Class,
+    Event,
+    Why,
+)
+from recipe.async_engine.core.recorded import SCORES
+
+WAIT, VALIDATE = "wait", "validate"
+"""Phases of the trainer that give the accelerators that it shares to the engine."""
+
+PHASES: Mapping[str, Class] = {
+    "update": Class.TRAINING,
+    "log_probs": Class.LOG_PROBS,
+    "train": Class.WAIT_DRIVER,
+    "other": Class.WAIT_DRIVER,
+    "sync": Class.WAIT_WEIGHTS,
+    "save": Class.WAIT_CHECKPOINT,
+    SCORES: Class.WAIT_LOG_PROBS,
+    VALIDATE: Class.WAIT_VALIDATION,
+    WAIT: Class.WAIT_BATCH,
+    Class.START_UP: Class.START_UP,
+}
+"""What a phase of the trainer's timeline is to its accelerators."""
+
+FREE_FOR: Mapping[str, Class] = {
+    Why.GENERATING: Class.IDLE_PLACES,
+    Why.LAST_OF_GATE: Class.WAIT_TAIL,
+    Why.LAST_OF_DRAIN: Class.WAIT_WEIGHTS,
+    Why.LAST_OF_TURN: Class.WAIT_OTHER_SIDE,
+    Why.LAST_OF_PROMPTS: Class.WAIT_PROMPTS,
+    Why.LAST_OF_END: Class.WAIT_END,
+}
+"""What a free place of an engine with requests waits for, by what the scheduler says."""
+
+EMPTY_FOR: Mapping[str, Class] = {
+    Why.DRAIN: Class.WAIT_WEIGHTS,
+    Why.TURN: Class.WAIT_OTHER_SIDE,
+    Why.GATE: Class.WAIT_GATE,
+    Why.PROMPTS: Class.WAIT_PROMPTS,
+    Why.END: Class.WAIT_END,
+    Class.START_UP: Class.START_UP,
+}
+"""What an engine without a request waits for, by what the scheduler says, while no trajectory generates."""
+
+BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
+"""An engine works for the trainer."""
+
+COMPUTES = frozenset({Class.TRAINING, Class.LOG_PROBS})
+"""Of the trainer: what its ranks do together."""
+
+
+class Track:
+    """What one thing was at any moment: the values from each of some times on."""
+
+    def __init__(self, changes: Mapping[float, str | None]) -> None:
+        self._times = sorted(changes)
+        self._values = [None, *(changes[time] for time in self._times)]
+
+    def during(self, start: float, end: float) -> Iterator[tuple[float, float, str | None]]:
+        """Stretches of this time in which it did not change."""
+        index = bisect_right(self._times, start)
+        while start < end:
+            stop = min(end, self._times[index]) if index < len(self._times) else end
+            if stop > start:
+                yield start, stop, self._values[index]
+            start, index = stop, index + 1
+
+
+class Context(NamedTuple):
+    """Tracks of a run. engines: whether one of them works for the trainer. away: what trajectories are at."""
+
+    phases: Track
+    whys: Track
+    engines: Track
+    away: Track
+    ranks: Track
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Context:
+        """From the record."""
+        lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: [], RANKS: []}
+        for event in events:
+            kind = event.lane.partition(" ")[0]
+            if event.end > event.start and kind in lanes and (kind != ROLLOUT or event.what in BUSY):
+                lanes[kind].append(event)
+        return cls(
+            _one_at_a_time(lanes[TRAINER], lambda event: event.what),
+            _one_at_a_time(lanes[SCHEDULER], lambda event: event.what),
+            _any_of(lanes[ROLLOUT], lambda event: [ROLLOUT]),
+            _any_of(lanes[AGENTS], lambda event: () if event.what == NOWHERE else event.what.split("+")),
+            _one_at_a_time(lanes[RANKS], lambda event: str(event.share)),
+        )
+
+    def during(self, event: Event, until: float, shared: bool) -> Iterator[tuple[float, float, Class, float]]:
+        """The parts of a device's event up to ``until``, with their classes and their shares of it."""
+        if event.lane == TRAINER:
+            yield from self._of_trainer(event, until)
+            return
+        for begin, stop, why in self.whys.during(event.start, until):
+            if not shared:
+                yield from self._of_engine(event, begin, stop, why)
+                continue
+            for start, end, phase in self.phases.during(begin, stop):
+                if phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
+                    yield start, end, Class.START_UP, 1.0
+                elif phase not in (WAIT, VALIDATE, Class.START_UP, None):
+                    yield from self._of_phase(start, end, phase)
+                else:
+                    yield from self._of_engine(event, start, end, why)
+
+    def _of_trainer(self, event: Event, until: float) -> Iterator[tuple[float, float, Class, float]]:
+        if event.what != WAIT:
+            yield from self._of_phase(event.start, until, event.what)
+            return
+        for begin, stop, why in self.whys.during(event.start, until):
+            if why == Why.REWARD:
+                yield from self._of_rewards(begin, stop)
+            else:
+                yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN), 1.0
+
+    def _of_phase(self, begin: float, stop: float, phase: str | None) -> Iterator[tuple[float, float, Class, float]]:
+        what = PHASES.get(phase or "", Class.NOT_KNOWN)
+        if what not in COMPUTES:
+            yield begin, stop, what, 1.0
+            return
+        for start, end, share in self.ranks.during(begin, stop):
+            waits = float(share or 0.0)
+            yield start, end, what, 1.0 - waits
+            if waits:
+                yield start, end, Class.WAIT_RANKS, waits
+
+    def _of_rewards(self, begin: float, stop: float) -> Iterator[tuple[float, float, Class, float]]:
+        """Only rewards keep the run from going on, or log-probs that are computed with them."""
+        for start, end, away in self.away.during(begin, stop):
+            scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
+            yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD, 1.0
+
+    def _of_engine(
+        self, event: Event, begin: float, stop: float, why: str | None
+    ) -> Iterator[tuple[float, float, Class, float]]:
+        if event.what == Class.IDLE_PLACES:
+            yield begin, stop, FREE_FOR.get(why or "", Class.IDLE_PLACES), 1.0
+        elif event.what != EMPTY:
+            yield begin, stop, KNOWN.get(event.what, Class.NOT_KNOWN), 1.0
+        elif (free := FREE_FOR.get(why or "")) is not None:
+            yield from self._of_empty(begin, stop, free)
+        elif why == Why.REWARD:
+            yield from self._of_rewards(begin, stop)
+        else:
+            # Before the scheduler begins it says nothing.
+            yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN), 1.0
+
+    def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[tuple[float, float, Class, float]]:
+        """Trajectories have slots, and this engine has no request of theirs: others have, or none has."""
+        for first, last, engines in self.engines.during(begin, stop):
+            if engines and free is not Class.IDLE_PLACES:
+                yield first, last, free, 1.0
+                continue
+            for start, end, away in self.away.during(first, last):
+                yield start, end, Class.WAIT_TOOLS if away and Away.TOOLS in away else Class.WAIT_AGENTS, 1.0
+
+
+KNOWN: Mapping[str, Class] = {what.value: what for what in Class}
+
+
+def _one_at_a_time(events: Iterable[Event], value: Callable[[Event], str]) -> Track:
+    """Of one lane, whose events do not overlap."""
+    changes: dict[float, str | None] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        changes[event.start] = value(event)
+        changes.setdefault(event.end, None)
+    return Track(changes)
+
+
+def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
+    """Of several lanes: everything that one of them names, joined."""
+    steps = [(time, by, name) for event in events for name in values(event) for time, by in _ends(event)]
+    counts: Counter[str] = Counter()
+    changes: dict[float, str | None] = {}
+    last: str | None = None
+    for time, by, name in sorted(steps):
+        counts[name] += by
+        now = "+".join(sorted(+counts)) or None
+        if now != last or time in changes:
+            changes[time] = last = now
+    return Track(changes)
+
+
+def _ends(event: Event) -> tuple[tuple[float, int], tuple[float, int]]:
+    return (event.start, 1), (event.end, -1)
