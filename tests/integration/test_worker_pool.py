@@ -86,6 +86,10 @@ def actor_class() -> type:
             if self.is_broken:
                 raise TypeError("'NoneType' object is not callable")
 
+        async def rehearse(self) -> None:
+            if self.is_broken:
+                raise worker_set.WorkerSpoilt("torch.zeros is None")
+
         async def be_prepared(self) -> None:
             self.prepared = True
 
@@ -391,6 +395,15 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
     assert len(await events_of(call_of(pool))) == 3
     assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
+    await pool.close([])
+
+
+async def test_trajectory_by_itself_begins_in_a_sound_worker(cluster: None) -> None:
+    actor = ray.remote(max_restarts=-1, max_concurrency=CALLS_AT_ONCE)(actor_class()).remote()
+    await actor.__ray_call__.remote(lambda worker: setattr(worker, "is_broken", True))
+    pool = WorkerPool([actor])
+    assert len(await events_of(call_of(pool, alone=True))) == 3
+    assert pool.lives.total() == 1
     await pool.close([])
 
 

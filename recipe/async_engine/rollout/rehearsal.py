@@ -71,6 +71,15 @@ class Rehearsal:
             await asyncio.wait({self._first}, timeout=LIMIT_S)
             logger.debug("this worker cannot rehearse: %s", self._first)
 
+    async def now(self) -> None:
+        """Rehearse before a trajectory that is under suspicion itself.
+
+        Raises:
+            WorkerSpoilt: as :meth:`after_a_failure`.
+        """
+        if (what := await self._changed()) is not None:
+            raise WorkerSpoilt(f"no trajectory can run there any more ({what}): {WHY}")
+
     @asynccontextmanager
     async def after_a_failure(self) -> AsyncIterator[None]:
         """Rehearse where a trajectory fails in here, be it its agent loop, its reward or what holds them.

@@ -145,6 +145,10 @@ class TrajectoryWorker(AgentLoopWorker):
         """Take work from now on: what the others know was told, or is with the calls before this one."""
         self._is_prepared = True
 
+    async def rehearse(self) -> None:
+        """Raise WorkerSpoilt if no trajectory can run here any more."""
+        await self._rehearsal.now()
+
     async def use_reference(self, servers: dict[str, Any], timeout_s: float) -> None:
         """Have servers of the reference policy, actor handles by name, score each finished trajectory."""
         self._reference = ScoringClient(servers, timeout_s)

@@ -222,7 +222,8 @@ class WorkerPool(WorkerSet):
         """The worker of a call, once it is up.
 
         A call that is to be alone waits until its worker has no other, which ends with their deadlines, and keeps
-        further ones away. With a single worker there is nowhere else for those.
+        further ones away. With a single worker there is nowhere else for those. It begins in one that is sound: what
+        those before it have changed there is not its doing.
         """
         async with self._by_itself if call.alone else nullcontext():
             if call.alone:
@@ -230,6 +231,10 @@ class WorkerPool(WorkerSet):
             try:
                 while call.alone and self.load[call.worker_id] and len({*self.actors, *self._returning}) > 1:
                     await asyncio.sleep(LOOK_S)
+                if call.alone:
+                    with suppress(WorkerDied):
+                        async with self.one(call.worker_id) as actor:
+                            await actor.rehearse.remote()
                 async with self.one(call.worker_id) as actor:
                     yield actor
             finally:
