@@ -16,7 +16,7 @@ from pathlib import Path
 from large_report import make
 from trace_processor import loaded
 
-from recipe.async_engine.storage.event_file import files, read
+from recipe.async_engine.record.event_file import files, read
 from recipe.report.run import load
 from recipe.report.trace import write_trace
 

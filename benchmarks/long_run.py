@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from mains import ray_folder
 
-from recipe.async_engine.run.record import WITH_ALARMS
+from recipe.async_engine.record.run_record import WITH_ALARMS
 
 MAIN = "recipe.fully_async.main"
 LOOK_S = 5.0

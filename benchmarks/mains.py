@@ -20,7 +20,7 @@ import stock_overrides as stock
 from main_process import run_module, short_run
 from surroundings import end_shared_forks, ray_folder, shared_forks, with_helpers
 
-from recipe.async_engine.run.record import WITH_ALARMS
+from recipe.async_engine.record.run_record import WITH_ALARMS
 
 __all__ = ["Run", "end_shared_forks", "ray_folder", "run", "shared_forks", "short_run", "stock", "with_helpers"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_engine.model_engine.replica import ModelEngineReplica
-from recipe.async_engine.model_engine.worker import ModelEngineWorker
+from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica
+from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 

@@ -21,7 +21,7 @@ from recipe.async_engine.core.events import (
     Event,
     Work,
 )
-from recipe.async_engine.storage.event_file import EventFile
+from recipe.async_engine.record.event_file import EventFile
 
 PLACES, REPEATS, COUNT = 64, 9, 20_000
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from recipe.async_engine.core.events import Class
-from recipe.async_engine.storage.event_file import files, read
+from recipe.async_engine.record.event_file import files, read
 
 if TYPE_CHECKING:
     from main_runs import FinishedRun

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from surroundings import end_shared_forks, shared_forks, take_forks, usual_environment
 
-from recipe.async_engine.platform.detect import inspect_machine
+from recipe.async_engine.run.detect import inspect_machine
 from recipe.laptop.choice import choose_platform
 from recipe.laptop.task import TaskPaths, TaskSettings, ensure_task
 
-ROOMS = ("core", "settings", "plan", "integration", "e2e", "contracts", "gpu")
+ROOMS = ("core", "config", "plan", "integration", "e2e", "contracts", "gpu")
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ROOMS]
 os.environ.update(choose_platform(os.environ, inspect_machine()).environment)
 

@@ -22,8 +22,8 @@ from odd_errors import WORDS, NotPickled
 from ray.exceptions import ActorDiedError, RayTaskError
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/configuration.md from the config types: `python tools/config_docs.py PATH`.
 
-Contract: the document is a pure function of `recipe.async_engine.settings.sections`, so a setting cannot exist without its
+Contract: the document is a pure function of `recipe.async_engine.config.sections`, so a setting cannot exist without its
 documentation; a test compares the committed file with `render_document()`.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.settings.fields import allowed_values, field_types, render
-from recipe.async_engine.settings.rules.algorithm import ADVANTAGE_ESTIMATORS
-from recipe.async_engine.settings.sections import SECTIONS
+from recipe.async_engine.config.fields import allowed_values, field_types, render
+from recipe.async_engine.config.rules.algorithm import ADVANTAGE_ESTIMATORS
+from recipe.async_engine.config.sections import SECTIONS
 
 INTRODUCTION = """\
 # Configuration

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.emulation.devices import Emulation
-from recipe.async_engine.run.record import WITH_ALARMS
+from recipe.async_engine.record.run_record import WITH_ALARMS
 
 CHECKOUT = Path(__file__).parents[1]
 PROMPTS, ANSWERS = 6, 2

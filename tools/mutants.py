@@ -35,12 +35,12 @@ from typing import Any
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-ROOMS = ("recipe/async_engine/core", "recipe/async_engine/settings")
+ROOMS = ("recipe/async_engine/core", "recipe/async_engine/config")
 EQUIVALENT = CHECKOUT / "tools" / "equivalent_mutants.txt"
 # Those that run in this process alone: what starts others would import the file as it is.
 TESTS = (
     "tests/core",
-    "tests/settings",
+    "tests/config",
     *(
         f"tests/integration/test_{name}.py"
         for name in (

@@ -3,16 +3,15 @@
 
 Its rooms, from the roof to the ground. A room may import those on lower floors; `make lint` holds that.
 
-    run, verl_v1               a run of this package's mains; parts beside verl's own v1 trainers
-    trainer, inspection        the training loop; what a configuration refers to
-    logprobs                   sources of proximal log-probs
+    run, v1                    a run of this package's mains; parts beside verl's own v1 trainers
+    trainer, inspection        the training loop, with its sources of proximal log-probs; what a configuration refers to
     rollout                    prompts to trajectories: scheduler, agent-loop workers, client
-    model_engine, rewards      log-prob servers; what scores answers
-    replicas                   rollout servers
+    log_prob_servers, rewards  log-prob servers; what scores answers
+    engines                    rollout servers; vLLM's in engines/vllm
     weights                    trainer to replicas
-    recovery                   what stopped is noticed, ended, replaced
-    storage, platform          files that last; the machine
-    settings                   types, plan, rules (pure)
+    actors                     what stopped is noticed, ended, replaced
+    record                     files that last: a run's record, its checkpoints' contents
+    config                     types, plan, rules (pure); Hydra's groups
     core, modes                state machines (pure); which trainer a mode has
 
 What is no engine stands beside it, and it imports none of that: `recipe.laptop`, `recipe.programs`, `recipe.report`,

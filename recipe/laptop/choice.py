@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recipe.async_engine.platform.detect import LOG_LEVEL, Machine, PlatformChoice, cluster_to_join
+from recipe.async_engine.run.detect import LOG_LEVEL, Machine, PlatformChoice, cluster_to_join
 
 CPU_ENVIRONMENT: dict[str, str] = {
     **LOG_LEVEL,

@@ -15,9 +15,9 @@ from dataclasses import asdict
 import ray
 from omegaconf import DictConfig, open_dict
 
-from recipe.async_engine.platform.detect import PlatformChoice
-from recipe.async_engine.platform.versions import RAY_SUPPORTED, is_supported
+from recipe.async_engine.run.detect import PlatformChoice
 from recipe.async_engine.run.driver import RunFailed
+from recipe.async_engine.supported import RAY_SUPPORTED, is_supported
 from recipe.laptop.choice import choose_platform
 from recipe.laptop.prefork.run import Prefork
 from recipe.laptop.task import TaskDirectoryError, TaskSettings, ensure_task

@@ -7,11 +7,11 @@ import os
 
 from omegaconf import DictConfig, open_dict, read_write
 
+from recipe.async_engine.config.fields import is_count
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.verdicts import PLACEHOLDER as MANAGER
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.settings.fields import is_count
-from recipe.async_engine.settings.sections import SHARED
-from recipe.async_engine.settings.verdicts import PLACEHOLDER as MANAGER
 
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"

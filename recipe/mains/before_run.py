@@ -42,8 +42,8 @@ class BeforeRun(Callback):
         trainer = str(config.trainer.get("v1", {}).get("trainer_mode", ""))
         if not trainer.startswith("recipe_") or kwargs["job_return"].status is not JobStatus.COMPLETED:
             return
-        from recipe.async_engine.run.record import exit_status
-        from recipe.async_engine.storage.schema import summary_in
+        from recipe.async_engine.record.run_record import exit_status
+        from recipe.async_engine.record.schema import summary_in
 
         # It may be on a node whose folders are others.
         summary, _ = summary_in(Path(config.trainer.default_local_dir))
@@ -98,7 +98,7 @@ def _main() -> str:
 
 
 def _check(config: DictConfig, trainer: str) -> int:
-    from recipe.async_engine.settings.problems import ConfigError
+    from recipe.async_engine.config.problems import ConfigError
     from recipe.mains.plan_only import findings
 
     if found := findings(config, trainer).problems:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who judges a configuration beside the rules of the engine."""
 
-from recipe.async_engine.settings.validation import Judge
+from recipe.async_engine.config.validation import Judge
 from recipe.plan.memory import rules as memory
 from recipe.programs import check as programs
 

@@ -25,7 +25,7 @@ def install() -> None:
 def _register(v1: ModuleType) -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
 
-    from recipe.async_engine.verl_v1.trainers import TRAINERS as OF_VERL
+    from recipe.async_engine.v1.trainers import TRAINERS as OF_VERL
     from recipe.mains.trainer import TRAINERS as OF_MODES
 
     trainers: tuple[Any, ...] = (*OF_MODES, *OF_VERL)

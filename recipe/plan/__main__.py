@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from recipe.async_engine.storage.event_file import files
-from recipe.async_engine.storage.schema import BadFile
+from recipe.async_engine.record.event_file import files
+from recipe.async_engine.record.schema import BadFile
 from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, StandsStill

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from recipe.async_engine.settings.model_shape import ModelShape, shape_of
+from recipe.async_engine.config.model_shape import ModelShape, shape_of
 
 __all__ = ["H100", "MODELS", "DeviceProfile", "DeviceTimes", "ModelShape", "active_parameters", "shape_of"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 
-from recipe.async_engine.settings.log_prob_servers import LogProbServers
-from recipe.async_engine.settings.plan import (
+from recipe.async_engine.config.log_prob_servers import LogProbServers
+from recipe.async_engine.config.plan import (
     batch_size,
     places_per_replica,
     proximal_source,
@@ -18,11 +18,11 @@ from recipe.async_engine.settings.plan import (
     staleness_bound,
     trainer_ranks,
 )
-from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import rewards
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.sections import SHARED
-from recipe.async_engine.settings.validation import Findings
+from recipe.async_engine.config.problems import ConfigError, Problem
+from recipe.async_engine.config.rules import rewards
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.validation import Findings
 from recipe.plan.memory import rules as memory
 from recipe.plan.memory.items import Item, Part, gib
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules.context import RuleContext
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
 from recipe.programs import reward
 
 FUNCTION = "reward.custom_reward_function"

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from recipe.async_engine.storage.schema import BadFile
+from recipe.async_engine.record.schema import BadFile
 from recipe.report.extras import lacking
 from recipe.report.follow import follow
 from recipe.report.run import Run, load

@@ -3,7 +3,7 @@
 
 Contract: a run that goes on, or was killed, is read up to the last batch of events that it has written; the account is
 made of these. Of a run with several starts in one folder it is the newest start. What is damaged is left out and noted,
-or the record is refused (`storage.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
+or the record is refused (`record.schema`). Shown by tests/integration/test_report.py and test_damaged_files.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from recipe.async_engine.core.alarms import METRIC, WATCHED
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
 from recipe.async_engine.core.recorded import Devices
-from recipe.async_engine.storage.event_file import events_of, files, read
-from recipe.async_engine.storage.schema import BadFile, Header, Settings, Summary, header_of, metrics_in, summary_in
+from recipe.async_engine.record.event_file import events_of, files, read
+from recipe.async_engine.record.schema import BadFile, Header, Settings, Summary, header_of, metrics_in, summary_in
 from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from recipe.async_engine.core.events import GROUPS, TRAJECTORIES
 from recipe.async_engine.core.recorded import Recorded
-from recipe.async_engine.storage.event_file import events_of, read
+from recipe.async_engine.record.event_file import events_of, read
 from recipe.report.account import Account, close
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from upstream import Found, Upstream, statements, targets
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("verl", "vllm", "ray")
-EXTENSION = "recipe.async_engine.weights.engine_extension:StagingExtension"
+EXTENSION = "recipe.async_engine.engines.vllm.engine_extension:StagingExtension"
 # Made at run time, or not by what its class is: where the contract for it stands.
 STANDS_FOR = {
     # A dictionary of them.

@@ -24,7 +24,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 NCCL_GROUP = "ray.util.collective.collective_group.nccl_collective_group:NCCLGroup"
 
-REPLICA = "recipe.async_engine.replicas.replica:GatedVLLMReplica"
+REPLICA = "recipe.async_engine.engines.vllm.replica:GatedVLLMReplica"
 TRAINER_RANK = "verl.workers.engine_workers:TrainingWorker"
 FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CONFIG, MODEL_CONFIG = "vllm.config:VllmConfig", "vllm.config.model:ModelConfig"
@@ -32,36 +32,36 @@ PARALLEL_CONFIG = "vllm.config.parallel:ParallelConfig"
 
 # Objects by the expression that names them in a module of ours, one of the engine's unless its name is whole.
 HELD = {
-    ("replicas.server", "self.engine"): ENGINE,
-    ("replicas.server", "self.engine.renderer"): "vllm.renderers.base:BaseRenderer",
-    ("replicas.server", "self.engine.engine_core"): "vllm.v1.engine.core_client:AsyncMPClient",
-    ("replicas.server", "self.engine.output_processor"): "vllm.v1.engine.output_processor:OutputProcessor",
-    ("weights.engine_extension", "self.model_runner"): RUNNER,
-    ("weights.engine_extension", "self.model_runner.vllm_config"): CONFIG,
-    ("weights.engine_extension", "self.model_runner.vllm_config.model_config"): MODEL_CONFIG,
+    ("engines.vllm.server", "self.engine"): ENGINE,
+    ("engines.vllm.server", "self.engine.renderer"): "vllm.renderers.base:BaseRenderer",
+    ("engines.vllm.server", "self.engine.engine_core"): "vllm.v1.engine.core_client:AsyncMPClient",
+    ("engines.vllm.server", "self.engine.output_processor"): "vllm.v1.engine.output_processor:OutputProcessor",
+    ("engines.vllm.engine_extension", "self.model_runner"): RUNNER,
+    ("engines.vllm.engine_extension", "self.model_runner.vllm_config"): CONFIG,
+    ("engines.vllm.engine_extension", "self.model_runner.vllm_config.model_config"): MODEL_CONFIG,
     (
-        "weights.engine_extension",
+        "engines.vllm.engine_extension",
         "self.model_runner.vllm_config.parallel_config",
     ): "vllm.config.parallel:ParallelConfig",
-    ("weights.engine_extension", "self.model_runner.lora_manager"): "vllm.lora.worker_manager:WorkerLoRAManager",
-    ("weights.engine_extension", "manager"): "vllm.lora.model_manager:LoRAModelManager",
-    ("weights.engine_extension", "adapter"): "vllm.lora.lora_model:LoRAModel",
-    ("weights.engine_extension", "config"): CONFIG,
-    ("weights.engine_extension", "vllm_config.model_config"): MODEL_CONFIG,
-    ("weights.engine_extension", "config.model_config"): MODEL_CONFIG,
-    ("weights.engine_extension", "config.compilation_config"): "vllm.config.compilation:CompilationConfig",
-    ("weights.staged_adapter", "self._worker"): WORKER,
+    ("engines.vllm.engine_extension", "self.model_runner.lora_manager"): "vllm.lora.worker_manager:WorkerLoRAManager",
+    ("engines.vllm.engine_extension", "manager"): "vllm.lora.model_manager:LoRAModelManager",
+    ("engines.vllm.engine_extension", "adapter"): "vllm.lora.lora_model:LoRAModel",
+    ("engines.vllm.engine_extension", "config"): CONFIG,
+    ("engines.vllm.engine_extension", "vllm_config.model_config"): MODEL_CONFIG,
+    ("engines.vllm.engine_extension", "config.model_config"): MODEL_CONFIG,
+    ("engines.vllm.engine_extension", "config.compilation_config"): "vllm.config.compilation:CompilationConfig",
+    ("engines.vllm.staged_adapter", "self._worker"): WORKER,
     ("weights.nccl_engine", "rays"): NCCL_GROUP,
     ("weights.nccl_engine", "collective.get_group_handle(self.name)"): NCCL_GROUP,
     ("weights.publisher", "record.replica"): REPLICA,
-    ("replicas.manager", "replica"): REPLICA,
-    ("recovery.clean_up", "replica"): REPLICA,
+    ("engines.manager", "replica"): REPLICA,
+    ("actors.clean_up", "replica"): REPLICA,
     ("recipe.partial_rollout.publisher", "record.replica"): REPLICA,
-    ("model_engine.adapter", "self.worker"): TRAINER_RANK,
-    ("model_engine.worker", "self.server_adapter.worker"): TRAINER_RANK,
+    ("log_prob_servers.adapter", "self.worker"): TRAINER_RANK,
+    ("log_prob_servers.worker", "self.server_adapter.worker"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor"): TRAINER_RANK,
     ("trainer.actor_worker", "self.actor.engine"): FSDP,
-    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.weights.worker:DeadlineServerAdapter",
+    ("trainer.shared_worker", "self.rollout"): "recipe.async_engine.engines.vllm.weight_worker:DeadlineServerAdapter",
 }
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from recipe.async_engine.storage import durable
+from recipe.async_engine.record import durable
 
 
 @contextmanager

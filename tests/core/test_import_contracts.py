@@ -18,7 +18,7 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
     ("module", "planted", "broken"),
     [
         ("core/gate.py", "import ray", "recipe.async_engine.core is not allowed to import ray"),
-        ("settings/plan.py", "from torch import Tensor", "recipe.async_engine.settings is not allowed to import torch"),
+        ("config/plan.py", "from torch import Tensor", "recipe.async_engine.config is not allowed to import torch"),
         (
             "weights/publisher.py",
             "from recipe.async_engine.rollout.scheduler import Scheduler",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.run.record import METRICS_FILE, NON_FINITE, STEP, SUMMARY_FILE, RunRecord, exit_status
+from recipe.async_engine.record.run_record import METRICS_FILE, NON_FINITE, STEP, SUMMARY_FILE, RunRecord, exit_status
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "run-record.md"
 PROMISED = {
@@ -174,7 +174,7 @@ def test_summary_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         assert not Path(target).exists()
         seen.append(json.loads(Path(source).read_text()))
 
-    monkeypatch.setattr("recipe.async_engine.storage.durable.os.replace", replace)
+    monkeypatch.setattr("recipe.async_engine.record.durable.os.replace", replace)
     record.close(None)
     assert seen == [record.summary]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.core.columns import TOKEN_VERSIONS
-from recipe.async_engine.storage.event_file import files, read
+from recipe.async_engine.record.event_file import files, read
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 

@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from weight_sender import TrainerGroup
 
-from recipe.async_engine.replicas.manager import ReplicaManager
+from recipe.async_engine.config.sections import Timeouts, Weights
+from recipe.async_engine.engines.manager import ReplicaManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.recorder import start_recording
 from recipe.async_engine.run.ray_start import start_own
-from recipe.async_engine.settings.sections import Timeouts, Weights
 from recipe.async_engine.trainer.verl_settings import tell_servers
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.laptop.choice import CPU_ENVIRONMENT

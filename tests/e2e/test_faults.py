@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot go on ends with a clear message and a non-zero exit, and what was finished before is kept.
 
-More on refused configurations: tests/settings/test_config.py and tests/integration/test_config_*.py.
+More on refused configurations: tests/config/test_config.py and tests/integration/test_config_*.py.
 """
 
 from __future__ import annotations

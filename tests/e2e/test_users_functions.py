@@ -27,8 +27,8 @@ from odd_rewards import DIED, HARMLESS, LATE, SCORED, WAYS
 from pyarrow import parquet
 
 from recipe.async_engine.core.events import GROUPS
+from recipe.async_engine.record.event_file import files, read
 from recipe.async_engine.rollout.soundness import is_number
-from recipe.async_engine.storage.event_file import files, read
 from recipe.laptop.task import TaskPaths
 
 BATCH, ANSWERS = 8, 2

@@ -24,7 +24,7 @@ FALLBACK = "model_engine_server/fallback_rows"
 SPANS = "training/off_policy/trajectory_spans/max"
 ROUNDING = 1e-5
 BOUNDED = (
-    "trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.verl_v1.sampler",
+    "trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.v1.sampler",
     "trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer",
 )
 

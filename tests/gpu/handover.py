@@ -28,7 +28,7 @@ def weights(mebibytes: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def receive(address: str, device: str, pipe: Any) -> None:
     """The engine's end, a process of its own."""
-    from recipe.async_engine.weights.engine_extension import DeadlineReceiver
+    from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver
 
     checksum = StreamChecksum()
     place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)
@@ -47,7 +47,7 @@ def receive(address: str, device: str, pipe: Any) -> None:
 
 def hand_over(device: str, mebibytes: int, folder: str) -> dict[str, float]:
     """Send so much; returns seconds and GB/s. What came is what was sent, bit for bit, or AssertionError."""
-    from recipe.async_engine.weights.worker import DeadlineWeightSender
+    from recipe.async_engine.engines.vllm.weight_worker import DeadlineWeightSender
 
     address, checksum = f"ipc://{folder}/weights", StreamChecksum()
     # CUDA does not outlive a fork.

@@ -28,7 +28,7 @@ def on_accelerators(apart: bool) -> list[str]:
         f"{ROLLOUT}.enable_sleep_mode=true",
         f"{ROLLOUT}.gpu_memory_utilization=0.3",
         f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls="
-        "recipe.async_engine.weights.engine_extension.StagingExtension",
+        "recipe.async_engine.engines.vllm.engine_extension.StagingExtension",
         f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16",
         *(
             [

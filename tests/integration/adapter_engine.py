@@ -17,8 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import get_peft_model_state_dict
 from staged_engine import Engine, weights_of
 
+from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged import StagingRefused
-from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 
 RANK, ALPHA = 6, 16
 CONFIG = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear", "bias": "none"}

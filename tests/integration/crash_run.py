@@ -34,11 +34,11 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from recipe.async_engine.config.sections import AsyncTraining
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
-from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import checkpoints, rollout_state
 from recipe.async_engine.trainer.checkpoints import RunState
 

@@ -74,8 +74,8 @@ def make_server(engine: Any) -> Any:
     """A rollout server of this process, as it is once it has launched its engine."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
-    from recipe.async_engine.platform.continued_answers import in_output_processor
-    from recipe.async_engine.replicas import server as servers
+    from recipe.async_engine.engines.vllm import server as servers
+    from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
 
     class Server(servers.GatedVLLMHttpServer):
         """Counts the requests for what is missing of an answer."""
@@ -116,7 +116,7 @@ def make_server(engine: Any) -> Any:
 def make_client(server: Any) -> Any:
     from omegaconf import OmegaConf
 
-    from recipe.async_engine.replicas.load_balancer import CountingBalancer
+    from recipe.async_engine.engines.load_balancer import CountingBalancer
     from recipe.async_engine.rollout.client import ResumingClient
 
     rollout = {"name": "vllm", "prompt_length": BLOCK, "response_length": LONGEST}

@@ -11,7 +11,7 @@ from odd_processor import OddTokens
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from recipe.async_engine.platform.continued_answers import SCHEDULER
+from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER
 
 END, THINK, THOUGHT = "<|end|>", "<think>", "</think>"
 # Pairs of bytes, so that a stop string may begin and end within a token.

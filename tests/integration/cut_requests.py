@@ -9,7 +9,7 @@ from typing import Any
 from cut_cases import AT_ONCE, KINDS, Case, letters_of, make_tokenizer
 
 from recipe.async_engine.core.cuts import SAMPLED
-from recipe.async_engine.platform.continued_answers import in_output_processor
+from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
 
 
 def answer_all(llm: Any, cases: list[Case], before: list[list[int]], ends: list[int]) -> list[tuple[list[int], bool]]:

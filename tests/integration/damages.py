@@ -27,7 +27,7 @@ from recipe.async_engine.core.events import (
     Event,
     Why,
 )
-from recipe.async_engine.storage.event_file import COLUMNS, FORMAT, HEADER, EventFile
+from recipe.async_engine.record.event_file import COLUMNS, FORMAT, HEADER, EventFile
 
 STEPS, ANSWERS = 6, 2
 SETTINGS = {

@@ -21,12 +21,12 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
 from recipe.async_engine.weights.encoded_engine import EncodedReceiver, EncodedSender
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
-from recipe.async_engine.weights.worker import WeightLoadError
 
 BUCKET_BYTES = 4096
 MEBIBYTES_OF_BULK = 32

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from verl.utils.fsdp_utils import merged_lora_context
 
-from recipe.async_engine.platform.lora_engine import MergeError, merged_parameters
+from recipe.async_engine.weights.lora_engine import MergeError, merged_parameters
 
 RANKS_S = 120
 TIMES = 20

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.workers.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
-from recipe.async_engine.model_engine.sequences import from_batch, to_batch
+from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
+from recipe.async_engine.log_prob_servers.sequences import from_batch, to_batch
 from recipe.async_engine.weights.staged import StagingRefused
 
 VOCABULARY = 64

@@ -16,7 +16,7 @@ from remote_fakes import Handle
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.config.sections import Weights
 
 ASK_EVERY_S = 0.004
 SOON_S = 10.0

@@ -22,10 +22,10 @@ from order_fleet import LAYERS, ON_DEVICE, Actor, Member, Process, communicators
 from ray.exceptions import RayActorError
 
 from recipe.async_engine.core.scoring import ScoringSettings
-from recipe.async_engine.model_engine import staged_shards
-from recipe.async_engine.model_engine.adapter import ModelEngineServerAdapter, WorkerSettings
-from recipe.async_engine.model_engine.service import EngineLost, ScoringService
-from recipe.async_engine.model_engine.worker import ModelEngineWorker
+from recipe.async_engine.log_prob_servers import staged_shards
+from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
+from recipe.async_engine.log_prob_servers.service import EngineLost, ScoringService
+from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
 from recipe.async_engine.weights.staged import StagingRefused
 
 SCORE_EVERY_S = 0.003

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.replicas.load_balancer import CountingBalancer
+from recipe.async_engine.engines.load_balancer import CountingBalancer
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
 
 

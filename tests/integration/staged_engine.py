@@ -47,7 +47,7 @@ def weights_of(family: str, version: int) -> Any:
 
 
 def begin(worker: Any, how: str) -> None:
-    from recipe.async_engine.weights.engine_extension import staged_model_of
+    from recipe.async_engine.engines.vllm.engine_extension import staged_model_of
 
     runner = worker.model_runner
     worker.staged = staged_model_of(runner.get_model(), runner.vllm_config, worker.device, how == "from the host")
@@ -71,7 +71,7 @@ def swap(worker: Any, version: int) -> None:
     worker.staged.swap(version)
 
 
-EXTENSION = "recipe.async_engine.weights.engine_extension.StagingExtension"
+EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
 CPU_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
 
 

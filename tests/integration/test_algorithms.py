@@ -30,10 +30,10 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipe.async_engine.logprobs import bypass, loglinear
-from recipe.async_engine.settings.rules import algorithm, names
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.config.rules import algorithm, names
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import read_settings
+from recipe.async_engine.trainer.log_probs import bypass, loglinear
 
 ACTOR = "actor_rollout_ref.actor"
 GENERATOR = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_engine.storage.durable import REMOVED
+from recipe.async_engine.record.durable import REMOVED
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointError, candidates, problem
 

@@ -16,12 +16,12 @@ from hydra.errors import ConfigCompositionException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.async_engine.config.facts import Resources
+from recipe.async_engine.config.fields import read_section
+from recipe.async_engine.config.plan import derive
+from recipe.async_engine.config.sections import AsyncTraining, BuiltinTask, RolloutResources
+from recipe.async_engine.config.validation import validate
 from recipe.async_engine.inspection.check import plain
-from recipe.async_engine.settings.facts import Resources
-from recipe.async_engine.settings.fields import read_section
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.settings.sections import AsyncTraining, BuiltinTask, RolloutResources
-from recipe.async_engine.settings.validation import validate
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]

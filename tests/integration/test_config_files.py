@@ -15,8 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save_file
 
+from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.inspection.check import check, file_facts, plain
-from recipe.async_engine.settings.problems import ConfigError
 from recipe.mains.judges import JUDGES
 from recipe.programs import reward as programs
 from recipe.programs import sandbox

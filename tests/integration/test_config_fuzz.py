@@ -15,15 +15,15 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from recipe.async_engine.config.problems import ConfigError
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.learning import LIMITS
+from recipe.async_engine.config.sections import SECTIONS, read_settings
+from recipe.async_engine.config.validation import RULES
+from recipe.async_engine.config.verl_types import ACTOR, EXPECTED, ROLLOUT
 from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.rules.learning import LIMITS
-from recipe.async_engine.settings.sections import SECTIONS, read_settings
-from recipe.async_engine.settings.validation import RULES
-from recipe.async_engine.settings.verl_types import ACTOR, EXPECTED, ROLLOUT
 from recipe.laptop.task.tokenizer import build_tokenizer
 from recipe.mains import run
 from recipe.mains.judges import JUDGES

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.snapshots import changes
-from recipe.async_engine.storage.contents import MANIFEST, lacking, without_weights
+from recipe.async_engine.record.contents import MANIFEST, lacking, without_weights
 from recipe.async_engine.trainer.checkpoints import CheckpointError, RunState, loading
 
 ALL = ["model", "optimizer", "extra"]

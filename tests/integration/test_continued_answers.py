@@ -21,8 +21,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrement
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from recipe.async_engine.core.cuts import SAMPLED
-from recipe.async_engine.platform import continued_answers
-from recipe.async_engine.platform.continued_answers import read_before
+from recipe.async_engine.engines.vllm import continued_answers
+from recipe.async_engine.engines.vllm.continued_answers import read_before
 
 TOKENIZER = make_tokenizer()
 

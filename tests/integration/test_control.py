@@ -12,15 +12,15 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
+from recipe.async_engine.actors.control import sign_of_life, with_control
+from recipe.async_engine.actors.restarts import Restartable
 from recipe.async_engine.core.scoring import ScoringSettings
-from recipe.async_engine.model_engine.replica import CONTROLS
-from recipe.async_engine.model_engine.replica import HELD as HELD_SCORES
-from recipe.async_engine.model_engine.server import ModelEngineServer
-from recipe.async_engine.recovery.control import sign_of_life, with_control
-from recipe.async_engine.recovery.restarts import Restartable
-from recipe.async_engine.replicas.load_balancer import HELD as HELD_ROUTES
-from recipe.async_engine.replicas.load_balancer import CountingBalancer
-from recipe.async_engine.replicas.server import HELD as HELD_ANSWERS
+from recipe.async_engine.engines.load_balancer import HELD as HELD_ROUTES
+from recipe.async_engine.engines.load_balancer import CountingBalancer
+from recipe.async_engine.engines.vllm.server import HELD as HELD_ANSWERS
+from recipe.async_engine.log_prob_servers.replica import CONTROLS
+from recipe.async_engine.log_prob_servers.replica import HELD as HELD_SCORES
+from recipe.async_engine.log_prob_servers.server import ModelEngineServer
 from recipe.async_engine.rewards.scoring_worker import HELD as HELD_REWARDS
 from recipe.async_engine.rollout.trajectory_manager import HELD as HELD_TRAJECTORIES
 
@@ -44,8 +44,8 @@ def wait_for(condition: Any) -> None:
 
 
 def agent_class() -> type:
+    from recipe.async_engine.actors.control import Early
     from recipe.async_engine.core.events import AwayActivity
-    from recipe.async_engine.recovery.control import Early
     from recipe.async_engine.rollout.kept_answers import AnswerBook
     from recipe.async_engine.rollout.rehearsal import Rehearsal
     from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
@@ -103,10 +103,10 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 
 
 def server_class() -> type:
+    from recipe.async_engine.actors.control import Early
     from recipe.async_engine.core.events import EngineActivity
-    from recipe.async_engine.recovery.control import Early
-    from recipe.async_engine.replicas.server import GatedVLLMHttpServer
-    from recipe.async_engine.replicas.weights_gate import WeightsGate
+    from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
+    from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
 
     class Server(GatedVLLMHttpServer):
         """The server as it is, without an engine: it waits for weights."""

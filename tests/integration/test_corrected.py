@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipe.async_engine.logprobs import bypass, loglinear
-from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.rules import algorithm
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.rules.names import names
-from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.rules import algorithm
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.names import names
+from recipe.async_engine.config.sections import read_settings
+from recipe.async_engine.trainer.log_probs import bypass, loglinear
 from recipe.async_engine.trainer.verl_settings import derive_loss
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"

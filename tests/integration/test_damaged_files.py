@@ -211,7 +211,7 @@ def test_models_config_that_is_damaged_is_named_before_a_run_and_by_a_plan(
 
 
 def test_lines_of_a_killed_run_that_are_none_are_left_out_at_its_resume(tmp_path: Path) -> None:
-    from recipe.async_engine.run.record import METRICS_FILE, RunRecord
+    from recipe.async_engine.record.run_record import METRICS_FILE, RunRecord
 
     lines = [json.dumps({"training/global_step": step}) for step in (1, 2, 3)]
     odd = ["[" * 50_000, '{"training/global_step": ' + "9" * 400 + "}", '{"training/global_step": "x"}', "{"]

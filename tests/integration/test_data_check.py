@@ -28,11 +28,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
+from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.inspection import data_files
 from recipe.async_engine.inspection.check import check_plain, plain
 from recipe.async_engine.inspection.data_files import data_facts
-from recipe.async_engine.settings.problems import ConfigError
 from recipe.laptop.task.tokenizer import build_tokenizer
 
 MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])

@@ -26,6 +26,8 @@ from test_data_check import LIMIT, ROWS, message, rows, write
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from recipe.async_engine.config.plan import derive
+from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.core.columns import DATASET_INDEX
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.inspection.check import plain
@@ -39,8 +41,6 @@ from recipe.async_engine.rollout.prompts import (
     failure_of,
     sample_of,
 )
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.settings.problems import ConfigError
 from recipe.async_engine.trainer.data_sets import data_sets, defaults, tokenizer_and_processor
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
 from recipe.laptop.task.tokenizer import build_tokenizer

@@ -12,18 +12,18 @@ import pytest
 from documented import SCRIPTS, STOCK_MAIN, Command, cases, commands, composed, for_accelerators, shown
 from omegaconf import OmegaConf
 
+from recipe.async_engine.config.facts import FileFact, Resources
+from recipe.async_engine.config.known_models import known_model
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.plan import plan_of, rollout_accelerators
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SHARED, lookup
+from recipe.async_engine.config.v1_validation import as_placed, judge_v1
+from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.settings.facts import FileFact, Resources
-from recipe.async_engine.settings.known_models import known_model
-from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.plan import plan_of, rollout_accelerators
-from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.sections import SHARED, lookup
-from recipe.async_engine.settings.v1_validation import as_placed, judge_v1
-from recipe.async_engine.settings.validation import judge
 from recipe.mains.arguments import PREFIX, take_arguments
 from recipe.mains.judges import JUDGES, V1_JUDGES
 from recipe.plan.memory import rules as memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from recipe.async_engine.replicas.engine_calls import forget_computed, of_each_core, of_each_worker, pause
+from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_core, of_each_worker, pause
 
 
 class Cores(DPLBAsyncMPClient):

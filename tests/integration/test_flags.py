@@ -22,12 +22,12 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
 from hydra_plugins.recipe_searchpath import verl_config_folder
+from recipe.async_engine.config.plan import derive
+from recipe.async_engine.config.problems import ConfigError
+from recipe.async_engine.config.sections import read_settings
+from recipe.async_engine.config.v1_validation import read_v1
+from recipe.async_engine.config.validation import validate
 from recipe.async_engine.inspection.check import plain
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.settings.sections import read_settings
-from recipe.async_engine.settings.v1_validation import read_v1
-from recipe.async_engine.settings.validation import validate
 from recipe.mains.arguments import CHOSEN, MAIN, FlagError, check_main, settle, take_arguments
 from recipe.mains.before_run import BeforeRun
 from recipe.mains.register import VARIABLE

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.run import record
+from recipe.async_engine.record import run_record as record
 from recipe.report import follow as following
 from recipe.report.follow import ENDED, FAILED, NONE_BEGAN, WITH_ALARMS, Follower, follow
 
@@ -24,8 +24,8 @@ RUN = """
 import json, os, sys
 from pathlib import Path
 from recipe.async_engine.core.events import SCHEDULER, TRAINER, Event, Why
-from recipe.async_engine.storage.event_file import EventFile
-from recipe.async_engine.storage.owner import RUN, Owner
+from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.owner import RUN, Owner
 
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)

@@ -17,9 +17,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from short_modes import overrides
 
+from recipe.async_engine.config.facts import Resources
+from recipe.async_engine.config.validation import validate
 from recipe.async_engine.inspection.check import plain
-from recipe.async_engine.settings.facts import Resources
-from recipe.async_engine.settings.validation import validate
 from recipe.laptop.task import TaskPaths
 
 CHECKOUT = Path(__file__).parents[2]

@@ -18,12 +18,12 @@ from ray.cloudpickle import register_pickle_by_value
 from ray.exceptions import RayActorError
 from surroundings import fresh_ray
 
-from recipe.async_engine.recovery import watch as watch_of_run
-from recipe.async_engine.recovery.watch import PartLost, RunWatch
+from recipe.async_engine.actors import watch as watch_of_run
+from recipe.async_engine.actors.watch import PartLost, RunWatch
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.run import heartbeat
 from recipe.async_engine.run.heartbeat import ControlProcessLost, TrainerSilent, control_probe, listen
 from recipe.async_engine.run.runner import Ended
-from recipe.async_engine.settings.sections import Timeouts
 
 LIMIT_S, SOON_S = 4.0, 60.0
 

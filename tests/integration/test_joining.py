@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from verl.utils.tracking import RLInsightLogger
 
-from recipe.async_engine.platform.detect import Machine, cluster_to_join
 from recipe.async_engine.run import driver, ray_start
+from recipe.async_engine.run.detect import Machine, cluster_to_join
 
 
 @pytest.mark.parametrize(

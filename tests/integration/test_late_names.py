@@ -16,10 +16,10 @@ from verl.utils.tracking import Tracking
 from vllm.config.model import ModelDType
 from vllm.config.scheduler import SchedulerPolicy
 
+from recipe.async_engine.config.problems import ConfigError
+from recipe.async_engine.config.rules.names import BACKEND, DTYPES, LOGGERS, NAMES, UNTRIED_ENGINES
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 from recipe.async_engine.inspection.check import check_types, look, plain
-from recipe.async_engine.settings.problems import ConfigError
-from recipe.async_engine.settings.rules.names import BACKEND, DTYPES, LOGGERS, NAMES, UNTRIED_ENGINES
-from recipe.async_engine.settings.verl_types import ACTOR, ROLLOUT
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 MINE = """

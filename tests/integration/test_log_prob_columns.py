@@ -10,12 +10,12 @@ import pytest
 import torch
 from verl import DataProto
 
+from recipe.async_engine.config.log_prob_servers import LogProbServers, Proximal
 from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
-from recipe.async_engine.logprobs.columns import server_columns
-from recipe.async_engine.logprobs.mismatch import mismatch_metrics
-from recipe.async_engine.logprobs.sources import scores_column, source
-from recipe.async_engine.rollout.part_scores import ResponseScores
-from recipe.async_engine.settings.log_prob_servers import LogProbServers, Proximal
+from recipe.async_engine.log_prob_servers.part_scores import ResponseScores
+from recipe.async_engine.trainer.log_probs.columns import server_columns
+from recipe.async_engine.trainer.log_probs.mismatch import mismatch_metrics
+from recipe.async_engine.trainer.log_probs.sources import scores_column, source
 
 SERVERS = LogProbServers(backend="fsdp2")
 LATEST = LogProbServers(backend="fsdp2", anchor="latest")

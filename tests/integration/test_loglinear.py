@@ -10,8 +10,8 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, get_policy_
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig
 
-from recipe.async_engine.logprobs import bypass, loglinear
-from recipe.async_engine.logprobs.loglinear import shares
+from recipe.async_engine.trainer.log_probs import bypass, loglinear
+from recipe.async_engine.trainer.log_probs.loglinear import shares
 
 GENERATOR = torch.Generator().manual_seed(0)
 BEHAVE = -torch.rand(3, 5, generator=GENERATOR)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from verl.workers.engine import EngineRegistry
 
-from recipe.async_engine.platform import lora_engine
+from recipe.async_engine.weights import lora_engine
 from recipe.laptop.choice import CPU_ENVIRONMENT
 from recipe.laptop.platform.engines import CPUFSDPEngineWithLMHead
 

@@ -12,9 +12,9 @@ import pytest
 from checkpointed import plan, snapshot
 from omegaconf import OmegaConf
 
+from recipe.async_engine.config.sections import AsyncTraining
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.snapshots import RULES
-from recipe.async_engine.settings.sections import AsyncTraining
 from recipe.async_engine.trainer import made_with as module
 from recipe.async_engine.trainer.checkpoints import RunState
 from recipe.async_engine.trainer.made_with import files_fingerprint, made_with

@@ -21,11 +21,11 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.debug import marked_timer
 
+from recipe.async_engine.config.plan import RunPlan, derive
 from recipe.async_engine.core.groups import LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.meter import RolloutMeter
-from recipe.async_engine.settings.plan import RunPlan, derive
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.step_metrics import StepMetrics
 

@@ -21,7 +21,7 @@ from engine_program import seen_by
 from server_log_probs import check_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipe.async_engine.model_engine.adapter import keep_frequencies
+from recipe.async_engine.log_prob_servers.adapter import keep_frequencies
 from recipe.laptop.choice import CPU_ENVIRONMENT
 
 BF16 = "fsdp2-qwen3-untied-dp1-tp1-pp1-padded-bf16"

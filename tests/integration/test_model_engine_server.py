@@ -15,8 +15,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 from surroundings import shared_forks, usual_environment
 
-from recipe.async_engine.model_engine.server import Ranks, deal
-from recipe.async_engine.model_engine.service import EngineLost
+from recipe.async_engine.log_prob_servers.server import Ranks, deal
+from recipe.async_engine.log_prob_servers.service import EngineLost
 
 FP32 = 1e-5
 SCENARIO_S = 400

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_engine.run.record import SUMMARY_FILE, RunRecord
-from recipe.async_engine.storage.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner, is_owned, owner_of
+from recipe.async_engine.record.owner import CHECKPOINTS, LOCK_FILE, RUN, FolderTaken, Owner, is_owned, owner_of
+from recipe.async_engine.record.run_record import SUMMARY_FILE, RunRecord
 
 FIRST = """
 import os, sys, time
-from recipe.async_engine.run.record import RunRecord
+from recipe.async_engine.record.run_record import RunRecord
 record = RunRecord(sys.argv[1], "fully_async")
 record.step({"training/global_step": 1})
 child = os.fork()

@@ -15,10 +15,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from recipe.async_engine.config.facts import Resources
+from recipe.async_engine.config.plan import derive
+from recipe.async_engine.config.validation import validate
 from recipe.async_engine.inspection.check import plain
-from recipe.async_engine.settings.facts import Resources
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.settings.validation import validate
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FSDP = "partial_rollout_ppo_trainer"

@@ -27,9 +27,9 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.platform import detect
-from recipe.async_engine.platform.detect import Machine
-from recipe.async_engine.platform.versions import UnsupportedVersionError, is_supported, require_version
+from recipe.async_engine.run import detect
+from recipe.async_engine.run.detect import Machine
+from recipe.async_engine.supported import UnsupportedVersionError, is_supported, require_version
 from recipe.laptop.choice import CPU_ENVIRONMENT, choose_platform
 from recipe.laptop.platform import cpu, device_module, engines, process_group, vllm_distribution
 

@@ -116,7 +116,7 @@ def test_a_platform_chosen_after_the_first_import_of_this_package_is_still_insta
 def test_failing_feature_ends_the_process_and_says_why() -> None:
     # A verl release that the CPU platform was not written for, seen through the real import path.
     code = (
-        "import recipe.async_engine.platform.versions as versions\n"
+        "import recipe.async_engine.supported as versions\n"
         "versions.VERL_SUPPORTED = '==0.0.1'\n"
         "import verl\n"
         "print('verl went on')\n"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe.async_engine.settings.log_prob_servers import Proximal
+from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
 from recipe.async_engine.weights.snapshot import Wire
 

@@ -15,14 +15,13 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from recipe.async_engine.core.errors import WeightStreamError
-from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.core.errors import WeightLoadError, WeightStreamError
 from recipe.async_engine.weights import publisher as module
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
 from recipe.async_engine.weights.transfer_group import TransferGroup
-from recipe.async_engine.weights.worker import WeightLoadError
 
 INTERRUPT = Weights(publish="inline", at_swap="interrupt")
 BESIDE = replace(INTERRUPT, publish="beside")

@@ -19,8 +19,8 @@ import ray
 from omegaconf import OmegaConf
 from ray._private import services
 
-from recipe.async_engine.platform import sockets
-from recipe.async_engine.platform.sockets import LONGEST_PATH, NoShortPath, UnusableFolder, short
+from recipe.async_engine.actors import sockets
+from recipe.async_engine.actors.sockets import LONGEST_PATH, NoShortPath, UnusableFolder, short
 from recipe.async_engine.run.ray_start import FOLDERS, patience, shorten_folders, start_own
 
 CHECKOUT = Path(__file__).parents[2]
@@ -195,7 +195,7 @@ ray_init = OmegaConf.create({"_temp_dir": sys.argv[1] or None})
 shorten_folders(ray_init)
 with patience(300.0):
     ray.init(num_cpus=1, include_dashboard=False, **ray_init)
-from recipe.async_engine.platform.sockets import sockets_folder
+from recipe.async_engine.actors.sockets import sockets_folder
 print("sockets", len(sockets_folder()), ray.get(ray.remote(lambda: 42).remote()))
 ray.shutdown()
 """

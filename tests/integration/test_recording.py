@@ -14,11 +14,11 @@ import ray
 from omegaconf import OmegaConf
 from trace_processor import loaded
 
+from recipe.async_engine.config.plan import derive
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
 from recipe.async_engine.core.recorded import Devices, TokenBooks
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.storage.event_file import EventFile, events_of, files, read
+from recipe.async_engine.record.event_file import EventFile, events_of, files, read
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
 from recipe.report.__main__ import main as report

@@ -15,15 +15,14 @@ import torch
 from test_publisher import BESIDE, Fleet, seam
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.async_engine.core.errors import WeightStreamError
+from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.core.errors import WeightLoadError, WeightStreamError
 from recipe.async_engine.core.rehearsed import FAILED, FELL_BACK, LEFT_OUT, PASSED
-from recipe.async_engine.replicas.output_watch import Sampled
-from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.engines.vllm.output_watch import Sampled
 from recipe.async_engine.trainer import fleet as fleets
 from recipe.async_engine.trainer import rehearsal as module
 from recipe.async_engine.trainer.probe import Probe
 from recipe.async_engine.trainer.rehearsal import Rehearsal, RehearsalFailed
-from recipe.async_engine.weights.worker import WeightLoadError
 
 __all__ = ["seam"]
 INLINE, IN_PLACE = "async_training.weights.publish=inline", "async_training.weights.staging=none"

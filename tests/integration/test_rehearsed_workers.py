@@ -15,7 +15,7 @@ from remote_fakes import ScriptedServer, part
 from test_trajectory_worker import SOON, Reward, make_worker, run  # noqa: F401
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from recipe.async_engine.recovery.worker_set import WorkerSpoilt
+from recipe.async_engine.actors.worker_set import WorkerSpoilt
 from recipe.async_engine.rollout.trajectory_events import AgentLoopError
 from recipe.async_engine.rollout.users_loop import contain_exits
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from recipe.async_engine.actors import clean_up
+from recipe.async_engine.actors.clean_up import clear_replica, cleared_on_failure
+from recipe.async_engine.actors.replacement import Replacements
 from recipe.async_engine.core.errors import NothingFree
-from recipe.async_engine.recovery import clean_up
-from recipe.async_engine.recovery.clean_up import clear_replica, cleared_on_failure
-from recipe.async_engine.recovery.replacement import Replacements
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.publisher import StagedVersion
 

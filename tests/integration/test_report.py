@@ -28,7 +28,7 @@ from recipe.async_engine.core.events import (
     Event,
     Why,
 )
-from recipe.async_engine.storage.event_file import EventFile
+from recipe.async_engine.record.event_file import EventFile
 from recipe.report import charts
 from recipe.report.__main__ import main
 from recipe.report.charts import COLORS

@@ -18,11 +18,11 @@ from surroundings import ray_folder
 from test_config import configured
 from verl.single_controller.ray import RayResourcePool
 
+from recipe.async_engine.actors.clean_up import clear_replica
+from recipe.async_engine.config.placement import Wanted, wanted
+from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.errors import NothingFree
-from recipe.async_engine.recovery.clean_up import clear_replica
-from recipe.async_engine.replicas.reservation import NoRoom, Reservations
-from recipe.async_engine.settings.placement import Wanted, wanted
-from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.engines.reservation import NoRoom, Reservations
 from recipe.async_engine.trainer.startup import Startup
 
 TRAINER = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8}
@@ -135,7 +135,7 @@ def test_a_replica_that_is_started_in_a_run_is_never_split_over_nodes(
     groups: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl's own reservation of a replica may be: its strategy is PACK."""
-    monkeypatch.setattr("recipe.async_engine.replicas.reservation.FREE_S", 1.0)
+    monkeypatch.setattr("recipe.async_engine.engines.reservation.FREE_S", 1.0)
     reservations = Reservations()
     groups.extend(reservations.pool(f"rollout_pool_{number}", 5, 1) for number in range(2))
     with pytest.raises(NothingFree, match=r"the 4 accelerators and 8 CPUs on one node for a replica are not free"):

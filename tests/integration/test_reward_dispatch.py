@@ -22,8 +22,8 @@ from surroundings import has_ended
 from tensordict import TensorDict
 from verl import DataProto
 
-from recipe.async_engine.recovery import restarts
-from recipe.async_engine.recovery.worker_set import WorkerDied
+from recipe.async_engine.actors import restarts
+from recipe.async_engine.actors.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import InTransit, NoRewardWorker, least_busy_worker
 from recipe.async_engine.rewards.scoring_worker import PoolTotals

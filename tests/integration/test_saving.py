@@ -14,7 +14,7 @@ import pytest
 from checkpointed import plan, snapshot
 from omegaconf import OmegaConf
 
-from recipe.async_engine.storage.owner import FolderTaken
+from recipe.async_engine.record.owner import FolderTaken
 from recipe.async_engine.trainer import checkpoints
 from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, CheckpointError, RunState
 
@@ -141,7 +141,7 @@ def test_failed_save_leaves_the_checkpoint_before_and_verl_removes_none(tmp_path
 
 HOLDER = """
 import sys, time
-from recipe.async_engine.storage.owner import CHECKPOINTS, Owner
+from recipe.async_engine.record.owner import CHECKPOINTS, Owner
 owner = Owner(sys.argv[1], CHECKPOINTS)
 print("has it", flush=True)
 time.sleep(60)

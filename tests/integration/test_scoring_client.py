@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from remote_fakes import Handle
 
-from recipe.async_engine.model_engine.client import ScoringClient, Unscored
-from recipe.async_engine.model_engine.service import Answer, ScoringFailed, VersionUnavailable
+from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
+from recipe.async_engine.log_prob_servers.service import Answer, ScoringFailed, VersionUnavailable
 
 SOON = 10.0
 

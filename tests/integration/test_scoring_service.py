@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
-from recipe.async_engine.model_engine.service import (
+from recipe.async_engine.log_prob_servers.service import (
     EngineLost,
     ScoringFailed,
     ScoringService,

@@ -17,10 +17,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from recipe.async_engine.core.cuts import SAMPLED
 from recipe.async_engine.core.errors import EngineDied, RequestFailed
-from recipe.async_engine.replicas.engine_settings import RUNNER_CHOICE, EngineArguments, UnsupportedRunner
-from recipe.async_engine.replicas.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
-from recipe.async_engine.replicas.server import ForeignExtension, GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
-from recipe.async_engine.replicas.weights_gate import FirstWeightsTimeout, WeightsGate
+from recipe.async_engine.engines.vllm.engine_settings import RUNNER_CHOICE, EngineArguments, UnsupportedRunner
+from recipe.async_engine.engines.vllm.output_watch import RECOMPUTED, VERSION_RUNS, Sampled
+from recipe.async_engine.engines.vllm.server import ForeignExtension, GatedVLLMHttpServer, NoTrainer, SubmissionTimeout
+from recipe.async_engine.engines.vllm.weights_gate import FirstWeightsTimeout, WeightsGate
 
 SOON = 5.0
 
@@ -112,7 +112,7 @@ class Engine:
 def make_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vLLMHttpServer, "_post_init", lambda self, devices: None)
     # Without Ray there is no run to name.
-    monkeypatch.setattr("recipe.async_engine.replicas.server.part_id", lambda node_rank: "run")
+    monkeypatch.setattr("recipe.async_engine.engines.vllm.server.part_id", lambda node_rank: "run")
     monkeypatch.setenv("VERL_RAY_JOB_ID", "")
     # vLLM's own choice, which a server makes for its engine.
     monkeypatch.delenv(RUNNER_CHOICE, raising=False)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.weights.staged import StagingRefused
-from recipe.async_engine.weights.staged_adapter import AdapterName, StagedAdapter
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 

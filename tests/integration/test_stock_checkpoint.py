@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipe.async_engine.storage.contents import without_weights
+from recipe.async_engine.record.contents import without_weights
 
 
 def test_weights_of_a_stock_checkpoint_are_loaded_bit_for_bit_and_nothing_else_of_it(tmp_path: Path) -> None:

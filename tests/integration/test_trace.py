@@ -27,7 +27,7 @@ from recipe.async_engine.core.events import (
     Why,
 )
 from recipe.async_engine.core.recorded import BEGINS, ENDS
-from recipe.async_engine.storage.event_file import EventFile
+from recipe.async_engine.record.event_file import EventFile
 from recipe.report.__main__ import main
 from recipe.report.run import load
 

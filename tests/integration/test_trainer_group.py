@@ -17,7 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
 
-from recipe.async_engine.replicas.reservation import Reservations, ReservedReplica
+from recipe.async_engine.engines.reservation import Reservations, ReservedReplica
 from recipe.async_engine.trainer.startup import TrainerGroup
 
 

@@ -13,8 +13,8 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from recipe.async_engine.recovery import restarts
-from recipe.async_engine.recovery.restarts import is_up_again
+from recipe.async_engine.actors import restarts
+from recipe.async_engine.actors.restarts import is_up_again
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 
 SOON = 60.0

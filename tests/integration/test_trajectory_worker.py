@@ -31,9 +31,9 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.reward import extract_reward
 from verl.utils.rollout_trace import RolloutTraceConfig
 
+from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.columns import VERSION_RUNS
 from recipe.async_engine.core.events import Away, Work
-from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout import trajectory_worker
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import TokenFlow

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import ray
 
+from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.recovery.worker_set import WorkerRestarted
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryCall, TrajectoryFailed, WorkerPool

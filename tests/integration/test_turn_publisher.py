@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.settings.sections import Weights
 from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed
 from recipe.partial_rollout.fleet import ReplicaLost, TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import RayActorError
 from test_reward_pool import reward_config
 
+from recipe.async_engine.actors.control import sign_of_life
+from recipe.async_engine.actors.restarts import Restartable
 from recipe.async_engine.core.plain import postponed
-from recipe.async_engine.recovery.control import sign_of_life
-from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.rewards.scoring_worker import RewardNotMade, ScoringWorker
 from recipe.async_engine.trainer.startup import WorkerNotMade, side_by_side
 from recipe.laptop.task.tokenizer import build_tokenizer

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from recipe.async_engine.verl_v1.sampler import BoundedReplayBuffer, SamplerError
+from recipe.async_engine.v1.sampler import BoundedReplayBuffer, SamplerError
 
 BATCH = 4
 

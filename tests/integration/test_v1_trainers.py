@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from recipe.async_engine.verl_v1.trainers import SeparateAsync
+from recipe.async_engine.v1.trainers import SeparateAsync
 
 
 def test_the_trainers_engine_serves_one_manager_which_has_the_servers_too() -> None:

@@ -15,10 +15,10 @@ import pytest
 from ray import ActorID
 from ray.exceptions import ActorUnavailableError
 
+from recipe.async_engine.actors import watch as watch_module
+from recipe.async_engine.actors.stacks import thread_stack, waits
+from recipe.async_engine.actors.watch import STALL_FILE, STATUS, PartLost, RunWatch, StageTimeout, Stalled
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.recovery import watch as watch_module
-from recipe.async_engine.recovery.stacks import thread_stack, waits
-from recipe.async_engine.recovery.watch import STALL_FILE, STATUS, PartLost, RunWatch, StageTimeout, Stalled
 
 LIMIT_S, SOON_S = 0.1, 10.0
 

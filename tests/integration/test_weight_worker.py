@@ -22,17 +22,12 @@ from handover import hand_over
 from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.weights import worker as module
+from recipe.async_engine.core.errors import EngineDied, WeightLoadError
+from recipe.async_engine.engines.vllm import worker as module
+from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver, Staging
+from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter, DeadlineSocket, DeadlineWeightSender
 from recipe.async_engine.weights.checksum import StreamChecksum
-from recipe.async_engine.weights.engine_extension import DeadlineReceiver, Staging
 from recipe.async_engine.weights.staged import StagedWeights
-from recipe.async_engine.weights.worker import (
-    DeadlineServerAdapter,
-    DeadlineSocket,
-    DeadlineWeightSender,
-    WeightLoadError,
-)
 
 SOON = 20.0
 

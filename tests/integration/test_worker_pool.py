@@ -33,7 +33,7 @@ SOON = 60.0
 
 def actor_class() -> type:
     # Made in a function, so that Ray sends it by value: its processes cannot import test modules.
-    from recipe.async_engine.recovery import worker_set
+    from recipe.async_engine.actors import worker_set
     from recipe.async_engine.rollout import trajectory_worker as events
 
     class Worker:

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from recipe.async_engine.settings.plan import derive
-from recipe.async_engine.settings.validation import validate
+from recipe.async_engine.config.plan import derive
+from recipe.async_engine.config.validation import validate
 from recipe.plan.__main__ import assumed, main
 from recipe.plan.advise import Advice, Goal, advise, candidates, parts_of_nodes
 from recipe.plan.device import MODELS

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from memory_figures import MEASURED, PUBLISHED, Figure, known
 from test_config import configured
 
-from recipe.async_engine.settings.facts import FileFact, Resources
-from recipe.async_engine.settings.known_models import known_model
-from recipe.async_engine.settings.model_shape import shape_of
-from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.validation import judge
+from recipe.async_engine.config.facts import FileFact, Resources
+from recipe.async_engine.config.known_models import known_model
+from recipe.async_engine.config.model_shape import shape_of
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.validation import judge
 from recipe.plan.memory import rules as memory
 from recipe.plan.memory.estimate import ERROR
 from recipe.plan.memory.items import GIB

@@ -24,9 +24,9 @@ from test_config import (
     configured,
 )
 
-from recipe.async_engine.settings.known_models import known_model
-from recipe.async_engine.settings.model_shape import ModelShape, shape_of
-from recipe.async_engine.settings.sections import read_settings
+from recipe.async_engine.config.known_models import known_model
+from recipe.async_engine.config.model_shape import ModelShape, shape_of
+from recipe.async_engine.config.sections import read_settings
 from recipe.plan.memory.engines import (
     actor_rank,
     critic_rank,

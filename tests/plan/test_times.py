@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_engine.core.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
-from recipe.async_engine.storage.event_file import EventFile
+from recipe.async_engine.record.event_file import EventFile
 from recipe.plan.__main__ import main, of_run
 from recipe.plan.times import CannotFit, fitted
 

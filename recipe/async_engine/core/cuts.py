@@ -3,9 +3,9 @@
 
 Contract: an answer that was cut is, token by token, the one that its engine would have given whole, if the weights are
 the same. A request for a rest has the parameters of the whole answer and brings the tokens before the cut
-(`SAMPLED`), which the engine then has as its own output (`platform/continued_answers.py`). What could not go on so is
-refused when the answer is asked for, cut or not. Shown by tests/core/test_cuts.py, where a parameter of vLLM's without
-a line here fails, and with a real engine by tests/integration/test_cut_answers.py.
+(`SAMPLED`), which the engine then has as its own output (`engines/vllm/continued_answers.py`). What could not go on so
+is refused when the answer is asked for, cut or not. Shown by tests/core/test_cuts.py, where a parameter of vLLM's
+without a line here fails, and with a real engine by tests/integration/test_cut_answers.py.
 """
 
 from collections.abc import Mapping, Sequence

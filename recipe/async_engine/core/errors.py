@@ -63,3 +63,7 @@ class NothingFree(RecipeError):
 
 class WeightStreamError(RecipeError):
     """A weight sync was cut off, timed out, or carried something other than what was expected."""
+
+
+class WeightLoadError(RecipeError):
+    """The engine beside this worker did not take the weights."""

@@ -4,7 +4,7 @@
 Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
 They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
 keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory.
-The judgement is `settings.validation`'s, that of the judges which a main brings, and that of verl's own types where
+The judgement is `config.validation`'s, that of the judges which a main brings, and that of verl's own types where
 verl is imported anyway.
 """
 
@@ -26,26 +26,26 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
+from recipe.async_engine.config.facts import FileFact, NodeRoom, Resources
+from recipe.async_engine.config.fields import is_count
+from recipe.async_engine.config.kinds import of_another_kind
+from recipe.async_engine.config.known_models import known_model
+from recipe.async_engine.config.legacy import migrated
+from recipe.async_engine.config.notices import left_behind, notices
+from recipe.async_engine.config.packages import MODULES
+from recipe.async_engine.config.plan import RunPlan, has_critic
+from recipe.async_engine.config.problems import ConfigError, Problem
+from recipe.async_engine.config.rules import algorithm, batches, engines, learning, names, stock
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.validation import Findings, Judge, judge
+from recipe.async_engine.config.verl_types import well_formed
 from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
 from recipe.async_engine.inspection.data_files import data_facts
 from recipe.async_engine.inspection.node_probe import absent
 from recipe.async_engine.inspection.prompt_check import is_hub_name
-from recipe.async_engine.settings.facts import FileFact, NodeRoom, Resources
-from recipe.async_engine.settings.fields import is_count
-from recipe.async_engine.settings.kinds import of_another_kind
-from recipe.async_engine.settings.known_models import known_model
-from recipe.async_engine.settings.legacy import migrated
-from recipe.async_engine.settings.notices import left_behind, notices
-from recipe.async_engine.settings.packages import MODULES
-from recipe.async_engine.settings.plan import RunPlan, has_critic
-from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.rules import algorithm, batches, engines, learning, names, stock
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.sections import lookup
-from recipe.async_engine.settings.validation import Findings, Judge, judge
-from recipe.async_engine.settings.verl_types import well_formed
-from recipe.async_engine.storage.contents import without_weights
+from recipe.async_engine.record.contents import without_weights
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.async_engine.config.facts import FileFact
+from recipe.async_engine.config.rules.names import LOGGERS, asked
+from recipe.async_engine.config.sections import lookup
 from recipe.async_engine.inspection.node_probe import is_there
-from recipe.async_engine.settings.facts import FileFact
-from recipe.async_engine.settings.rules.names import LOGGERS, asked
-from recipe.async_engine.settings.sections import lookup
 
 ROLLOUT = "actor_rollout_ref.rollout"
 AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from pebble import concurrent
 
+from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, FileFact
+from recipe.async_engine.config.sections import Timeouts, lookup
 from recipe.async_engine.inspection.prompt_check import row_faults
-from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, FileFact
-from recipe.async_engine.settings.sections import Timeouts, lookup
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,7 +19,7 @@ SEEN_S, POLL_S = 10.0, 0.2
 
 
 def probe(paths: list[tuple[str, str]], marker: str, modules: list[str]) -> dict[str, Any]:
-    """The facts of `settings.facts.NodeFact`, but for the node's name.
+    """The facts of `config.facts.NodeFact`, but for the node's name.
 
     Args:
         paths: settings and their paths.

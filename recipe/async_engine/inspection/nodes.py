@@ -2,10 +2,10 @@
 """Asks each node of a cluster whether a run's processes can work there, and refuses the run where they cannot.
 
 Contract: one small task on each node that has CPUs or accelerators, before anything expensive starts; what is wrong
-with any of them is said at once, by node (`settings.nodes`). The run's folder counts as shared where a node sees a file
+with any of them is said at once, by node (`config.nodes`). The run's folder counts as shared where a node sees a file
 that this process has just written there, and removes again.
 
-Shown by tests/settings/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
+Shown by tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine import __version__
+from recipe.async_engine.config.facts import NodeFact, NodeRoom, Resources
+from recipe.async_engine.config.nodes import NodesNotReady, node_problems
+from recipe.async_engine.config.packages import needs
+from recipe.async_engine.config.sections import lookup
 from recipe.async_engine.inspection import node_probe
 from recipe.async_engine.inspection.accelerators import memory_by_type
-from recipe.async_engine.settings.facts import NodeFact, NodeRoom, Resources
-from recipe.async_engine.settings.nodes import NodesNotReady, node_problems
-from recipe.async_engine.settings.packages import needs
-from recipe.async_engine.settings.sections import lookup
 
 PATHS = (
     "actor_rollout_ref.model.path",

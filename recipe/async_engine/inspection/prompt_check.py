@@ -24,9 +24,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from recipe.async_engine.settings.facts import VERLS_LOOPS, VERLS_MANAGERS, RowFault
-from recipe.async_engine.settings.plan import MODEL
-from recipe.async_engine.settings.sections import lookup
+from recipe.async_engine.config.facts import VERLS_LOOPS, VERLS_MANAGERS, RowFault
+from recipe.async_engine.config.plan import MODEL
+from recipe.async_engine.config.sections import lookup
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.rules.names import BACKEND, MODULE, OWN_ENGINES, Name, unknown, unusual
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.names import BACKEND, MODULE, OWN_ENGINES, Name, unknown, unusual
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 ROLES = "actor_rollout_ref"

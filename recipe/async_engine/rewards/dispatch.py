@@ -2,7 +2,7 @@
 """Which reward worker scores an answer: the one with the fewest calls of this process. verl takes one at random.
 
 Contract: what a call raises, its caller gets; a further attempt goes to another worker than one that died or does not
-answer, if there is another (`recovery/worker_set.py`), and one whose calls fail is not preferred for being idle. A
+answer, if there is another (`actors/worker_set.py`), and one whose calls fail is not preferred for being idle. A
 worker is asked whether it answers when a call of it was given up. Where none can be asked a call waits for one; the
 caller has the deadline. A DataProto travels as arrays. Shown by tests/integration/test_reward_dispatch.py.
 """
@@ -19,8 +19,8 @@ import torch
 from tensordict import TensorDict
 from verl import DataProto
 
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet, as_handle
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.recovery.worker_set import WorkerDied, WorkerSet, as_handle
 
 ANSWER_S = 30.0
 """How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that

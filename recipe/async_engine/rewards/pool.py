@@ -23,9 +23,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import MOST, told
-from recipe.async_engine.platform.sockets import sockets_folder
 from recipe.async_engine.rewards import scorer
 
 

@@ -25,12 +25,12 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from recipe.async_engine.actors.restarts import Restartable
+from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
-from recipe.async_engine.recovery.restarts import Restartable
-from recipe.async_engine.recovery.stacks import waits
-from recipe.async_engine.replicas.replica import GatedVLLMReplica
-from recipe.async_engine.replicas.reservation import Reservations
+from recipe.async_engine.engines.reservation import Reservations
+from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scorer import checked, number_of
 

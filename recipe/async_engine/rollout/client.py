@@ -48,8 +48,8 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.core.cuts import refused
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.core.events import Work
-from recipe.async_engine.replicas.load_balancer import ENDED, SAY_ENDED_S
-from recipe.async_engine.replicas.output_watch import (
+from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
+from recipe.async_engine.engines.vllm.output_watch import (
     ABORTED,
     CHECKPOINT,
     COMPLETED,

@@ -29,6 +29,8 @@ from concurrent.futures import Future
 from operator import attrgetter
 from typing import Any
 
+from recipe.async_engine.actors.stacks import waits
+from recipe.async_engine.actors.watch import CannotGoOn
 from recipe.async_engine.core.alarms import AlarmLimit
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
@@ -46,8 +48,6 @@ from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.recorded import TokenBooks
 from recipe.async_engine.core.slots import Slots
 from recipe.async_engine.core.timeline import Timeline
-from recipe.async_engine.recovery.stacks import waits
-from recipe.async_engine.recovery.watch import CannotGoOn
 from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import (
     BatchTimeout,

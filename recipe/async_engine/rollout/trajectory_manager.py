@@ -24,8 +24,8 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
 
+from recipe.async_engine.actors.restarts import Restartable
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.recovery.restarts import Restartable
 from recipe.async_engine.rollout.reports import joined, reported_names, spread_reports
 from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker

@@ -29,21 +29,21 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.utils.rollout_trace import rollout_trace_attr
 
+from recipe.async_engine.actors.control import Early
+from recipe.async_engine.actors.restarts import was_restarted
+from recipe.async_engine.actors.stacks import waits
+from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
-from recipe.async_engine.model_engine.client import ScoringClient, Unscored
-from recipe.async_engine.recovery.control import Early
-from recipe.async_engine.recovery.restarts import was_restarted
-from recipe.async_engine.recovery.stacks import waits
-from recipe.async_engine.recovery.worker_set import WorkerRestarted
+from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
+from recipe.async_engine.log_prob_servers.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.loop_output import INT32, check_report, plain_output
-from recipe.async_engine.rollout.part_scores import PartScorer, ResponseScores, score
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
 from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
 from recipe.async_engine.rollout.soundness import NonFiniteReward, RewardError, check_reward

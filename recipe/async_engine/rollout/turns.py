@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from recipe.async_engine.actors.control import Early
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.recovery.control import Early
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 
 

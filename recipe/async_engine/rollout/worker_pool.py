@@ -3,7 +3,7 @@
 
 Contract: a trajectory goes to the live worker with the fewest of them, on a retry to another one if there is another.
 Whatever a worker raises arrives as a :class:`RecipeError`. Workers are asked all the time whether they answer; what
-follows where one does not, or has died, is in `recovery/worker_set.py`. Events are awaited, payloads are not: the pool
+follows where one does not, or has died, is in `actors/worker_set.py`. Events are awaited, payloads are not: the pool
 hands on their object references. A prompt of more than `LARGE` bytes, one with images say, goes into the object store
 once for all the trajectories of its group. One event loop calls it. Of a worker that died, the account of tokens is
 that of the last time it was asked, and what it held is lost. Shown by tests/integration/test_worker_pool.py and
@@ -22,9 +22,9 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
+from recipe.async_engine.actors.worker_set import ANSWER_S, WorkerDied, WorkerSet
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import Group
-from recipe.async_engine.recovery.worker_set import ANSWER_S, WorkerDied, WorkerSet
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import sample_of
 from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer

@@ -22,11 +22,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain, unresolved
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
 from recipe.async_engine.modes import MODES
-from recipe.async_engine.platform.detect import PlatformChoice, cluster_to_join, inspect_machine
+from recipe.async_engine.record import durable
+from recipe.async_engine.record.run_record import RunRecord, exit_status
+from recipe.async_engine.run.detect import PlatformChoice, cluster_to_join, inspect_machine
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.live import LiveFigures
@@ -34,7 +38,6 @@ from recipe.async_engine.run.memory import MemoryMeter
 from recipe.async_engine.run.parts import Forks, Parts
 from recipe.async_engine.run.profiled import under_nsight, write_timeline
 from recipe.async_engine.run.ray_start import shorten_folders, start_ray
-from recipe.async_engine.run.record import RunRecord, exit_status
 from recipe.async_engine.run.rehearsing import only_rehearse
 from recipe.async_engine.run.runner import Began, Ended, TaskRunner
 from recipe.async_engine.run.shutdown import (
@@ -44,10 +47,7 @@ from recipe.async_engine.run.shutdown import (
     StartedProcesses,
     end_in_order,
 )
-from recipe.async_engine.settings.plan import RunPlan
-from recipe.async_engine.settings.secrets import without_secrets
 from recipe.async_engine.shadowing import check_not_shadowed
-from recipe.async_engine.storage import durable
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.silence import Silence
 from recipe.async_engine.run.runner import Ended
-from recipe.async_engine.settings.sections import Timeouts
 
 BEAT_S = 1.0
 CONTROL_S = 40.0

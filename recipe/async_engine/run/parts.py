@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from recipe.async_engine.config.validation import Judge
 from recipe.async_engine.core.recorded import Recorded
-from recipe.async_engine.platform.detect import Machine, PlatformChoice
-from recipe.async_engine.settings.validation import Judge
+from recipe.async_engine.run.detect import Machine, PlatformChoice
 
 
 class Forks(Protocol):

@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from ray._private import services
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
-from recipe.async_engine.platform.detect import LOG_LEVEL, PlatformChoice
-from recipe.async_engine.platform.sockets import short, usable
+from recipe.async_engine.actors.sockets import short, usable
+from recipe.async_engine.run.detect import LOG_LEVEL, PlatformChoice
 from recipe.async_engine.run.parts import Forks
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.async_engine.actors.watch import LEAVING_S, RunWatch
+from recipe.async_engine.config.legacy import migrated
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.plain import origin
-from recipe.async_engine.recovery.watch import LEAVING_S, RunWatch
-from recipe.async_engine.settings.legacy import migrated
-from recipe.async_engine.settings.sections import Timeouts
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from verl.utils.device import get_device_name, get_vendor
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine_workers import TrainingWorker
 
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.logprobs import bypass, loglinear
-from recipe.async_engine.platform import lora_engine
-from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.trainer.collectives import CollectiveTime
+from recipe.async_engine.trainer.log_probs import bypass, loglinear
 from recipe.async_engine.trainer.shard_copy import SHARDED, ShardCopy
+from recipe.async_engine.weights import lora_engine
 from recipe.async_engine.weights.arena import settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.encoded_engine import DELTA, EncodedSender
@@ -77,7 +77,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models, by engines that send LoRA adapters as `recipe.async_engine.platform.lora_engine` says.
+        """Build the models, by engines that send LoRA adapters as `recipe.async_engine.weights.lora_engine` says.
 
         Rank 0 reports the checksum of the weights that it sends.
         """

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from verl import DataProto
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.groups import LedgerCounts
-from recipe.async_engine.settings.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 

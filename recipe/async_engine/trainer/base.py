@@ -25,6 +25,9 @@ from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.debug import marked_timer
 
+from recipe.async_engine.actors.watch import RunWatch
+from recipe.async_engine.config.plan import batch_size, derive, epoch_prompts, rehearses
+from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.events import Class
 from recipe.async_engine.core.figures import TRAINER_DOES
@@ -32,8 +35,7 @@ from recipe.async_engine.core.recorded import RECORDED
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
-from recipe.async_engine.logprobs.sources import scores_column
-from recipe.async_engine.recovery.watch import RunWatch
+from recipe.async_engine.record.contents import lacking
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import LoaderInUse, PromptSource, UsableBatches, collate
@@ -41,9 +43,6 @@ from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
-from recipe.async_engine.settings.plan import batch_size, derive, epoch_prompts, rehearses
-from recipe.async_engine.settings.sections import read_settings
-from recipe.async_engine.storage.contents import lacking
 from recipe.async_engine.trainer.actor_worker import ActorWorker, CriticWorker
 from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
@@ -53,6 +52,7 @@ from recipe.async_engine.trainer.exported import PrometheusExporter
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
+from recipe.async_engine.trainer.log_probs.sources import scores_column
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.profile_stage import ProfileStage
 from recipe.async_engine.trainer.publish_stage import PublishStage

@@ -32,13 +32,13 @@ from typing import Any
 from omegaconf import open_dict
 from ray.exceptions import RayError
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.errors import RecipeError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
+from recipe.async_engine.record import durable
+from recipe.async_engine.record.owner import CHECKPOINTS, Owner
+from recipe.async_engine.record.schema import FORMAT, BadFile, marker_in
 from recipe.async_engine.rollout.prompts import PromptSource
-from recipe.async_engine.settings.plan import RunPlan
-from recipe.async_engine.storage import durable
-from recipe.async_engine.storage.owner import CHECKPOINTS, Owner
-from recipe.async_engine.storage.schema import FORMAT, BadFile, marker_in
 from recipe.async_engine.trainer import rollout_state
 from recipe.async_engine.trainer.from_plan import new_ledger
 from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE

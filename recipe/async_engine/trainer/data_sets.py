@@ -20,14 +20,14 @@ from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer.chat_template import apply_chat_template
 
+from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
+from recipe.async_engine.config.fields import render
+from recipe.async_engine.config.plan import MODEL
+from recipe.async_engine.config.problems import ConfigError, Problem
+from recipe.async_engine.config.sections import lookup
 from recipe.async_engine.core.columns import FAILURE
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.rollout.prompts import IndexedDataset
-from recipe.async_engine.settings.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
-from recipe.async_engine.settings.fields import render
-from recipe.async_engine.settings.plan import MODEL
-from recipe.async_engine.settings.problems import ConfigError, Problem
-from recipe.async_engine.settings.sections import lookup
 
 logger = logging.getLogger(__name__)
 

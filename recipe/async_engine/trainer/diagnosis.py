@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from recipe.async_engine.recovery.stacks import thread_stack
-from recipe.async_engine.recovery.watch import answers
+from recipe.async_engine.actors.stacks import thread_stack
+from recipe.async_engine.actors.watch import answers
 from recipe.async_engine.weights.replica_set import generates
 
 DEEPEST = 14

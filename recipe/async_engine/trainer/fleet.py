@@ -15,8 +15,8 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.model_engine.meter import ServerMeter
-from recipe.async_engine.recovery.replacement import Replacements
+from recipe.async_engine.actors.replacement import Replacements
+from recipe.async_engine.log_prob_servers.meter import ServerMeter
 from recipe.async_engine.weights.publisher import StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import generates
 

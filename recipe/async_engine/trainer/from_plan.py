@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
-from recipe.async_engine.settings.plan import RunPlan
 
 
 def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleLedger:

@@ -18,11 +18,11 @@ from verl import DataProto
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.columns import REFERENCE
-from recipe.async_engine.logprobs.columns import reference_column
-from recipe.async_engine.logprobs.mismatch import entropy_metric
-from recipe.async_engine.logprobs.sources import source
-from recipe.async_engine.settings.plan import RunPlan
+from recipe.async_engine.trainer.log_probs.columns import reference_column
+from recipe.async_engine.trainer.log_probs.mismatch import entropy_metric
+from recipe.async_engine.trainer.log_probs.sources import source
 
 logger = logging.getLogger(__name__)
 

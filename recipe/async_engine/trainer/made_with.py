@@ -18,9 +18,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic_core import from_json
 
+from recipe.async_engine.config.plan import RunPlan, has_critic
 from recipe.async_engine.core.snapshots import BATCH, PER_VERSION
 from recipe.async_engine.core.snapshots import WHOLE as WHOLE_BATCHES
-from recipe.async_engine.settings.plan import RunPlan, has_critic
 
 WHOLE, PART = 256 << 20, 16 << 20
 

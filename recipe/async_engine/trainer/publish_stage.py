@@ -15,11 +15,11 @@ from typing import Any
 
 from verl.utils.debug import marked_timer
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.settings.plan import RunPlan
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.publication import Publication

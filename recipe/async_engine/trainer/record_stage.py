@@ -20,6 +20,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.async_engine.config.plan import RunPlan, replica_size
+from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.core.events import (
     AGENTS,
     LOG_PROBS,
@@ -36,8 +38,6 @@ from recipe.async_engine.core.events import (
 from recipe.async_engine.core.recorded import NO_TOKENS, Devices, Recorded, TokenBooks
 from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.settings.plan import RunPlan, replica_size
-from recipe.async_engine.settings.sections import SHARED
 from recipe.async_engine.trainer.batch import token_ages
 from recipe.async_engine.trainer.collectives import mean_wait
 from recipe.async_engine.trainer.recording import Recording

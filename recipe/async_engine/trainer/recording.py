@@ -29,7 +29,7 @@ from recipe.async_engine.core.errors import EngineDied
 from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, SAMPLED, TRAJECTORIES, Activity, Class, Event, Lane
 from recipe.async_engine.core.one_clock import Exchange, OtherClock
 from recipe.async_engine.core.recorded import BEGINS, ENDS, Devices, Recorded, TokenBooks
-from recipe.async_engine.storage.event_file import EventFile
+from recipe.async_engine.record.event_file import EventFile
 
 logger = logging.getLogger(__name__)
 

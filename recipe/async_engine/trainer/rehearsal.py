@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError
 from verl import DataProto
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.errors import RecipeError, WeightLoadError
 from recipe.async_engine.core.rehearsed import (
     FAILED,
     FELL_BACK,
@@ -45,7 +45,6 @@ from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe, ordinary_tokens
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion
 from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
-from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 

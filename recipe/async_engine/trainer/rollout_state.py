@@ -28,11 +28,11 @@ from typing_extensions import TypedDict
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.snapshots import STATE_FORMAT
+from recipe.async_engine.record import durable
+from recipe.async_engine.record.schema import BadFile, said
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 from recipe.async_engine.rollout.prompts import Prompt
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
-from recipe.async_engine.storage import durable
-from recipe.async_engine.storage.schema import BadFile, said
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
 
+from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter
 from recipe.async_engine.trainer.actor_worker import ActorWorker
-from recipe.async_engine.weights.worker import DeadlineServerAdapter
 
 
 class NeighbourAdapter(DeadlineServerAdapter):

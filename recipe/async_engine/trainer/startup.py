@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a trainer starts the processes of its run side by side and gives each of them its work.
 
-Contract: accelerators are reserved first (`replicas.reservation`); then everything that takes long (imports, engines)
+Contract: accelerators are reserved first (`engines.reservation`); then everything that takes long (imports, engines)
 starts at once, and the whole has one deadline (``async_training.timeouts.startup``). What fails first ends the start
 with its own error. Nothing is routed to or asked before it has weights. A critic is verl's, one more role of the
 training workers; it trains on every batch, the actor from ``trainer.critic_warmup`` on.
@@ -26,24 +26,24 @@ from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import TrainingWorkerConfig
 
+from recipe.async_engine.actors.clean_up import clear_replica
+from recipe.async_engine.actors.control import sign_of_life
+from recipe.async_engine.actors.ports import rendezvous_ports
+from recipe.async_engine.actors.replacement import Replacements
+from recipe.async_engine.config.log_prob_servers import LogProbServers
+from recipe.async_engine.config.placement import wanted
+from recipe.async_engine.config.verdicts import PLACEHOLDER
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.model_engine.launch import launch
-from recipe.async_engine.model_engine.replica import ModelEngineReplica
-from recipe.async_engine.platform.ports import rendezvous_ports
-from recipe.async_engine.recovery.clean_up import clear_replica
-from recipe.async_engine.recovery.control import sign_of_life
-from recipe.async_engine.recovery.replacement import Replacements
-from recipe.async_engine.replicas.manager import ReplicaManager
-from recipe.async_engine.replicas.reservation import Reservations
+from recipe.async_engine.engines.manager import ReplicaManager
+from recipe.async_engine.engines.reservation import Reservations
+from recipe.async_engine.log_prob_servers.launch import launch
+from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.users_manager import manager_class
-from recipe.async_engine.settings.log_prob_servers import LogProbServers
-from recipe.async_engine.settings.placement import wanted
-from recipe.async_engine.settings.verdicts import PLACEHOLDER
 from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.staged import StagedTrainer

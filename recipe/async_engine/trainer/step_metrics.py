@@ -16,9 +16,9 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
+from recipe.async_engine.config.placement import wanted
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.rollout.group_run import GroupRun
-from recipe.async_engine.settings.placement import wanted
-from recipe.async_engine.settings.plan import RunPlan
 
 STALE = "fully_async/count/stale_trajectory_processed"
 SPECULATIVE = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")

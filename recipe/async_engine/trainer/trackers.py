@@ -30,10 +30,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
+from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.core.alarms import how_it_ended
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.settings.secrets import without_secrets
-from recipe.async_engine.storage import durable
+from recipe.async_engine.record import durable
 
 logger = logging.getLogger(__name__)
 

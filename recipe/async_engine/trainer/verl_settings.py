@@ -5,12 +5,12 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from recipe.async_engine.logprobs import bypass, corrected, loglinear
-from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.plan import RunPlan
-from recipe.async_engine.settings.rules import algorithm
-from recipe.async_engine.settings.rules.names import OWN_ENGINES
-from recipe.async_engine.settings.sections import SHARED, Timeouts, Weights
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.config.rules import algorithm
+from recipe.async_engine.config.rules.names import OWN_ENGINES
+from recipe.async_engine.config.sections import SHARED, Timeouts, Weights
+from recipe.async_engine.trainer.log_probs import bypass, corrected, loglinear
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:

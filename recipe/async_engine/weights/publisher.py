@@ -38,14 +38,13 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.core.errors import RecipeError, WeightStreamError
-from recipe.async_engine.recovery.control import sign_of_life
-from recipe.async_engine.settings.sections import Weights
+from recipe.async_engine.actors.control import sign_of_life
+from recipe.async_engine.config.sections import Weights
+from recipe.async_engine.core.errors import RecipeError, WeightLoadError, WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
 from recipe.async_engine.weights.snapshot import Wire, last_parts
 from recipe.async_engine.weights.transfer_group import TransferGroup, outcomes
-from recipe.async_engine.weights.worker import WeightLoadError
 
 logger = logging.getLogger(__name__)
 

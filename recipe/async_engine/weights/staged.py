@@ -6,9 +6,9 @@ left. A stream that is cut off, lacks a part of the model, or has something that
 with an error that names the tensor; the next one starts afresh. Staging needs no part of the live weights, so they go
 on computing.
 
-What differs is in the subclasses: `recipe.async_engine.weights.staged_model` is vLLM's model, `staged_adapter` a LoRA
-adapter in vLLM, `recipe.async_engine.model_engine.staged_shards` one rank of a training engine. How a stream gets into
-them, and what becomes of its errors, is `Intake`'s.
+What differs is in the subclasses: `recipe.async_engine.engines.vllm.staged_model` is vLLM's model, `staged_adapter` a
+LoRA adapter in vLLM, `recipe.async_engine.log_prob_servers.staged_shards` one rank of a training engine. How a stream
+gets into them, and what becomes of its errors, is `Intake`'s.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 import verl
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from recipe.async_engine.platform.versions import VERL_SUPPORTED, require_version
+from recipe.async_engine.supported import VERL_SUPPORTED, require_version
 from recipe.laptop.platform import device_module, process_group, vllm_distribution
 
 PLATFORM_NAME = "cpu"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from recipe.async_engine.weights.engine_extension import StagingExtension
+from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
 from recipe.laptop.platform.vllm_cpu import CPUWorkerExtension
 
 

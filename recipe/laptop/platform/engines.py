@@ -24,7 +24,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.platform.lora_engine import LoraSending
+from recipe.async_engine.weights.lora_engine import LoraSending
 
 SUPPORTED_STRATEGY = "fsdp2"
 DEFAULT_ATTENTION = "sdpa"

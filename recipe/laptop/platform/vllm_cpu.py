@@ -30,7 +30,7 @@ import vllm.model_executor.layers.utils as vllm_layers
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from recipe.async_engine.platform.versions import VLLM_SUPPORTED, require_version
+from recipe.async_engine.supported import VLLM_SUPPORTED, require_version
 
 _MARK = "_recipe_keeps_weight"
 _EXPERTS = ("w13_weight", "w2_weight")

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.settings.log_prob_servers import LogProbServers
-from recipe.async_engine.settings.model_shape import ModelShape
-from recipe.async_engine.settings.plan import adapter_rank, trainer_ranks
-from recipe.async_engine.settings.sections import lookup
+from recipe.async_engine.config.log_prob_servers import LogProbServers
+from recipe.async_engine.config.model_shape import ModelShape
+from recipe.async_engine.config.plan import adapter_rank, trainer_ranks
+from recipe.async_engine.config.sections import lookup
 from recipe.plan.memory.training import (
     FP32,
     FSDP,

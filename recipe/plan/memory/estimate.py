@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.settings.log_prob_servers import Proximal
-from recipe.async_engine.settings.model_shape import ModelShape
-from recipe.async_engine.settings.plan import (
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.model_shape import ModelShape
+from recipe.async_engine.config.plan import (
     has_critic,
     has_reference,
     proximal_source,
     rollout_accelerators,
     trainer_ranks,
 )
-from recipe.async_engine.settings.sections import SHARED, Settings, lookup
+from recipe.async_engine.config.sections import SHARED, Settings, lookup
 from recipe.plan.memory.engines import (
     ACTOR,
     MODEL,

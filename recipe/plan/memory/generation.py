@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.settings.model_shape import ModelShape
-from recipe.async_engine.settings.plan import replica_size
-from recipe.async_engine.settings.sections import SHARED, lookup
+from recipe.async_engine.config.model_shape import ModelShape
+from recipe.async_engine.config.plan import replica_size
+from recipe.async_engine.config.sections import SHARED, lookup
 from recipe.plan.memory.engines import ROLLOUT, dtype_bytes, longest
 from recipe.plan.memory.items import GIB, MIB, Item
 

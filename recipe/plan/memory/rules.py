@@ -3,9 +3,9 @@
 
 from collections.abc import Iterator
 
-from recipe.async_engine.settings.problems import Problem
-from recipe.async_engine.settings.rules.context import RuleContext
-from recipe.async_engine.settings.verl_types import ROLLOUT
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.verl_types import ROLLOUT
 from recipe.plan.memory.estimate import (
     ERROR,
     Models,

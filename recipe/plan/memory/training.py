@@ -10,7 +10,7 @@ them with published and measured figures.
 
 from dataclasses import dataclass
 
-from recipe.async_engine.settings.model_shape import ModelShape
+from recipe.async_engine.config.model_shape import ModelShape
 from recipe.plan.memory.items import GIB, Item, listed
 
 # The process: CUDA's context, NCCL's buffers, libraries.

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a script has no effect, said with what to use in its place.
+
+Contract: a setting whose verdict is that it has none is said where it is not as verl has it; so is one that a script
+has added where verl takes any name, and one by an older name that verl drops. Shown by tests/config/test_verdicts.py.
+"""
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from recipe.async_engine.config.fields import render
+from recipe.async_engine.config.legacy import OF_LOOPS, OLDER
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SECTIONS
+from recipe.async_engine.config.verdicts import BY_SETTING, TABLE, Kind, verdict_of
+
+UNTYPED = ("data", "global_profiler", "reward", "trainer")
+"""Sections of which verl makes no type, so that it takes any name in them."""
+TYPED = frozenset({"reward.reward_model.rollout"})
+READ = frozenset(
+    {
+        *(f"data.{name}" for name in ("cache_dir", "chat_template_func", "filter_prompts", "need_tools_kwargs")),
+        *(f"reward.{name}" for name in ("reward_kwargs", "timeout", "max_concurrent", "max_rpm", "max_tpm")),
+        *("reward.estimated_tokens_per_request", "reward.custom_reward_function.reward_kwargs"),
+        *(f"trainer.{name}" for name in ("remove_previous_ckpt_in_save", "rl_insight", "wandb_proxy")),
+    }
+)
+"""What verl reads of them, and its configurations do not have."""
+
+# What scripts for verl 0.7 and before have there, and where it is now.
+NOW = {
+    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.sandbox_fusion": "reward.sandbox_fusion",
+}
+
+
+def notices(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[str]:
+    """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has."""
+    found: dict[str, list[str]] = {}
+    for verdict in TABLE:
+        if verdict.kind is not Kind.NO_EFFECT or not verdict.here(context):
+            continue
+        for setting, value in leaves({verdict.setting: context.get(verdict.setting)}):
+            usual = value is None or value in verdict.quiet or value in _usual(setting, defaults, context)
+            if not usual and verdict_of(setting, context) is verdict:
+                found.setdefault(verdict.advice, []).append(f"{setting}={render(value)}")
+    if unknown := [f"{setting}={render(value)}" for setting, value in _unknown(context, defaults)]:
+        found["neither verl nor this package reads such a setting; only code of yours may"] = unknown
+    for advice, settings in found.items():
+        yield f"{', '.join(settings)} {'have' if len(settings) > 1 else 'has'} no effect: {advice}"
+
+
+def _unknown(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a script has added where verl takes any name."""
+    yield from ((name, value) for name, value in context.config.items() if name not in BY_SETTING)
+    for section in UNTYPED if defaults else ():
+        given, known = context.get(section), defaults.get(section)
+        if isinstance(given, Mapping) and isinstance(known, Mapping):
+            yield from _added(given, known, f"{section}.")
+    for section in ("actor_rollout_ref", "ray_kwargs") if defaults else ():
+        given, known = context.get(section), defaults.get(section)
+        if isinstance(given, Mapping) and isinstance(known, Mapping):
+            yield from ((f"{section}.{name}", value) for name, value in given.items() if name not in known)
+
+
+def _added(given: Mapping[str, Any], known: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        setting, usual = f"{above}{name}", known.get(name)
+        if name not in known and value is not None and setting not in READ and setting not in BY_SETTING:
+            yield setting, value
+        elif isinstance(value, Mapping) and isinstance(usual, Mapping) and usual and setting not in TYPED:
+            yield from _added(value, usual, f"{setting}.")
+
+
+class _Anything:
+    """What verl derives from several settings, and what a script says, cannot be told apart."""
+
+    def __contains__(self, value: Any) -> bool:
+        return True
+
+
+def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> Container[Any]:
+    """Values that a setting has where nobody has set it."""
+    section, _, name = setting.rpartition(".")
+    if section in SECTIONS and (own := SECTIONS[section].__dataclass_fields__.get(name)) is not None:
+        return (own.default,)
+    node: Any = defaults
+    for part in setting.split("."):
+        if isinstance(node, str) and node.startswith("${"):
+            return _Anything()
+        node = node.get(part) if isinstance(node, Mapping) else None
+    if not (isinstance(node, str) and node.startswith("${")):
+        return (node,)
+    if (other := OTHER.fullmatch(node)) is None:
+        return _Anything()
+    value = context.get(f"{section}.{other[2]}" if other[1] else other[2])
+    return _Anything() if value is None else (value,)
+
+
+OTHER = re.compile(r"\$\{(?:oc\.select:)?(\.?)([\w.]+)(?:,[^{}]*)?\}")
+"""Of verl's configurations: a setting that is as another one, if nobody has set it."""
+
+
+def leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting of a section by its whole name, with its value."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
+    """Of `reward_model`, what verl moves nowhere and drops, each with what to use."""
+    for setting, value in leaves({"reward_model": config.get("reward_model")}):
+        moved = (*OLDER, *OF_LOOPS, "reward_model.rollout")
+        if value not in (None, {}) and not any(f"{setting}.".startswith(f"{old}.") for old in moved):
+            now = next((now for old, now in NOW.items() if setting.startswith(f"{old}.")), None)
+            advice = f"set {now}" if now else "neither verl nor this package has such a setting"
+            yield f"{setting}={render(value)} has no effect: {advice}"

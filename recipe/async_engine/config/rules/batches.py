@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules over batches and staleness; see :mod:`recipe.async_engine.config.validation`."""
+
+import math
+from collections.abc import Iterator
+
+from recipe.async_engine.config.plan import group_limits, soft_depth, staleness_bound, synchronous_batch
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+
+
+def staleness(context: RuleContext) -> Iterator[Problem]:
+    training = context.settings.async_training
+    bound, depth = staleness_bound(training), soft_depth(training)
+    if depth > bound:
+        name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
+        advice = f"Lower it, or set async_training.max_staleness={math.ceil(depth)} to allow such old samples."
+        yield context.problem(f"async_training.{name}", f"at most the bound of {bound} versions", advice)
+
+
+def tight_bound(context: RuleContext) -> Iterator[str]:
+    """What a bound costs that leaves running answers no version more than the depth gives them."""
+    training = context.settings.async_training
+    bound, depth = staleness_bound(training), soft_depth(training)
+    if depth == 0 or training.whole_batches or bound > math.ceil(depth):
+        return
+    yield (
+        f"async_training.max_staleness={bound} is as tight as the pipeline is deep ({depth:g} versions): training "
+        f"waits for each answer that takes longer than {_versions(bound)}. {bound + 2} lets long ones pass, and the "
+        "usual sample is no older for it: the depth decides that"
+    )
+
+
+def _versions(count: int) -> str:
+    return f"{count} version{'s' * (count != 1)}"
+
+
+def batch(context: RuleContext) -> Iterator[Problem]:
+    training = context.settings.async_training
+    whole, train = synchronous_batch(training), context.get("data.train_batch_size")
+    if not whole and train not in (0, None):
+        advice = f"Set the prompts of a step with {ACTOR}.ppo_mini_batch_size (times async_training.require_batches)."
+        yield context.problem("data.train_batch_size", "0", advice)
+    if whole and train not in (0, None):
+        yield from _train_batch(context)
+    if context.get("data.gen_batch_size") not in ((1, None, train) if whole else (1, None)):
+        yield context.problem("data.gen_batch_size", "1", "Prompts are issued one by one; remove the setting.")
+    top, answers = context.settings.rollout.n, context.count(f"{ROLLOUT}.n")
+    if top is not None and answers is not None and top != answers:
+        yield context.problem("rollout.n", f"the value of {ROLLOUT}.n ({answers})", f"Set {ROLLOUT}.n only.")
+    batch = context.batch_groups
+    if batch is None:
+        return
+    setting = f"{ACTOR}.ppo_mini_batch_size"
+    if context.dataset_rows is not None and batch > context.dataset_rows:
+        allowed = f"a batch of at most {context.dataset_rows} prompts, the rows of data.train_files"
+        advice = f"A step needs {batch} (times async_training.require_batches). Lower it, or use more data."
+        yield context.problem(setting, allowed, advice)
+    epochs = context.count("trainer.total_epochs")
+    for name, groups in group_limits(epochs, context.settings, batch, context.dataset_rows).items():
+        if groups < batch:
+            yield context.problem(name, f"enough for one batch of {batch} prompts", f"Raise it, or lower {setting}.")
+
+
+def _train_batch(context: RuleContext) -> Iterator[Problem]:
+    """`data.train_batch_size` as the batch of a step, split into mini-batches by verl's update."""
+    size, mini = context.count("data.train_batch_size"), context.count(f"{ACTOR}.ppo_mini_batch_size")
+    if size is None or (mini is not None and size % mini):
+        advice = f"A step trains it in mini-batches of {ACTOR}.ppo_mini_batch_size prompts."
+        yield context.problem("data.train_batch_size", f"a multiple of {mini}, or 0 for one mini-batch", advice)
+    if context.settings.async_training.require_batches != 1:
+        advice = "data.train_batch_size is the batch of a step already."
+        yield context.problem("async_training.require_batches", "1 where data.train_batch_size is set", advice)
+
+
+def whole_batches(context: RuleContext) -> Iterator[Problem]:
+    training = context.settings.async_training
+    if not training.whole_batches:
+        return
+    bound = staleness_bound(training)
+    if bound > 1:
+        advice = "One-step-off trains each batch one version late; for more, use the fully-asynchronous mode."
+        yield context.problem("async_training.max_staleness", "0 or 1 with whole batches", advice)
+    elif soft_depth(training) != bound:
+        name = "staleness_threshold" if training.pipeline_depth is None else "pipeline_depth"
+        yield context.problem(f"async_training.{name}", f"{bound}, the bound, with whole batches", "Remove it.")
+    if training.partial_rollout:
+        advice = "A batch is generated by one version of the weights; remove the setting."
+        yield context.problem("async_training.partial_rollout", "false with whole batches", advice)
+
+
+def shared_placement(context: RuleContext) -> Iterator[Problem]:
+    training = context.settings.async_training
+    if synchronous_batch(training) and training.trigger_parameter_sync_step != 1:
+        allowed = f"1 with {'placement=shared' if training.placement == SHARED else 'whole batches'}"
+        advice = "Weights are published after every batch; remove the setting."
+        yield context.problem("async_training.trigger_parameter_sync_step", allowed, advice)
+    if training.placement != SHARED:
+        return
+    if not training.partial_rollout:
+        advice = (
+            "Answers are interrupted when the batch is complete and go on in the next turn; for synchronous training,"
+            " in which none is, set async_training.staleness_threshold=0."
+        )
+        yield context.problem("async_training.partial_rollout", "true with placement=shared", advice)
+    if training.whole_batches:
+        advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."
+        yield context.problem("async_training.whole_batches", "false with placement=shared", advice)

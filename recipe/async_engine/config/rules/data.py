@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules over data files, checkpoints and other paths; see :mod:`recipe.async_engine.config.validation`."""
+
+import re
+from collections.abc import Iterator
+
+from recipe.async_engine.config.facts import FileFact, RowFault
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.verl_types import ROLLOUT
+from recipe.async_engine.core.columns import ARGUMENTS
+from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
+
+REWARD_COLUMNS = ("reward_model",)
+WANTED = {
+    "model": "a local directory with a config.json, or the name of a model on the hub",
+    "data": "existing files",
+    "code": "an existing Python file",
+    "checkpoint": "a folder global_step_N of verl's, with the weights that this run trains",
+    "description": "a YAML file of what there is",
+    "folder": "an existing folder, or a name on the hub",
+    "module": "a module that can be imported here",
+    "written": "a folder that can be written to, or made",
+}
+
+
+def files(context: RuleContext) -> Iterator[Problem]:
+    """Paths that cannot be used, columns that are missing, rows whose prompts cannot be used."""
+    needed = [str(context.get("data.prompt_key", "prompt"))]
+    if context.get("reward.reward_manager.source", "register") == "register":
+        needed += [str(context.get("data.reward_fn_key", "data_source")), *REWARD_COLUMNS]
+    for fact in context.files:
+        if fact.kind not in WANTED:
+            continue
+        if fact.fault is not None:
+            correct = "name, install it, or put its folder on PYTHONPATH" if fact.kind == "module" else "path"
+            yield Problem(fact.setting, fact.path, WANTED[fact.kind], f"It {fact.fault}; correct the {correct}.")
+        elif fact.kind == "data" and context.get("data.custom_cls.path") is None:
+            yield from _data(context, fact, needed)
+
+
+def _data(context: RuleContext, fact: FileFact, needed: list[str]) -> Iterator[Problem]:
+    columns = fact.columns or ()
+    missing = [name for name in needed if fact.columns is not None and name not in columns]
+    if missing:
+        advice = f"It has no {' and no '.join(missing)}; its columns are {', '.join(columns)}."
+        yield Problem(fact.setting, fact.path, f"data with the columns {', '.join(needed)}", advice)
+    for name in sorted(ARGUMENTS & set(columns)):
+        advice = f"Rename its column {name}: agent loops get a row's columns by name, beside {name} of verl's."
+        yield Problem(fact.setting, fact.path, f"data without the columns {', '.join(sorted(ARGUMENTS))}", advice)
+    if fact.rows == 0:
+        yield Problem(fact.setting, fact.path, "data with rows", "It has none.")
+    for fault in fact.row_faults:
+        yield _row(context, fact, fault)
+
+
+def _row(context: RuleContext, fact: FileFact, fault: RowFault) -> Problem:
+    limit = context.get("data.max_prompt_length")
+    allowed, said = {
+        "empty": ("data whose prompts have text", "no text. Remove the rows, or fill them."),
+        "too long": (
+            f"prompts of at most data.max_prompt_length={limit} tokens",
+            f"up to {fault.most} tokens without the chat template. Raise data.max_prompt_length, shorten or remove the "
+            "rows, or set data.filter_overlong_prompts=True to leave them out.",
+        ),
+        "text": (
+            "prompts that are lists of messages",
+            'plain text. Verl\'s agent loops take [{"role": "user", "content": "..."}].',
+        ),
+        "missing": ("data with this column in each row", "no value. Remove the rows, or fill them."),
+        "no mapping": (
+            "data in which this column is a mapping",
+            "text or another value. Verl takes it apart by its keys.",
+        ),
+    }[fault.what]
+    others = "" if fault.count == 1 else f" and {fault.count - 1} more"
+    place = f"Row {fault.first}{others} (counted from 0), column {fault.column}:"
+    return Problem(fact.setting, fact.path, allowed, f"{place} {said}")
+
+
+def lengths(context: RuleContext) -> Iterator[Problem]:
+    """Engines go by the one, and data, memory and the check of answers by the other."""
+    for engines, datas in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        length = context.get(f"data.{datas}")
+        if context.get(f"{ROLLOUT}.{engines}") not in (None, length):
+            yield context.problem(f"{ROLLOUT}.{engines}", f"as data.{datas}={length}", f"Set data.{datas} alone.")
+
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+"""What verl's checkpoints may have; any other name means nothing to it."""
+
+
+def saving(context: RuleContext) -> Iterator[Problem]:
+    """What a checkpoint that commits model and ledger together cannot be made with, or a run not resumed from."""
+    yield from _contents(context)
+    mode = context.get("trainer.resume_mode", "auto")
+    start = context.settings.async_training.start_from
+    if start is not None and mode == "resume_path":
+        advice = "A run goes on from a checkpoint, or begins with the weights of one; set the other to null."
+        yield context.problem("async_training.start_from", "null with trainer.resume_mode=resume_path", advice)
+    path = context.get("trainer.resume_from_path")
+    if mode == "resume_path" and not re.search(r"global_step_\d+$", str(path)):
+        allowed, advice = "a folder of a checkpoint with resume_mode=resume_path", "Name global_step_N itself."
+        yield context.problem("trainer.resume_from_path", allowed, advice)
+    if mode != "disable" and context.get("trainer.default_hdfs_dir") is not None:
+        advice = "verl cannot load from there. Set it to null, or trainer.resume_mode=disable."
+        yield context.problem("trainer.default_hdfs_dir", "null where a run may resume", advice)
+
+
+def _contents(context: RuleContext) -> Iterator[Problem]:
+    """Checkpoints that no run could go on from, where one may have to."""
+    saves, resumes = (context.get("trainer.save_freq") or -1) > 0, context.get("trainer.resume_mode") != "disable"
+    for section in context.trained:
+        before: object = None
+        for name in ("save_contents", "load_contents"):
+            setting = f"{section}.checkpoint.{name}"
+            contents = context.get(setting)
+            if contents is None or contents == before:
+                continue
+            before = contents
+            if not isinstance(contents, (list, tuple)) or not {*map(str, contents)} <= {*CONTENTS}:
+                yield context.problem(setting, f"a list of some of {', '.join(CONTENTS)}", "Correct it.")
+            elif saves and resumes and (left_out := not_carried(contents, str(context.get(f"{section}.strategy")))):
+                advice = (
+                    f"A run that resumes would go on without {' and '.join(left_out)}. Add what is missing; or, where "
+                    "checkpoints are for other uses and no run is to resume, set trainer.resume_mode=disable."
+                )
+                yield context.problem(setting, f"a list with {', '.join(RESUMED_PARTS)} where a run may resume", advice)

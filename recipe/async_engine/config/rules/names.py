@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that verl looks up when a run is under way: estimators, losses, loggers, dtypes, checkpoint engines.
+
+Contract: a name is refused here where nobody can add one to verl's own. The others stand in one of verl's registries,
+to which plugins and a model's ``external_lib`` add: what is none of verl's own is asked of the registry where verl is
+imported (`inspection/verl_check`), which a main on a CPU does for such names alone (`unusual`). That the lists are
+verl's shows tests/integration/test_late_names.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.async_engine.config.facts import VERLS_LOOPS, VERLS_MANAGERS
+from recipe.async_engine.config.packages import ATTENTION
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.algorithm import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+MODULE = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
+OWN_ENGINES = {
+    "recipe.laptop.transfer.gloo_engine": "recipe_gloo",
+    "recipe.async_engine.weights.nccl_engine": "nccl",
+}
+UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")
+DTYPES = ("fp16", "float16", "fp32", "float32", "bf16", "bfloat16")
+CORRECTION = "algorithm.rollout_correction"
+# The packages of loggers; one that is missing ends verl's start, when everything is up.
+LOGGERS: Mapping[str, str] = {
+    "clearml": "clearml",
+    "console": "",
+    "file": "",
+    "mlflow": "mlflow",
+    "rl_insight": "rl_insight",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "tracking": "wandb",
+    "trackio": "trackio",
+    "vemlp_wandb": "volcengine_ml_platform",
+    "wandb": "wandb",
+}
+
+
+def _is_no_described_loop(context: RuleContext) -> bool:
+    """Whether the default agent loop is none that the user's file describes, as far as that can be read here."""
+    setting = f"{ROLLOUT}.agent.agent_loop_config_path"
+    described = next((fact.columns for fact in context.files if fact.setting == setting), None)
+    if described is None:
+        return context.get(setting) is None
+    return context.get(f"{ROLLOUT}.agent.default_agent_loop") not in described
+
+
+def _takes_torchs(section: str) -> Callable[[RuleContext], bool]:
+    return lambda context: bool(context.get(f"{section}.optim.optimizer_impl") == "torch.optim")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A setting whose value verl looks up late.
+
+    Attributes:
+        own: verl's own names.
+        registry: where verl has them, and whoever adds some; empty where nobody can.
+        external: whether the processes that look it up have imported the model's ``external_lib``.
+        used: whether a run looks it up.
+    """
+
+    setting: str
+    own: Sequence[str]
+    registry: str = ""
+    external: bool = True
+    used: Callable[[RuleContext], bool] = lambda context: True
+
+
+KL = tuple(f"{name}{more}" for name in KL_ESTIMATORS for more in ("", "+"))
+CORE = "verl.trainer.ppo.core_algos"
+NAMES: tuple[Name, ...] = (
+    Name(
+        "algorithm.adv_estimator",
+        (*ADVANTAGE_ESTIMATORS, "remax"),
+        f"{CORE}:ADV_ESTIMATOR_REGISTRY",
+    ),
+    Name(
+        f"{ACTOR}.policy_loss.loss_mode",
+        (
+            *("bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"),
+            *("sapo", "vanilla"),
+        ),
+        f"{CORE}:POLICY_LOSS_REGISTRY",
+        used=lambda context: not str(context.get(f"{ACTOR}.policy_loss.loss_mode")).startswith("recipe_"),
+    ),
+    Name(
+        "reward.reward_manager.name",
+        VERLS_MANAGERS,
+        "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER",
+        external=False,
+        used=lambda context: bool(context.get("reward.reward_manager.source", "register") == "register"),
+    ),
+    Name(
+        f"{ROLLOUT}.agent.default_agent_loop",
+        VERLS_LOOPS,
+        "verl.experimental.agent_loop.agent_loop:_agent_loop_registry",
+        used=_is_no_described_loop,
+    ),
+    Name(
+        f"{ROLLOUT}.multi_turn.format",
+        ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax", "qwen3_coder", "seed"),
+        "verl.experimental.agent_loop.tool_parser:ToolParser._registry",
+    ),
+    Name(
+        BACKEND,
+        ("naive", "nccl", "delta_sharded", *UNTRIED_ENGINES),
+        "verl.checkpoint_engine.base:CheckpointEngineRegistry._registry",
+        used=lambda context: context.settings.async_training.placement != SHARED,
+    ),
+    Name(
+        ATTENTION,
+        ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa"),
+        "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        # A kernel of the hub's is fetched by its name.
+        used=lambda context: "/" not in str(context.get(ATTENTION)),
+    ),
+    *(
+        Name(
+            f"{section}.optim.optimizer",
+            ("Adam", "AdamW", "SGD"),
+            "torch.optim:__dict__",
+            used=_takes_torchs(section),
+        )
+        for section in (ACTOR, "critic")
+    ),
+    Name("reward.reward_manager.source", ("register", "importlib")),
+    Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
+    Name(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", ("left", "middle", "right")),
+    Name(
+        "algorithm.pf_ppo.reweight_method",
+        ("pow", "max_min", "max_random"),
+        used=lambda context: bool(context.get("algorithm.use_pf_ppo")),
+    ),
+    Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
+    Name(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", "raw_logprobs")),
+    Name(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
+    Name(f"{CORRECTION}.loss_type", ("ppo_clip", "reinforce")),
+    Name(f"{CORRECTION}.rollout_is", ("token", "sequence")),
+    Name("algorithm.kl_penalty", KL, used=lambda context: bool(context.get("algorithm.use_kl_in_reward"))),
+    Name(f"{ACTOR}.kl_loss_type", KL, used=lambda context: bool(context.get(f"{ACTOR}.use_kl_loss"))),
+    Name("trainer.resume_mode", ("auto", "disable", "resume_path")),
+    Name(
+        "algorithm.kl_ctrl.type",
+        ("fixed", "adaptive"),
+        used=lambda context: bool(context.get("algorithm.use_kl_in_reward")),
+    ),
+    *(
+        Name(f"{ACTOR}.fsdp_config.{name}", DTYPES)
+        for name in ("model_dtype", *(f"mixed_precision.{part}_dtype" for part in ("param", "reduce", "buffer")))
+    ),
+)
+
+
+def names(context: RuleContext) -> Iterator[Problem]:
+    """Those that nobody can have added; loggers, of which a run may have several; and checkpoint engines."""
+    for name in NAMES:
+        value = context.get(name.setting)
+        if not name.registry and value is not None and name.used(context) and value not in name.own:
+            yield unknown(context, name.setting, name.own)
+    for logger in asked(context.get("trainer.logger")):
+        if str(logger) not in LOGGERS:
+            yield unknown(context, "trainer.logger", tuple(LOGGERS))
+    if context.settings.async_training.placement != SHARED:
+        yield from _checkpoint_engine(context)
+
+
+def asked(loggers: Any) -> list[Any]:
+    """The names in a setting that takes one or several."""
+    return list(loggers) if isinstance(loggers, list) else [loggers] if loggers is not None else []
+
+
+def unknown(context: RuleContext, setting: str, known: Sequence[str]) -> Problem:
+    """A name that is none of those that verl would find."""
+    advice = "verl would look it up when the run is under way, and end it; correct the name."
+    return context.problem(setting, f"one of {', '.join(sorted(map(str, known)))}", advice)
+
+
+def unusual(context: RuleContext) -> list[Name]:
+    """Those whose value is none of verl's own, so that its registry has to be asked."""
+    return [name for name in NAMES if name.registry and name.used(context) and _asks(context, name)]
+
+
+def _asks(context: RuleContext, name: Name) -> bool:
+    value = context.get(name.setting)
+    return value is not None and value not in name.own and value != OWN_ENGINES.get(context.get(MODULE))
+
+
+def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
+    backend, publish = context.get(BACKEND), context.settings.weights.publish
+    usual = "recipe_gloo" if context.on_cpu else "nccl"
+    if backend == "naive":
+        advice = f"naive copies within one process; set {BACKEND}={usual}."
+        yield context.problem(BACKEND, "a backend that reaches other processes", advice)
+    elif backend == "delta_sharded":
+        advice = f"It goes by verl's own engines; set {BACKEND}={usual}, and async_training.weights.encoding=delta."
+        yield context.problem(BACKEND, "nccl, or another one that sends whole weights", advice)
+    elif backend == "kimi_ckpt_engine" and publish == "beside":
+        advice = "Its ranks register their own parts, and beside training rank 0 sends alone."
+        yield context.problem("async_training.weights.publish", f"inline with {BACKEND}=kimi_ckpt_engine", advice)
+    elif backend in OWN_ENGINES.values() and backend != "nccl" and OWN_ENGINES.get(context.get(MODULE)) != backend:
+        module = next(module for module, engine in OWN_ENGINES.items() if engine == backend)
+        if context.get(MODULE) is None or context.get(MODULE) in OWN_ENGINES:
+            yield context.problem(MODULE, f"{module} with {BACKEND}={backend}", "It has that engine.")
+
+
+def untried(context: RuleContext) -> Iterator[str]:
+    """Of what is accepted, what nobody has tried."""
+    backend = context.get(BACKEND)
+    if backend in UNTRIED_ENGINES and context.settings.async_training.placement != SHARED:
+        yield f"{BACKEND}={backend} was never tried with this package; nccl was"

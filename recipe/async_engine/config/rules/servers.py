@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules over the log-prob servers' settings; see :mod:`recipe.async_engine.config.validation`."""
+
+import math
+from collections.abc import Iterator
+
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.config.plan import has_adapter, proximal_source, uses_kl
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.verl_types import ACTOR
+from recipe.async_engine.core.scoring import Anchor
+
+SERVERS = "model_engine_server"
+PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def proximal_log_probs(context: RuleContext) -> Iterator[Problem]:
+    servers, setting = context.settings.servers, "async_training.proximal_log_probs"
+    source = proximal_source(context.config, context.settings)
+    if source is Proximal.SERVER and not servers.enabled:
+        advice = "It needs log-prob servers: add model_engine_server=fsdp2 or model_engine_server=megatron."
+        yield context.problem(setting, "bypass, recompute or loglinear without log-prob servers", advice)
+    if source is not Proximal.SERVER and servers.enabled:
+        advice = "The log-prob servers would compute nothing: remove the setting, or set model_engine_server=disabled."
+        yield context.problem(setting, "server or null with log-prob servers", advice)
+    loss = str(context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"))
+    if source is Proximal.LOGLINEAR and loss != "vanilla":
+        advice = "The interpolation is done inside PPO's clipped loss; choose another source of log-probs for this one."
+        yield context.problem(f"{ACTOR}.policy_loss.loss_mode", f"vanilla with {setting}=loglinear", advice)
+
+
+def log_prob_servers(context: RuleContext) -> Iterator[Problem]:
+    servers = context.settings.servers
+    yield from _reference(context)
+    if not servers.enabled:
+        return
+    if context.settings.async_training.placement == SHARED:
+        advice = "Log-prob servers are for the modes that train and generate at the same time; remove them."
+        yield context.problem(f"{SERVERS}.backend", "disabled with async_training.placement=shared", advice)
+    if servers.backend == "megatron" and context.on_cpu:
+        advice = "Megatron's layers need an accelerator; take model_engine_server=fsdp2."
+        yield context.problem(f"{SERVERS}.backend", "fsdp2 where trainer.device=cpu", advice)
+    if servers.anchor == Anchor.LATEST and context.settings.weights.publish == "beside":
+        advice = (
+            "A batch is trained before the servers have the version that they would score it by: remove the setting, or"
+            f" set {SERVERS}.anchor=generation."
+        )
+        yield context.problem("async_training.weights.publish", f"inline with {SERVERS}.anchor=latest", advice)
+    held = context.settings.weights.at_swap == "keep"
+    if held and servers.anchor == Anchor.GENERATION:
+        advice = (
+            "What an answer that is held at a swap has of the version before is known when the answer ends, and its"
+            f" server has newer weights by then: set {SERVERS}.anchor=latest, or at_swap=interrupt."
+        )
+        yield context.problem(f"{SERVERS}.anchor", "latest with async_training.weights.at_swap=keep", advice)
+    total = servers.shared_accelerators
+    if total % servers.replicas:
+        advice = f"They share {total} accelerators; change that number or this one."
+        yield context.problem(f"{SERVERS}.replicas", f"a divisor of {total}", advice)
+        return
+    ranks = servers.ranks
+    if ranks % min(ranks, servers.n_gpus_per_node):
+        allowed = f"such that a server's {ranks} ranks fill whole nodes of {servers.n_gpus_per_node}"
+        yield context.problem(f"{SERVERS}.replicas", allowed, f"Change it or {SERVERS}.n_gpus_per_node.")
+    if servers.backend == "megatron":
+        sizes = [context.count(f"{SERVERS}.engine.{size}") or 1 for size in PARALLEL_SIZES]
+        if ranks % math.prod(sizes):
+            advice = f"They are {' x '.join(map(str, sizes))}; change them, or the accelerators or replicas."
+            allowed = f"parallel sizes whose product divides a server's {ranks} ranks"
+            yield context.problem(f"{SERVERS}.engine.{PARALLEL_SIZES[0]}", allowed, advice)
+
+
+def _reference(context: RuleContext) -> Iterator[Problem]:
+    servers, setting = context.settings.servers, f"{SERVERS}.reference_replicas"
+    if servers.reference_replicas == 0:
+        return
+    if not servers.enabled:
+        advice = "Add model_engine_server=fsdp2 or model_engine_server=megatron, or remove it."
+        yield context.problem(setting, "0 without log-prob servers", advice)
+    if not uses_kl(context.config):
+        advice = f"Nobody would ask them: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, or remove it."
+        yield context.problem(setting, "0 where no reference policy is used", advice)
+    if has_adapter(context.config):
+        advice = "With LoRA the reference policy is the actor without its adapter, and needs no weights of its own."
+        yield context.problem(setting, "0 with LoRA", advice)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration as it may be written down: without the values that are secrets.
+
+Contract: values of environment variables never appear, whatever their names; of other settings those whose name says
+that they are a secret, and what stands before the host of a URL. Everything else is as it was. Applied to whatever
+leaves a run's processes: ``config.yaml`` in its folder, and the configuration that trackers get.
+Test: tests/config/test_secrets.py.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+ENVIRONMENT = "env_vars"
+SECRET = re.compile(r"(^|[_-])(api_?key|(access|private|secret)_?key|secret|password|passwd|credentials?|token)$", re.I)
+USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def without_secrets(settings: Any, name: str = "") -> Any:
+    """``settings``, a plain value found under ``name``, with `HIDDEN` in the place of each secret."""
+    if isinstance(settings, Mapping):
+        if name == ENVIRONMENT:
+            return dict.fromkeys(settings, HIDDEN)
+        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [without_secrets(value, name) for value in settings]
+    if not isinstance(settings, str):
+        return settings
+    return HIDDEN if settings and SECRET.search(name) else USER_OF_URL.sub(f"{HIDDEN}@", settings)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stock verl's v1 trainers need of a configuration to have this package's parts beside them."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recipe.async_engine.config.facts import FileFact, Resources
+from recipe.async_engine.config.problems import ConfigError, Problem
+from recipe.async_engine.config.rules import micro_batches, parallel
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.async_engine.config.rules.servers import SERVERS, log_prob_servers, proximal_log_probs
+from recipe.async_engine.config.sections import SHARED, RolloutResources, Settings, Weights, read_settings
+from recipe.async_engine.config.validation import Judge
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT, well_formed
+
+MANAGER = "recipe.async_engine.v1.agent_loops.ScoringAgentLoopManager"
+SEPARATE = "separate_async"
+
+
+def read_v1(config: Mapping[str, Any], trainer: str = "") -> Settings:
+    """This package's sections of a v1 trainer's configuration.
+
+    Args:
+        trainer: the name of verl's trainer; its own conditions are looked at too.
+
+    Raises:
+        ConfigError: something in it cannot run; the error has every problem found.
+    """
+    problems, context = judge_v1(config, trainer)
+    if problems:
+        raise ConfigError(problems)
+    return context.settings
+
+
+def judge_v1(
+    config: Mapping[str, Any],
+    trainer: str,
+    available: Resources | None = None,
+    files: Sequence[FileFact] = (),
+    judges: Sequence[Judge] = (),
+) -> tuple[list[Problem], RuleContext]:
+    """All problems of a v1 trainer's configuration, those that ``judges`` find too, and what the rules looked at."""
+    config, problems = well_formed(config, misses=False)
+    settings, own = read_settings(config)
+    problems += own
+    context = RuleContext(config, settings, None, available, files)
+    if not problems:
+        problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]
+        placed = as_placed(context, trainer)
+        problems += [*parallel.parallel_sizes(placed), *parallel.ranks(placed)]
+        for other in judges:
+            problems += other.problems(placed)
+    return problems, context
+
+
+def as_placed(context: RuleContext, trainer: str) -> RuleContext:
+    """The run as parts of this package's would have it: where it generates, and how weights get there."""
+    training = context.settings.async_training
+    rollout = {
+        name: context.count(f"{ROLLOUT}.{name}") or default for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))
+    }
+    training = dataclasses.replace(
+        training,
+        placement="separate" if trainer == SEPARATE else SHARED,
+        weights=Weights(staging="none", publish="inline"),
+    )
+    settings = dataclasses.replace(context.settings, async_training=training, rollout=RolloutResources(**rollout))
+    return dataclasses.replace(context, settings=settings)
+
+
+def _rules(context: RuleContext, trainer: str) -> Iterator[Problem]:
+    servers = context.settings.servers
+    if context.get("rehearse_only"):
+        advice = "It is this package's own trainers that rehearse; take +recipe=fully_async or +recipe=partial_rollout."
+        yield context.problem("rehearse_only", "false with a trainer of verl's", advice)
+    if context.get(f"{ROLLOUT}.name") != "vllm":
+        yield context.problem(f"{ROLLOUT}.name", "vllm", "The first-weights gate is there for vLLM's servers only.")
+    if trainer == SEPARATE:
+        yield from _separate(context)
+    yield from log_prob_servers(context)
+    if not servers.enabled:
+        return
+    yield from proximal_log_probs(context)
+    if servers.reference_replicas:
+        advice = "In verl's own trainers the reference policy stays with the trainer's workers; remove it."
+        yield context.problem(f"{SERVERS}.reference_replicas", "0 with a trainer of verl's", advice)
+    if context.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive":
+        backend = "recipe_gloo" if context.on_cpu else "nccl"
+        advice = f"naive does not reach log-prob servers; set {ROLLOUT}.checkpoint_engine.backend={backend}."
+        yield context.problem(f"{ROLLOUT}.checkpoint_engine.backend", "a backend that reaches other processes", advice)
+    if context.get(f"{ROLLOUT}.agent.agent_loop_manager_class") != MANAGER:
+        advice = "Agent loops ask the log-prob servers through it; remove the setting, or the servers."
+        yield context.problem(f"{ROLLOUT}.agent.agent_loop_manager_class", f"{MANAGER} with log-prob servers", advice)
+
+
+def _separate(context: RuleContext) -> Iterator[Problem]:
+    """What verl asserts when it makes this trainer (trainer_separate_async.py:55-74), with Ray up."""
+    steps = context.count("trainer.v1.separate_async.parameter_sync_step")
+    mini, batch = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.get("data.train_batch_size")
+    if steps is not None and mini is not None and batch != steps * mini:
+        advice = f"This trainer takes {steps} mini-batches of {mini} prompts from one weight sync to the next."
+        allowed = f"parameter_sync_step x ppo_mini_batch_size, {steps * mini}"
+        yield context.problem("data.train_batch_size", allowed, advice)
+    for name in ("nnodes", "n_gpus_per_node"):
+        if context.count(f"{ROLLOUT}.{name}") is None:
+            advice = "This trainer generates on nodes and accelerators of its own: set how many."
+            yield context.problem(f"{ROLLOUT}.{name}", "an integer >= 1", advice)
+    backend = f"{ROLLOUT}.checkpoint_engine.backend"
+    if context.get(backend) == "naive" and not context.settings.servers.enabled:
+        advice = f"naive copies within one process; set {backend}={'recipe_gloo' if context.on_cpu else 'nccl'}."
+        yield context.problem(backend, "a backend that reaches other processes", advice)

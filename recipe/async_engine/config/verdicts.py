@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each of verl's settings here: it takes effect, has none, or is refused.
+
+Contract: the longest entry of `TABLE` that a setting is, or stands below, is its verdict in a run; where two are as
+long, the first that applies to the run. A setting without effect is said to have none where it is not as verl has it
+(`config.notices`), and what is refused is so by name (`refusals`), each with what to use in its place. Whatever
+depends on several settings or on the outside is the affair of the rules. tests/config/test_verdicts.py composes all
+of verl's configurations, and fails for a setting that is not among those that were judged.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
+from recipe.async_engine.config.sections import SHARED
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+
+UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
+V1 = "trainer.v1"
+PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
+"""What a flag has stock verl's task runner make in place of an agent-loop manager."""
+QUEUE = "nothing goes through TransferQueue here"
+
+
+class Kind(StrEnum):
+    """What becomes of a setting."""
+
+    TAKES = "takes effect"
+    NO_EFFECT = "has no effect"
+    REFUSED = "is refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a setting and of all below it that has no verdict of its own.
+
+    Attributes:
+        advice: what to use in its place.
+        allowed: what is taken of a setting that is refused otherwise, in words.
+        refuses: whether a value is refused; true ones are, unless said otherwise.
+        switch: the setting below it whose value is judged, and which nothing else there matters without.
+        here: whether the verdict applies to a run.
+        quiet: values that go without a notice, beside verl's own: this package's configurations have them.
+    """
+
+    setting: str
+    kind: Kind = Kind.TAKES
+    advice: str = ""
+    allowed: str = "false"
+    refuses: Callable[[Any], bool] = bool
+    switch: str = ""
+    here: Callable[[RuleContext], bool] = lambda context: True
+    quiet: Sequence[Any] = ()
+
+
+def shared(context: RuleContext) -> bool:
+    return context.settings.async_training.placement == SHARED
+
+
+def separate(context: RuleContext) -> bool:
+    return not shared(context)
+
+
+def by_flag(context: RuleContext) -> bool:
+    """Whether a flag of stock verl's main has chosen the mode."""
+    return str(context.get(f"{V1}.trainer_mode", "")).startswith("recipe_")
+
+
+def judged(context: RuleContext) -> bool:
+    return bool(context.get(f"{REWARD_MODEL}.enable"))
+
+
+def _none(advice: str, *settings: str, **more: Any) -> tuple[Verdict, ...]:
+    return tuple(Verdict(setting, Kind.NO_EFFECT, advice, **more) for setting in settings)
+
+
+def _refused(advice: str, *settings: str, **more: Any) -> tuple[Verdict, ...]:
+    return tuple(Verdict(setting, Kind.REFUSED, advice, **more) for setting in settings)
+
+
+VERLS = (
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "custom_reward_function",
+    "data",
+    "global_profiler",
+    "model_engine",
+    "ray_kwargs",
+    "reward",
+    "reward_model",
+    "sandbox_fusion",
+    "trainer",
+)
+OURS = (
+    "async_training",
+    "chosen_by_flag",
+    "builtin_task",
+    "model_engine_server",
+    "plan_only",
+    "rehearse_only",
+    "rollout",
+)
+ENGINES_RESOURCES = tuple(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node"))
+CHECKPOINT_ENGINE = f"{ROLLOUT}.checkpoint_engine"
+TRAINED = (ACTOR, "actor_rollout_ref.ref", "critic")
+FILES = ("record", "replay")
+
+TABLE: tuple[Verdict, ...] = (
+    *map(Verdict, (*VERLS, *OURS)),
+    # Features of verl that this package has no part for.
+    *_refused("On-policy distillation has no teacher here; use verl's own trainers.", "distillation", switch="enabled"),
+    *_refused(
+        "Weights that are trained for quantization do not reach the engines here; use verl's own trainers.",
+        *(f"{ACTOR}.{name}" for name in ("qat", "fsdp_config.qat", "megatron.qat")),
+        f"{ROLLOUT}.qat",
+        switch="enable",
+    ),
+    *_refused("Replicas answer prompts whole here: remove it.", f"{ROLLOUT}.disaggregation", switch="enabled"),
+    *_refused(
+        "Its servers answer prompts whole here: remove it.",
+        f"{REWARD_MODEL}.rollout.disaggregation",
+        switch="enabled",
+        here=judged,
+    ),
+    *_refused(
+        "This package brings weights to the replicas itself; another transport is a checkpoint engine of yours"
+        f" ({CHECKPOINT_ENGINE}.backend and custom_backend_module).",
+        f"{ROLLOUT}.checkpoint_manager_class",
+        allowed="null",
+    ),
+    *_refused(
+        "Other accelerators were never tried with this package; use verl's own trainers.",
+        "trainer.device",
+        allowed="cuda or cpu",
+        refuses=lambda device: device not in (None, "cuda", "cpu"),
+    ),
+    *_refused(
+        "Set it to false; to share accelerators between training and generation, use recipe.partial_rollout, which"
+        " places both on them.",
+        "async_training.use_dynamic_resource_scheduling",
+    ),
+    *_refused(
+        "Rollout servers bring the scheduler that takes up answers which a weight sync has cut. Remove it.",
+        f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls",
+        allowed="null",
+    ),
+    # Settings of which a run here takes one value.
+    *_refused(
+        "Other rollout engines are not supported yet in this mode.",
+        f"{ROLLOUT}.name",
+        allowed="vllm",
+        refuses=lambda name: name != "vllm",
+    ),
+    *_refused(
+        "Other engines are not supported for reward models.",
+        f"{REWARD_MODEL}.rollout.name",
+        allowed="vllm",
+        refuses=lambda name: name != "vllm",
+        here=judged,
+    ),
+    *_refused(
+        "Answers are scored while others are generated and trained on: give the model accelerators of its own.",
+        f"{REWARD_MODEL}.enable_resource_pool",
+        allowed=f"true with {REWARD_MODEL}.enable=true",
+        refuses=lambda pool: not pool,
+        here=judged,
+    ),
+    *_refused(
+        "This mode gives training and generation resources of their own; remove the setting.",
+        "actor_rollout_ref.hybrid_engine",
+        here=separate,
+    ),
+    *_refused(
+        "Off-policy corrections and the staleness metrics need the log-probs of the policy that sampled.",
+        f"{ROLLOUT}.calculate_log_probs",
+        allowed="true",
+        refuses=lambda asked: not asked,
+    ),
+    *_refused(
+        "verl then gives every request the same seed, so the answers to one prompt come out equal.",
+        f"{ROLLOUT}.full_determinism",
+    ),
+    *_refused(
+        "A checkpoint is committed when all of it is written; remove the setting.", f"{ACTOR}.checkpoint.async_save"
+    ),
+    *_refused(
+        "A checkpoint is committed when all of it is written; remove the setting.",
+        "critic.checkpoint.async_save",
+        here=lambda context: context.has_critic,
+    ),
+    *_refused(
+        f"verl's servers refuse it without statistics: set {ROLLOUT}.disable_log_stats=false beside it.",
+        f"{ROLLOUT}.prometheus",
+        switch="enable",
+        allowed=f"false with {ROLLOUT}.disable_log_stats=true",
+        here=lambda context: bool(context.get(f"{ROLLOUT}.disable_log_stats", True)),
+    ),
+    *_refused(
+        "verl's servers refuse it without statistics.",
+        f"{ROLLOUT}.disable_log_stats",
+        allowed="false with trainer.logger=rl_insight",
+        here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
+    ),
+    # Settings of other trainers, and those that another one decides here.
+    *_none("this run has a trainer of its own", "trainer.use_v1"),
+    *_none("it is for verl's own v1 trainers; async_training has what this one reads", V1),
+    Verdict(f"{V1}.trainer_mode", here=by_flag),
+    *_none("set async_training.trigger_parameter_sync_step", f"{V1}.separate_async.parameter_sync_step"),
+    *_none(
+        "set async_training.staleness_threshold",
+        *(f"{V1}.{name}_async.num_warmup_batches" for name in ("separate", "colocate")),
+    ),
+    *_none("set async_training.max_staleness, the hard bound", f"{V1}.sampler.max_off_policy_threshold"),
+    *_none(QUEUE, "transfer_queue"),
+    *_none(QUEUE, "transfer_queue.enable", quiet=(True,)),
+    *_none(QUEUE, "transfer_queue.backend.SimpleStorage.num_data_storage_units", quiet=(1,)),
+    *_none("answers are always generated, none is dumped or taken from a dump", "skip"),
+    *_none("all of the validation data is scored at once, by what the engines have places for", "data.val_batch_size"),
+    *_none("metrics of routing are verl's v1 trainers' own", f"{ROLLOUT}.moe_load_balance_metrics_interval"),
+    *_none("prompts are issued one by one", "algorithm.filter_groups.max_inflight_gen_batches"),
+    *_none("trainer.max_actor_ckpt_to_keep decides for whole checkpoints", "trainer.max_critic_ckpt_to_keep"),
+    *_none(
+        "set rollout.nnodes and rollout.n_gpus_per_node",
+        *ENGINES_RESOURCES,
+        here=lambda context: separate(context) and not by_flag(context),
+    ),
+    *_none(
+        "replicas keep their memory, which is theirs alone",
+        f"{ROLLOUT}.free_cache_engine",
+        here=separate,
+        quiet=(False,),
+    ),
+    *_none("rollout replicas validate, with the same scores", "async_training.use_trainer_do_validate"),
+    *_none(
+        "it is read with use_dynamic_resource_scheduling alone",
+        *(f"async_training.dynamic_schedule_{name}" for name in ("policy", "deactivate_ratio", "enable_rebalance")),
+    ),
+    *_none(
+        "both sides share the trainer's accelerators: trainer.nnodes and trainer.n_gpus_per_node",
+        *("rollout.nnodes", "rollout.n_gpus_per_node", *ENGINES_RESOURCES),
+        here=shared,
+        quiet=(1, 8),
+    ),
+    *_none(
+        "no replica has accelerators of its own in this mode",
+        f"{ROLLOUT}.standalone_gpu_memory_utilization",
+        here=shared,
+    ),
+    *_none("both sides share their accelerators in this mode", "actor_rollout_ref.hybrid_engine", here=shared),
+    *_none(
+        "each trainer rank hands its weights to the engine beside it",
+        *(f"{CHECKPOINT_ENGINE}.{name}" for name in ("backend", "custom_backend_module", "engine_kwargs")),
+        here=shared,
+        quiet=("recipe_gloo", "recipe.laptop.transfer.gloo_engine"),
+    ),
+    # Settings that nothing in verl reads.
+    *_none(UNREAD, f"{ACTOR}.use_rollout_log_probs", quiet=(True, False)),
+    *_none(UNREAD, *(f"{ROLLOUT}.{name}" for name in ("do_sample", "over_sample_rate", "multi_stage_wake_up", "skip"))),
+    *_none(UNREAD, *(f"{ROLLOUT}.engine_kwargs.{name}" for name in ("sglang", "trtllm"))),
+    *_none(UNREAD, f"{ROLLOUT}.agent.custom_async_server", f"{ROLLOUT}.multi_turn.interaction_config_path"),
+    *_none(
+        UNREAD,
+        *(
+            f"{ROLLOUT}.multi_turn.{name}"
+            for name in ("num_repeat_rollouts", "tokenization_sanity_check_mode", "use_inference_chat_template")
+        ),
+    ),
+    *_none(
+        "verl 0.9.1 reads it nowhere either; set optim.clip_grad beside it", f"{ACTOR}.grad_clip", "critic.grad_clip"
+    ),
+    *_none(UNREAD, f"{ROLLOUT}.layered_summon", here=separate),
+    *_none(
+        UNREAD,
+        *(f"{REWARD_MODEL}.rollout.{name}" for name in ("do_sample", "layered_summon", "multi_stage_wake_up", "n")),
+    ),
+    *_none(UNREAD, "actor_rollout_ref.nccl_timeout", "critic.nccl_timeout"),
+    *_none(
+        UNREAD,
+        *(f"data.{name}" for name in ("tokenizer", "sampler", "datagen", "return_full_prompt", "return_raw_input_ids")),
+    ),
+    *_none(UNREAD, "data.return_raw_chat", quiet=(True,)),
+    *_none(UNREAD, "data.return_multi_modal_inputs", "trainer.ray_wait_register_center_timeout"),
+    *_none(
+        "verl 0.9.1 reads it nowhere either; data.filter_overlong_prompts leaves out prompts that are too long",
+        "data.truncation",
+    ),
+    *_none(UNREAD, f"{ACTOR}.freeze_vision_tower", *(f"{section}.rollout_n" for section in TRAINED)),
+    *_none(
+        UNREAD,
+        *(f"critic.forward_{name}" for name in ("micro_batch_size", "micro_batch_size_per_gpu")),
+        "critic.forward_max_token_len_per_gpu",
+    ),
+    *_none(
+        UNREAD,
+        *(
+            f"{section}.{name}"
+            for section in TRAINED
+            for name in (
+                *(f"veomni.{name}" for name in ("ckpt_manager", "force_use_huggingface", "load_checkpoint_path")),
+                *("megatron.dist_checkpointing_prefix", "veomni.entropy_checkpointing"),
+                *(f"{engine}.router_replay.{name}_file" for engine in ("megatron", "veomni") for name in FILES),
+            )
+        ),
+    ),
+    *_none(UNREAD, *(f"global_profiler.global_tool_config.torch_memory.{name}" for name in ("stacks", "kw_args"))),
+    *_none("it is read by an engine of NPUs alone", f"{ACTOR}.fsdp_config.turbo_config"),
+    *_none("it is read by an engine of NPUs alone", "actor_rollout_ref.ref.fsdp_config.turbo_config"),
+    *_none("it is read by an engine of NPUs alone", "critic.fsdp.turbo_config"),
+    *_none(
+        "SGLang alone reads it",
+        *(f"{ROLLOUT}.skip_tokenizer_init", f"{REWARD_MODEL}.rollout.skip_tokenizer_init"),
+        *(
+            f"{model}.mtp.speculative_{name}"
+            for model in ("actor_rollout_ref.model", "critic.model")
+            for name in ("algorithm", "eagle_topk", "num_draft_tokens", "num_steps")
+        ),
+    ),
+    *_none(
+        f"set {ROLLOUT}.agent.default_agent_loop=tool_agent, or give the data a column agent_name",
+        f"{ROLLOUT}.multi_turn.enable",
+    ),
+    *_none("set actor_rollout_ref.model.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+    *_none(
+        "set actor_rollout_ref.model.use_remove_padding",
+        *(f"{section}.use_remove_padding" for section in (ACTOR, "actor_rollout_ref.ref")),
+        here=lambda context: context.get(f"{ACTOR}.strategy") != "veomni",
+    ),
+    *_none("checkpoints are loaded from where they are, and stay", "trainer.del_local_ckpt_after_load"),
+)
+
+
+def verdict_of(setting: str, context: RuleContext) -> Verdict | None:
+    """The verdict of a setting in a run; None for one that neither verl nor this package has."""
+    applying = [verdict for verdict in _above(setting) if verdict.here(context)]
+    return max(applying, key=lambda verdict: len(verdict.setting), default=None)
+
+
+def _above(setting: str) -> Iterator[Verdict]:
+    parts = setting.split(".")
+    for count in range(len(parts), 0, -1):
+        yield from BY_SETTING.get(".".join(parts[:count]), ())
+
+
+BY_SETTING: dict[str, list[Verdict]] = {}
+for _verdict in TABLE:
+    BY_SETTING.setdefault(_verdict.setting, []).append(_verdict)
+
+
+def refusals(context: RuleContext) -> Iterator[Problem]:
+    """Every setting whose value is refused."""
+    for verdict in TABLE:
+        if verdict.kind is Kind.REFUSED and verdict.here(context):
+            setting = f"{verdict.setting}.{verdict.switch}" if verdict.switch else verdict.setting
+            if verdict.refuses(context.get(setting)):
+                yield context.problem(setting, verdict.allowed, verdict.advice)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout engines: their accelerators, all of them together, and vLLM's."""

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package adds to a vLLM worker: weights arrive beside generation, on a thread, until a call swaps them in.
+
+vLLM mixes the class into its worker and calls it by `collective_rpc`. Contract: each call returns in a moment, but for
+`begin_staging`, which makes the second instance of the model when it is called for the first time. The stream comes
+from the weight worker beside this process, through verl's socket and shared memory or IPC; whatever goes wrong with it
+here is in `staging_outcome`, and the sender is not kept waiting: it is let through its stream to the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import Any
+
+import torch
+import zmq
+from torch import nn
+from verl.plugin.platform import get_platform
+from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from recipe.async_engine.core.cuts import sampled_before
+from recipe.async_engine.engines.vllm.continued_answers import in_worker
+from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
+from recipe.async_engine.engines.vllm.staged_model import StagedModel
+from recipe.async_engine.engines.vllm.weight_worker import COMPLETE, LOOK_MS, UNDER_WAY
+from recipe.async_engine.weights.staged import Intake, NamedTensors, StagedWeights, StagingRefused
+
+
+class PatientSocket:
+    """A zmq REP socket that waits ``timeout_s`` seconds for a message, or until ``stopped``; StagingRefused then."""
+
+    def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, stopped: threading.Event) -> None:
+        self._socket, self._timeout_s, self._stopped = socket, timeout_s, stopped
+        socket.setsockopt(zmq.LINGER, 0)
+        self.send, self.close = socket.send, socket.close
+
+    def recv_pyobj(self) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._socket.poll(LOOK_MS):
+            if self._stopped.is_set():
+                raise StagingRefused("another stream of weights took its place")
+            if time.monotonic() > deadline:
+                raise StagingRefused(f"the sender of the weights said nothing for {self._timeout_s:g} s")
+        return self._socket.recv_pyobj()
+
+
+class DeadlineReceiver(BucketedWeightReceiver):
+    """verl's receiver, which gives up on a sender that says nothing for ``timeout_s`` seconds, or is told to."""
+
+    socket: Any
+
+    def __init__(self, *args: Any, timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Wait for no further message."""
+        self._stopped.set()
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        self.socket = PatientSocket(self.socket, self._timeout_s, self._stopped)
+
+
+def second_instance(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+    """Another instance of the engine's model, with weights of no meaning; the engine's registers do not know it."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    # Where the layers of a model enter themselves, and where the engine looks for the live ones.
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    # A tensor made in inference mode could be written to nowhere else.
+    with torch.inference_mode(False), set_default_torch_dtype(config.model_config.dtype), device:
+        return initialize_model(vllm_config=config, model_config=config.model_config).eval()
+
+
+def staged_model_of(live: nn.Module, vllm_config: VllmConfig, device: torch.device, in_host: bool) -> StagedModel:
+    """A place for the next weights of a vLLM worker's model, on its device or in host memory."""
+    spare = second_instance(vllm_config, torch.device("cpu") if in_host else device)
+    if in_host and device.type != "cpu":
+        for parameter in spare.parameters():
+            parameter.data = parameter.data.pin_memory()
+    patch_vllm_moe_model_weight_loader(spare)
+    return StagedModel(
+        live,
+        spare,
+        lambda model: process_weights_after_loading(model, vllm_config.model_config, device),
+        in_host=in_host,
+    )
+
+
+class Staging:
+    """One stream of weights on its way to where it is staged, on a thread of its own."""
+
+    def __init__(self, staged: StagedWeights, version: int, receiver: DeadlineReceiver, device: Any) -> None:
+        self._receiver, self._device = receiver, device
+        self._intake = Intake(staged, version)
+        self._thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+        self._thread.start()
+
+    @property
+    def outcome(self) -> str:
+        """`UNDER_WAY`, `COMPLETE` with the checksum of what was loaded, or what went wrong."""
+        if self._thread.is_alive():
+            return UNDER_WAY
+        return self._intake.problem or COMPLETE + self._intake.checksum
+
+    def stop(self, timeout_s: float) -> bool:
+        """Have the stream end, which may be one that its sender has left without a word; returns whether it has."""
+        self._receiver.stop()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        get_platform().set_device(self._device)
+        self._intake.begin()
+        try:
+            self._receiver.receive_weights(self._take)
+        except Exception as error:  # of whatever kind, it is this stream's outcome
+            self._intake.fail(error)
+
+    def _take(self, weights: NamedTensors, is_last: bool) -> None:
+        self._intake.take(weights)
+        if is_last:
+            # Before the sender is answered: when it is, the outcome is known.
+            self._intake.end()
+
+
+class StagingExtension(vLLMColocateWorkerExtension):
+    """verl's own extension, with a place for the next weights; see the module's contract."""
+
+    device: Any
+    model_runner: Any
+    _staged_model: StagedWeights | None = None
+    _staging: Staging | None = None
+
+    def __new__(cls, **kwargs: Any) -> StagingExtension:
+        in_worker(kwargs["vllm_config"])
+        return super().__new__(cls, **kwargs)
+
+    def wide_parameters(self) -> list[str]:
+        """Names of the parameters that this engine holds in a wider dtype than the model's."""
+        width = self.model_runner.vllm_config.model_config.dtype.itemsize
+        parameters = self.model_runner.get_model().named_parameters()
+        return [name for name, found in parameters if found.is_floating_point() and found.dtype.itemsize > width]
+
+    def begin_staging(
+        self,
+        version: int,
+        use_shm: bool,
+        timeout_s: float,
+        in_host: bool,
+        adapter: tuple[int, dict[str, Any]] | None = None,
+    ) -> None:
+        """Take the stream of weights that comes now as ``version``, into host memory or beside the live ones.
+
+        Args:
+            adapter: the stream is a LoRA adapter, with this number and PEFT's configuration of it.
+
+        Raises:
+            StagingRefused: the engine has weights that cannot be staged, or an earlier stream cannot be ended.
+        """
+        if self._staging is not None and not self._staging.stop(timeout_s):
+            raise StagingRefused(f"an earlier stream of weights has not ended within {timeout_s:g} s")
+        if adapter is not None:
+            number, peft_config = adapter
+            if not isinstance(self._staged_model, StagedAdapter):
+                self._staged_model = StagedAdapter(self, peft_config)
+            self._staged_model.name = AdapterName(number, version)
+        elif self._staged_model is None:
+            if is_quantized_model(self.model_runner.vllm_config) or self._get_drafter_model() is not None:
+                raise StagingRefused(
+                    "weights of a quantized engine, or of one with a draft model, can only be loaded in place; set "
+                    "async_training.weights.staging=none"
+                )
+            self._staged_model = staged_model_of(
+                self.model_runner.get_model(), self.model_runner.vllm_config, self.device, in_host
+            )
+        receiver = DeadlineReceiver(self._get_zmq_handle(), self.device, use_shm=use_shm, timeout_s=timeout_s)
+        self._staging = Staging(self._staged_model, version, receiver, get_platform().current_device())
+
+    def ignored_parts(self, number: int) -> list[str]:
+        """The layers that a LoRA adapter has weights for and that none of this worker's takes."""
+        if self.model_runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return []  # the others' layers are not this one's to know
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        taken = {id(adapter.get_lora(name)) for name in manager.modules}
+        return [name for name, part in adapter.loras.items() if id(part) not in taken]
+
+    def staging_outcome(self) -> str:
+        """`UNDER_WAY`, `COMPLETE` with a checksum, or what went wrong with the last stream."""
+        return UNDER_WAY if self._staging is None else self._staging.outcome
+
+    def swap_staged(self, version: int) -> dict[str, int]:
+        """Make the staged weights the live ones.
+
+        Returns:
+            How many tokens each request in the engine has by now, by the engine's names; all are of the old weights.
+            Those before a cut do not count.
+
+        Raises:
+            StagingRefused: they are not complete, or not of this version.
+        """
+        if self._staged_model is None:
+            raise StagingRefused("no weights have been staged")
+        self._staged_model.swap(version)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return {
+            name: len(state.output_token_ids) - len(sampled_before(state.sampling_params))
+            for name, state in self.model_runner.requests.items()
+        }

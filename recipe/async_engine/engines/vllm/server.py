@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout servers that know which weights they hold.
+
+Contract:
+
+* A server started with dummy weights answers nothing before its first complete load: requests wait up to
+  ``first_weights_timeout_s`` and then fail with :class:`FirstWeightsTimeout`.
+* Weights are staged beside those that answer; ``swap`` makes them the live ones, while the engine is paused. Where they
+  are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
+  weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
+  Abort, resume and wake-up calls open nothing.
+* An answer is given only if its finish reason is known to be that of one: stop, length, repetition, or abort. Stock
+  verl passes any other on (vllm_async_server.py:726), and what an engine had of a request that failed there is trained
+  as complete.
+* Every answer names the version at submission and at the end (``submitted_version``, ``global_steps``). Stock verl
+  stamps the version after generation only (vllm_async_server.py:689), which mislabels tokens when weights change.
+
+Shown by tests/integration/test_server_gate.py and, with the real engine, by tests/e2e/test_fully_async.py.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from verl.plugin.platform import get_platform
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.lora.request import LoRARequest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from recipe.async_engine.actors.control import Early
+from recipe.async_engine.actors.sockets import sockets_folder
+from recipe.async_engine.actors.stacks import waits
+from recipe.async_engine.core.cuts import as_engine_takes
+from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
+from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
+from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, in_output_processor
+from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_worker, pause
+from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
+from recipe.async_engine.engines.vllm.engine_settings import choose_runner, peft_config, refused_arguments
+from recipe.async_engine.engines.vllm.http_gate import guard
+from recipe.async_engine.engines.vllm.output_watch import (
+    ABORTED,
+    COMPLETED,
+    RECOMPUTED,
+    VERSION_RUNS,
+    OutputWatch,
+    Sampled,
+)
+from recipe.async_engine.engines.vllm.staged_adapter import AdapterName
+from recipe.async_engine.engines.vllm.weight_worker import part_id
+from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+
+logger = logging.getLogger(__name__)
+
+STRAGGLER_S = 0.002
+REPETITION = "repetition"
+"""vLLM's finish reason of an answer that its ``repetition_detection`` ended, which is whole then."""
+HELD = ("generate",)
+"""What keeps calls of a server open: an abort waits for none of them."""
+
+WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
+CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
+
+
+class NoTrainer(RecipeError):
+    """A server was to start with dummy weights, and nobody would ever send it real ones."""
+
+
+class ForeignExtension(RecipeError):
+    """An engine's workers were to know nothing of answers that were cut."""
+
+
+class SubmissionTimeout(RecipeError):
+    """A request waited at a paused server longer than ``async_training.timeouts.weight_sync``."""
+
+
+class GatedVLLMHttpServer(vLLMHttpServer):
+    """verl's vLLM server behind a :class:`WeightsGate`; see the module's contract.
+
+    Settings are read from ``rollout.custom["recipe"]``: ``has_trainer``, and ``first_weights_timeout_s`` and
+    ``pause_timeout_s`` (seconds).
+    """
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        # Read by the engine's worker, for the name of the socket that weights come through.
+        os.environ["VERL_RAY_JOB_ID"] = part_id(self.node_rank)
+        choose_runner(os.environ)
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets_folder())
+        super()._post_init(cuda_visible_devices)
+        settings = (self.config.custom or {}).get("recipe", {})
+        if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
+            raise NoTrainer(
+                f"actor_rollout_ref.rollout.load_format={self.config.load_format} makes a server wait for a trainer's "
+                "weights, and this one has no trainer; use load_format=auto for a server on its own"
+            )
+        self._first_weights_timeout_s = float(settings.get("first_weights_timeout_s", 1800.0))
+        self._pause_timeout_s = float(settings.get("pause_timeout_s", 1800.0))
+        self._stages_in_host = settings.get("staging") == "host"
+        self._loads_in_place = settings.get("staging") == "none"
+        # An engine with the base weights alone is not the policy.
+        self._gate = WeightsGate(opened="dummy" not in self.config.load_format and not self.lora_as_adapter)
+        self._adapter: AdapterName | None = None
+        self._coming: AdapterName | None = None
+        self._versions = RequestVersions()
+        self._recomputed: Counter[str] = Counter()
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._dropped: set[str] = set()
+        self._unwanted = Early()
+        self._activity = EngineActivity(
+            time.monotonic, int(settings.get("places") or self.config.get("max_num_seqs", 1))
+        )
+        self._outputs = OutputWatch(self._activity)
+        self._life = uuid4().hex
+        self._checksum: str | None = None
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """As verl's; arguments that vLLM does not take would end the process without a word of which."""
+        try:
+            await super().launch_server(*args, **kwargs)
+        except SystemExit as ended:
+            raise refused_arguments(ended) from None
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        work: Work = Work.OTHER,
+        sampled: int = 0,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """As verl's ``generate``; ``extra_fields`` gains ``submitted_version`` (int) beside ``global_steps``.
+
+        If weights were swapped under the request, they also say which version sampled which tokens (`VERSION_RUNS`),
+        and how many tokens the engine computed again for it (`RECOMPUTED`). ``work``: what the answer is for, in the
+        engine's account. ``sampled``: so many tokens at the end of ``prompt_ids`` are of the answer already, which
+        the parameters are for as a whole; the rest of it is what is given back.
+
+        Raises:
+            FirstWeightsTimeout: the server holds no complete weights and got none in time.
+            SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
+            EngineDied: the engine is gone, so this server will answer nothing any more.
+            RequestFailed: the engine ended the request with another finish reason than those of an answer.
+        """
+        if self._unwanted.take(request_id):
+            return TokenOutput(token_ids=[], stop_reason="aborted")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[request_id] = task
+        self._activity.expect(request_id, work)
+        try:
+            if not await self._gate.wait_open(self._first_weights_timeout_s):
+                return TokenOutput(token_ids=[], stop_reason="aborted")
+            prompt_ids, sampling_params = as_engine_takes(prompt_ids, sampling_params, sampled)
+            output = await super().generate(
+                prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
+            )
+            if output.stop_reason == REPETITION:
+                output.stop_reason = COMPLETED
+            if output.stop_reason not in (COMPLETED, *ABORTED):
+                raise RequestFailed(
+                    f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
+                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
+                    "repetition or abort"
+                )
+            submitted = self._versions.submitted(request_id)
+            output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
+            if self._versions.swapped_under(request_id):
+                output.extra_fields[VERSION_RUNS] = self._versions.runs(request_id, len(output.token_ids))
+                output.extra_fields[RECOMPUTED] = self._recomputed[request_id]
+            self._activity.answer(request_id, len(output.token_ids))
+            return output
+        except asyncio.CancelledError:
+            if request_id not in self._dropped:
+                raise
+            task.uncancel()
+            return TokenOutput(token_ids=[], stop_reason="aborted")
+        except Exception as error:
+            if self.engine.errored:
+                raise EngineDied(f"the engine of rollout replica {self.replica_rank} died: {error}") from error
+            raise
+        finally:
+            self._versions.forget(request_id)
+            self._activity.forget(request_id)
+            self._recomputed.pop(request_id, None)
+            self._tasks.pop(request_id, None)
+            self._dropped.discard(request_id)
+
+    async def drop_request(self, request_id: str) -> None:
+        """End a request that nobody waits for any more, wherever it is: its place at the engine is free at once."""
+        task = self._tasks.get(request_id)
+        if task is None:
+            self._unwanted.say(request_id)
+        else:
+            self._dropped.add(request_id)
+            # vLLM aborts what it works on when its caller is cancelled.
+            task.cancel()
+
+    async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
+        while True:
+            try:
+                async with asyncio.timeout(self._pause_timeout_s):
+                    parked = await super()._park_until_admitted(request_id)
+            except TimeoutError:
+                raise SubmissionTimeout(
+                    f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight "
+                    "sync should be over by then (async_training.timeouts.weight_sync)"
+                ) from None
+            if parked is not None:
+                return parked
+            if self._gate.is_open:
+                self._versions.submit(request_id, self.global_steps)
+                return None
+            # A load began while the request was parked and has not been committed: a resume alone admits nothing.
+            self._admitting -= 1
+            if not await self._gate.wait_open(self._first_weights_timeout_s):
+                return TokenOutput(token_ids=[], stop_reason="aborted")
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        """As verl's, with the gate over the HTTP endpoints too, and a watch on the engine's outputs."""
+        args.middleware = [*args.middleware, guard(self.admit)]
+        await super().run_server(args)
+        self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
+        in_output_processor(self.engine.output_processor)
+        # verl asks the engine before each request whether it has the adapter of the only name that verl knows.
+        self.engine.list_loras = no_adapters
+
+    def _salted(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """An engine's ``generate`` whose requests share cached prefixes with those of the same version only.
+
+        If the version is a LoRA adapter, they name it.
+        """
+
+        def salted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(prompt, dict):
+                prompt = {**prompt, "cache_salt": f"version {self.global_steps}"}
+            if self._adapter is not None:
+                kwargs["lora_request"] = LoRARequest(**self._adapter.request)
+            return generate(prompt, *args, **kwargs)
+
+        return salted
+
+    async def sampled_since(self, known: dict[str, int]) -> dict[str, Sampled]:
+        """What the engine has sampled for requests under way, after as many tokens as ``known`` says of each.
+
+        A request that is not here, not yet or not any more, or whose answer is complete, is left out.
+        """
+        news = {
+            request_id: self._outputs.since(request_id, count, self._versions)
+            for request_id, count in known.items()
+            if request_id in self._tasks
+        }
+        return {request_id: sampled for request_id, sampled in news.items() if sampled is not None}
+
+    async def admit(self) -> None:
+        """Wait until a request over HTTP may reach the engine.
+
+        Raises:
+            FirstWeightsTimeout: the server holds no complete weights and got none in time.
+            SubmissionTimeout: the server stayed paused for too long, or has left routing.
+        """
+        name = "over HTTP"
+        is_open = await self._gate.wait_open(self._first_weights_timeout_s)
+        if not is_open or await self._park_until_admitted(name) is not None:
+            raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
+        # Only requests over the actor's interface are counted.
+        self._admitting -= 1
+        self._versions.forget(name)
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """As verl's, but the engine stops after its present step, and gives back what reaches it later.
+
+        verl waits until every admitted request has its first token before it stops the engine
+        (vllm_async_server.py:970).
+
+        Raises:
+            SubmissionTimeout: an admitted request did not come back.
+        """
+        if self.node_rank != 0:
+            return await super().abort_all_requests(reset_prefix_cache, reject_request)
+        self._submission_paused, self._rejecting = True, reject_request
+        self._note_state()
+        self._resume_event.clear()
+        aborted: set[str] = set()
+        deadline = time.monotonic() + self._pause_timeout_s
+        while True:
+            aborted |= self.engine.output_processor.request_states.keys()
+            await pause(self.engine, "abort")
+            if not self._admitting:
+                if reset_prefix_cache:
+                    await forget_computed(self.engine)
+                return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
+            if time.monotonic() > deadline:
+                raise SubmissionTimeout(
+                    f"{self._admitting} requests did not come back within {self._pause_timeout_s:g} s"
+                )
+            await asyncio.sleep(STRAGGLER_S)
+
+    async def begin_staging(self, version: int, use_shm: bool, timeout_s: float) -> None:
+        """Have the engine take the stream of weights that comes now beside its live ones; returns when it listens."""
+        adapter = None
+        if self.lora_as_adapter:
+            # Also after a stream that failed: no other adapter has had the number.
+            number = 1 if self._coming is None else self._coming.number + 1
+            self._coming = AdapterName(number, version)
+            adapter = (number, peft_config(self.model_config))
+        await of_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
+
+    async def wide_parameters(self) -> list[str]:
+        """Names of the parameters that the engine holds in a wider dtype than the model's."""
+        of_workers: list[list[str]] = await of_each_worker(self.engine, "wide_parameters")
+        return [name for names in of_workers for name in names]
+
+    async def staging_outcomes(self) -> list[str]:
+        """Of each of the engine's workers; see `recipe.async_engine.engines.vllm.engine_extension`."""
+        return await of_each_worker(self.engine, "staging_outcome")
+
+    async def swap(self, version: int, checksum: str) -> None:
+        """Make the staged weights, of this checksum, the live ones; the engine must be paused, its caches empty.
+
+        The server answers nothing more if that fails on the way.
+        """
+        self._gate.begin_load(version)
+        self._note_state()
+        if self.node_rank == 0:
+            try:
+                counts = await of_each_worker(self.engine, "swap_staged", version)
+            except Exception:
+                for name in list(self._tasks):
+                    await self.drop_request(name)
+                raise
+            self._swapped_under(self._by_server_ids(counts), version)
+            self._adapter = self._coming
+        await self.loaded(checksum)
+        await self.set_global_steps(version)
+
+    async def hold_requests(self) -> None:
+        """Stop the engine with its requests in it, which go on when generation resumes; later ones wait here.
+
+        The keys and values of what they have so far are computed again, by whatever weights are live then.
+        """
+        if self.node_rank != 0:
+            return
+        self._submission_paused, self._rejecting = True, False
+        self._note_state()
+        self._resume_event.clear()
+        await pause(self.engine, "keep")
+        await forget_computed(self.engine)
+
+    def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
+        """Tokens by the server's names of requests; the engine adds something of its own to each name."""
+        states = self.engine.output_processor.request_states
+        known = {name: count for of_worker in counts for name, count in of_worker.items() if name in states}
+        return {states[name].external_req_id: count for name, count in known.items()}
+
+    def _swapped_under(self, sampled: dict[str, int], version: int) -> None:
+        """The engine has swapped its weights with requests in it, which have so many tokens of the old ones."""
+        self._versions.swap(sampled, version)
+        held = {name: count for name, count in sampled.items() if name in self._tasks and count}
+        for name, count in held.items():
+            self._recomputed[name] += self._outputs.asked_tokens(name) + count
+        self._activity.recompute(held)
+
+    async def begin_load(self, global_steps: int | None) -> None:
+        """Close the server: weights of version ``global_steps`` are about to be written in place."""
+        self._gate.begin_load(global_steps)
+        self._note_state()
+
+    async def loaded(self, checksum: str) -> None:
+        """The weights of the announced version have all come; ``checksum`` is theirs."""
+        self._checksum = checksum
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Commit version ``global_steps``: called by the weight worker once every tensor is loaded."""
+        await super().set_global_steps(global_steps)
+        self._gate.commit()
+        self._note_state()
+
+    async def open_submission_gate(self) -> None:
+        """As verl's: generation resumes."""
+        await super().open_submission_gate()
+        self._note_state()
+
+    async def activity(self) -> Activity:
+        """What the engine did since this was asked last; raises EngineDied if it is gone."""
+        await self.check_engine()
+        spans, counts = self._activity.take(), self._activity
+        tokens = {"sampled": counts.sampled, "answered": counts.answered, "under_way": counts.under_way}
+        return Activity(time.monotonic(), self._life, spans, tokens)
+
+    def _note_state(self) -> None:
+        """Whether the engine serves, for its account, and why not."""
+        if self._gate.refusing:
+            self._activity.close(Class.DOWN)
+        elif not self._gate.is_open:
+            self._activity.close(Class.START_UP if self.global_steps is None else Class.WAIT_WEIGHTS)
+        elif self._submission_paused:
+            in_turns = self.rollout_mode == RolloutMode.HYBRID
+            self._activity.close(Class.WAIT_OTHER_SIDE if in_turns else Class.WAIT_WEIGHTS)
+        else:
+            self._activity.open()
+
+    async def leave_routing(self) -> None:
+        """Answer every waiting and every later request as aborted without tokens, so that its client goes elsewhere.
+
+        Called after the server has been taken out of the load balancer; the next complete load undoes it.
+        """
+        self._gate.refuse()
+        self._note_state()
+        self._rejecting = True
+        self._submission_paused = True
+        # Wakes the requests parked at the pause; they see the rejection. The pause itself stays.
+        self._resume_event.set()
+        self._resume_event.clear()
+
+    async def check_engine(self) -> None:
+        """Raises EngineDied if the engine is gone."""
+        if self.node_rank == 0 and self.engine.errored:
+            raise EngineDied(f"the engine of rollout replica {self.replica_rank} died")
+
+    async def describe(self) -> list[str]:
+        """Lines: whether it answers, what its engine has, and where the coroutines wait."""
+        gate = "open" if self._gate.is_open else f"closed, loading version {self._gate.loading}"
+        requests = len(self.engine.output_processor.request_states) if self.node_rank == 0 else 0
+        return [
+            f"weights {gate}; version {self.global_steps}, checksum {self._checksum}; paused: "
+            f"{self._submission_paused}; requests at the engine: {requests}, on their way to it: {self._admitting}",
+            *(f"tasks: {line}" for line in waits()),
+        ]
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs["scheduler_cls"] = SCHEDULER
+        chosen = engine_kwargs.get("worker_extension_cls")
+        # Where weights are staged, one that lacks the rest is known by that.
+        if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
+            raise ForeignExtension(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
+                "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to take up "
+                "answers that were cut"
+            )
+
+    def _get_worker_extension_cls(self) -> str:
+        if get_platform().device_name == "cpu":
+            return CPU_WORKER_EXTENSION
+        return WORKER_EXTENSION
+
+
+async def no_adapters() -> set[int]:
+    """Of verl's; ours are named by `GatedVLLMHttpServer._salted`."""
+    return set()

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving end of a weight sync, beside each rollout server's engine.
+
+Contract: weights are staged beside those that generate (`stage_weights`), which go on answering until the server is
+told to swap, or loaded in place (`update_weights`), where the server is closed until they are complete. Either succeeds
+as a whole, or fails within its deadline and leaves the engine ready for another one; after a failed load in place the
+server stays closed (see `recipe.async_engine.engines.vllm.server`). Nothing blocks the worker's event loop. Stock verl
+has neither: ``BucketedWeightSender`` waits on a socket for ever, on the event loop (bucketed_weight_transfer.py:163).
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, TypeVar
+
+import ray
+import torch
+import zmq
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.plugin.platform import get_platform
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from recipe.async_engine.core.errors import WeightLoadError
+from recipe.async_engine.weights.checksum import StreamChecksum
+from recipe.async_engine.weights.encoded_engine import receiving
+
+LOOK_MS = 100
+"""How long a call on the socket waits before it looks for an error of the engine again."""
+
+WATCH_S = 1.0
+"""How often an engine that is being sent to is asked whether it is alive."""
+
+UNDER_WAY, COMPLETE = "under way", "complete: "
+"""Outcomes of staging, as `recipe.async_engine.engines.vllm.engine_extension` reports them; any other is an error.
+
+After `COMPLETE` comes the checksum of what the engine has loaded.
+"""
+
+T = TypeVar("T")
+Failure = Callable[[], Exception | None]
+NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
+
+
+class DeadlineSocket:
+    """A zmq REQ socket whose calls end after ``timeout_s`` seconds, or once ``failure`` gives an error of the engine.
+
+    Both calls raise WeightLoadError: the engine reported an error, or did not answer in time.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], timeout_s: float, failure: Failure) -> None:
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._failure = failure
+        self.may_send = True
+        self.said: Any = None
+        """The last message, whether it left or not."""
+        socket.setsockopt(zmq.LINGER, 0)
+
+    def send_pyobj(self, obj: Any) -> None:
+        self.said = obj
+        # Writable once the engine has connected.
+        self._wait(zmq.POLLOUT)
+        self._socket.send_pyobj(obj, zmq.NOBLOCK)
+        self.may_send = False
+
+    def recv(self) -> bytes:
+        self._wait(zmq.POLLIN)
+        self.may_send = True
+        return self._socket.recv(zmq.NOBLOCK)
+
+    def _wait(self, event: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._socket.poll(LOOK_MS, event):
+            if (error := self._failure()) is not None:
+                raise WeightLoadError(f"the rollout engine ended the load: {error}")
+            if time.monotonic() > deadline:
+                raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class DeadlineWeightSender(BucketedWeightSender):
+    """verl's shared-memory/IPC sender with deadlines, and with a check that a tensor fits where it cannot be split.
+
+    Shared memory is asked for before it is written to: where there is none, Linux ends whoever writes (SIGBUS).
+
+    If the stream of weights breaks, the engine still gets the closing message of the protocol: its worker would wait
+    for the next bucket for ever and could take no further load. The version is not committed in that case.
+    """
+
+    socket: Any
+    shm: Any
+
+    def __init__(self, *args: Any, timeout_s: float, failure: Failure, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeout_s = timeout_s
+        self._failure = failure
+        self._reserved = 0
+
+    def _init_socket(self) -> None:
+        super()._init_socket()
+        self.socket = DeadlineSocket(self.socket, self._timeout_s, self._failure)
+
+    def _init_buffer(self) -> None:
+        try:
+            super()._init_buffer()
+        except Exception:
+            # verl forgets a segment that it has made but not handed over (bucketed_weight_transfer.py:185).
+            if isinstance(self.socket.said, dict):
+                with contextlib.suppress(OSError):
+                    segment = SharedMemory(self.socket.said["name"])
+                    segment.close()
+                    segment.unlink()
+            raise
+
+    async def async_send_weights(self, weights: NamedTensors) -> None:
+        await super().async_send_weights(self._closing_on_error(weights))
+
+    async def _closing_on_error(self, weights: NamedTensors) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        try:
+            async for name, tensor in ensure_async_iterator(weights):
+                if self.use_shm and tensor.nbytes > self.bucket_size:
+                    raise WeightLoadError(
+                        f"tensor {name} has {tensor.nbytes} bytes, more than fit into "
+                        f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; raise it"
+                    )
+                self._reserve(tensor.nbytes + tensor.element_size())
+                yield name, tensor
+        except Exception:
+            if self.socket is not None and self.socket.may_send:
+                with contextlib.suppress(WeightLoadError, zmq.ZMQError):
+                    self.socket.send_pyobj({"bucket_meta": {}, "is_last": True})
+                    self.socket.recv()
+            raise
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have room in shared memory for so much more of the bucket, as far as there is more of it."""
+        more = min(nbytes, self.bucket_size - self._reserved)
+        if self.shm is None or more <= 0:
+            return
+        try:
+            os.posix_fallocate(self.shm._fd, self._reserved, more)
+        except OSError as error:
+            raise WeightLoadError(
+                f"/dev/shm has no room for a bucket of weights: {error.strerror} after {self._reserved >> 20} of "
+                f"checkpoint_engine.update_weights_bucket_megabytes={self.bucket_size_mb}; lower it, or make /dev/shm "
+                "larger (docker run --shm-size)"
+            ) from error
+        self._reserved += more
+
+
+def part_id(node_rank: int) -> str:
+    """Tells a replica's part on one node from those of every other run on the host, and from its other parts.
+
+    verl names the socket between weight worker and engine by Ray's job id (vllm_rollout.py:141), which is a first job's
+    in every run that starts Ray itself: two such runs on one host would load each other's weights. So would the parts
+    of a replica over several nodes where these are on one host, or where Ray puts two parts on one node.
+    """
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{zlib.crc32(context.gcs_address.encode()):08x}-{node_rank}"
+
+
+def takes_adapters(model_config: Any) -> bool:
+    """Whether the engine generates with LoRA adapters that the trainer sends; see verl's ``lora_as_adapter``."""
+    return max(model_config.lora_rank, model_config.lora.get("rank", 0)) > 0 and not model_config.lora.get("merge")
+
+
+class DeadlineServerAdapter(ServerAdapter):
+    """Loads weights into the vLLM server next to it, within a deadline and off the event loop.
+
+    ``checksum``: of the weights that it loaded last in place. Deadline: ``rollout.custom["recipe"]``,
+    ``weight_sync_timeout_s``.
+    """
+
+    zmq_handle: str
+    node_rank: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), part_id(self.node_rank))
+        settings = (self.config.custom or {}).get("recipe", {})
+        self._timeout_s = float(settings.get("weight_sync_timeout_s", 600.0))
+        self.checksum: str | None = None
+
+    @torch.no_grad()
+    async def update_weights(
+        self, weights: NamedTensors, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Load every tensor of ``weights``, then commit ``global_steps``.
+
+        The server stays closed, with a WeightLoadError, if the engine reports an error or does not answer in time.
+        """
+        if wire_format != "named_tensors":
+            await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+            return
+        if takes_adapters(self.model_config):
+            await self._load_adapter(weights, global_steps)
+            return
+        if self._ensure_server_handle():
+            await self._in_time(self.server_handle.begin_load.remote(global_steps), "close")
+        load = await self._execute_method(
+            "update_weights_from_ipc",
+            non_block=True,
+            timeout=self._timeout_s,
+            kwargs={**kwargs, "use_shm": self.use_shm},
+        )
+        outcome = asyncio.create_task(_error_of(load))
+        checksum = StreamChecksum()
+        try:
+            await self._send(checksum.watching(weights), outcome)
+            error = await self._in_time(outcome, "finish the load")
+        finally:
+            outcome.cancel()
+        if error is not None:
+            raise WeightLoadError(f"the rollout engine failed to load version {global_steps}: {error}")
+        self.checksum = checksum.value()
+        if self._has_server:
+            await self._in_time(self.server_handle.clear_kv_cache.remote(), "clear its caches")
+            if global_steps is not None:
+                await self._in_time(self.server_handle.loaded.remote(self.checksum), "take a checksum")
+                await self._in_time(self.server_handle.set_global_steps.remote(global_steps), "commit")
+
+    @torch.no_grad()
+    async def stage_weights(self, weights: NamedTensors, version: int) -> str | None:
+        """Bring every tensor of ``weights`` beside those that the engine generates with, as ``version``.
+
+        Returns:
+            The checksum of what the engine has loaded, on all of its ranks; None beside the others, which do not ask.
+
+        Raises:
+            WeightLoadError: the engine lacks a part of its weights, or did not answer in time; it goes on as before.
+        """
+        leads = self._ensure_server_handle()
+        if leads:
+            # Where the stream stands still, this side gives up first, and says why; the engine waits for its word.
+            staging = self.server_handle.begin_staging.remote(version, self.use_shm, 2 * self._timeout_s)
+            await self._in_time(staging, "begin to stage weights")
+        outcome = asyncio.create_task(self._death_of_engine(leads))
+        try:
+            await self._send(weights, outcome)
+        finally:
+            outcome.cancel()
+        return await self._in_time(self._staged(version), "stage the weights") if leads else None
+
+    async def _load_adapter(self, weights: NamedTensors, version: int | None) -> None:
+        """An adapter is small: it is staged and swapped in at once, while nothing generates."""
+        assert version is not None, "each adapter has its version in its name"
+        self.checksum = await self.stage_weights(weights, version)
+        if self._has_server:
+            await self._in_time(self.server_handle.swap.remote(version, self.checksum), "take the adapter")
+
+    async def _staged(self, version: int) -> str:
+        while UNDER_WAY in (outcomes := await self.server_handle.staging_outcomes.remote()):
+            await asyncio.sleep(LOOK_MS / 1000)
+        wrong = [outcome for outcome in outcomes if not outcome.startswith(COMPLETE)]
+        if wrong:
+            raise WeightLoadError(f"the rollout engine did not take version {version}: {wrong[0]}")
+        return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
+
+    async def _death_of_engine(self, leads: bool) -> Exception:
+        """What the engine died of, once it has."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if leads and (error := await _error_of(self.server_handle.check_engine.remote())) is not None:
+                return error
+
+    async def _send(self, weights: NamedTensors, failure: asyncio.Task[Exception | None]) -> None:
+        """Send to the engine, unless ``failure`` comes to be known."""
+        sender = DeadlineWeightSender(
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+            timeout_s=self._timeout_s,
+            failure=lambda: failure.result() if failure.done() else None,
+        )
+        await asyncio.to_thread(_run_on, get_platform().current_device(), sender.async_send_weights(weights))
+
+    async def _in_time(self, answer: Awaitable[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError:
+            raise WeightLoadError(f"the rollout server did not {what} within {self._timeout_s:g} s") from None
+
+
+async def _error_of(load: Awaitable[Any] | None) -> Exception | None:
+    """What the engine's load ended with; None without an error, or where another rank has asked for the load."""
+    try:
+        if load is not None:
+            await load
+    except Exception as error:  # whatever the engine raised is the reason of this load's failure
+        return error
+    return None
+
+
+def _run_on(device: Any, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` on a thread of its own; the current device is each thread's own too."""
+    get_platform().set_device(device)
+    asyncio.run(work)
+
+
+class RolloutWeightWorker(CheckpointEngineWorker):
+    """verl's checkpoint-engine worker with a :class:`DeadlineServerAdapter`."""
+
+    checkpoint_engine: Any
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int) -> None:
+        super().__init__(rollout_config, model_config, replica_rank=replica_rank)
+        self.server_adapter = DeadlineServerAdapter(
+            config=rollout_config, model_config=model_config, device_mesh=None, replica_rank=replica_rank
+        )
+        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None) -> str | None:
+        """As verl's; returns the checksum of what was loaded."""
+        await super().update_weights(global_steps)
+        return self.server_adapter.checksum
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def stage_weights(self, global_steps: int) -> str | None:
+        """Receive version ``global_steps`` and stage it beside the engine's live weights; returns its checksum."""
+        weights = self.checkpoint_engine.receive_weights(global_steps=global_steps)
+        return await self.server_adapter.stage_weights(weights, global_steps)

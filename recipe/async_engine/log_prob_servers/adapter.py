@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a log-prob server: a training engine that only computes forward passes, and takes weights from a stream.
+
+Contract: `update_weights` stages a version beside the live one and returns when every rank has all of it; the live
+version computes until `swap`. The weights stay where they compute. A stream that cannot be taken leaves the live
+version as it is, and the next one works. Shown by tests/integration/test_model_engine_adapter.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import (
+    EngineConfig,
+    FSDPOptimizerConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    OptimizerConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.rollout.base import BaseRollout
+
+from recipe.async_engine.log_prob_servers.staged_shards import Shards, StagedShards
+from recipe.async_engine.weights.staged import Intake, StagingRefused
+
+NamedTensors = Generator[tuple[str, torch.Tensor], None, None] | AsyncGenerator[tuple[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a rank is told once.
+
+    Attributes:
+        engine: verl's configuration of the training engine, FSDP2 or Megatron. Its parameters are not offloaded.
+        temperature: logits are divided by it, as in sampling.
+        host_staging: keep staged weights in host memory.
+        timeout_s: longest wait for weights, for the other ranks and for the server.
+    """
+
+    engine: EngineConfig
+    temperature: float = 1.0
+    host_staging: bool = False
+    timeout_s: float = 600.0
+
+
+class ModelEngineServerAdapter(BaseRollout):
+    """verl's rollout interface around a :class:`TrainingWorker`; see the module's contract.
+
+    Args:
+        config: verl's rollout configuration, for its checkpoint engine.
+        model_config: the policy's.
+        replica_rank: number of the server that this rank belongs to.
+    """
+
+    def __init__(self, config: Any, model_config: Any, settings: WorkerSettings, replica_rank: int = 0) -> None:
+        super().__init__(config, model_config, None)
+        self.replica_rank = replica_rank
+        self.worker = TrainingWorker(
+            TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=omega_conf_to_dataclass(model_config),
+                engine_config=settings.engine,
+                optimizer_config=_optimizer_config(settings.engine),
+                checkpoint_config=CheckpointConfig(),
+            )
+        )
+        self.worker.reset()
+        keep_frequencies(self.worker.engine)
+        # Of its own: the ranks agree while the engine computes.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+        self._staged = StagedShards(_shards_of(self.worker.engine, group), group, settings.host_staging)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing is released, so nothing is resumed."""
+
+    async def release(self) -> None:
+        """The weights stay where they compute."""
+
+    async def update_weights(self, weights: NamedTensors, global_steps: int, **_: Any) -> str:
+        """Stage every tensor of ``weights``; returns their checksum.
+
+        Raises:
+            StagingRefused: one rank could not take them; the same error on all ranks.
+        """
+        from verl.workers.rollout.utils import ensure_async_iterator
+
+        intake = Intake(self._staged, global_steps)
+        intake.begin()
+        try:
+            async for named_tensor in ensure_async_iterator(weights):
+                intake.take([named_tensor])
+        except Exception as error:  # whatever broke the stream: the other ranks must learn of it
+            intake.fail(error)
+        await asyncio.to_thread(intake.end)
+        if intake.problem is not None:
+            raise StagingRefused(intake.problem)
+        return intake.checksum
+
+    def swap(self, version: int) -> None:
+        """Make the staged weights, of ``version``, the live ones on this rank; nothing may be scored meanwhile."""
+        self._staged.swap(version)
+
+    def score(self, batch: TensorDict) -> TensorDict | None:
+        """Log-probs and entropies by the live weights; None on ranks that have no output of their own."""
+        return self.worker.infer_batch(batch)
+
+
+def keep_frequencies(engine: Any) -> None:
+    """Give the rotary frequencies of an FSDP2 engine's model back their fp32.
+
+    verl casts all of a model to `model_dtype` (fsdp/transformer_impl.py:333), buffers included, while the trainer's
+    model, which is of fp32 weights, keeps them: positions would be rounded, and log-probs differ from the trainer's.
+    """
+    modules = engine.module.modules() if isinstance(engine.module, torch.nn.Module) else ()
+    for module in modules:
+        rounded = getattr(module, "inv_freq", None)
+        if isinstance(rounded, torch.Tensor) and rounded.dtype != torch.float32:
+            exact = type(module)(config=module.config)
+            for name, buffer in exact.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(rounded.device), persistent=False)
+
+
+def _optimizer_config(engine: EngineConfig) -> OptimizerConfig:
+    """verl's engines ask for one; nothing is optimised."""
+    if isinstance(engine, McoreEngineConfig):
+        return McoreOptimizerConfig(lr=0.0, total_training_steps=1, lr_warmup_steps=0)
+    return FSDPOptimizerConfig(lr=0.0, total_training_steps=1)
+
+
+def _shards_of(engine: Any, group: dist.ProcessGroup) -> Shards:
+    if hasattr(engine, "bridge"):
+        from recipe.async_engine.log_prob_servers.megatron_shards import MegatronShards
+
+        tied = bool(engine.model_config.hf_config.tie_word_embeddings)
+        return MegatronShards(engine.bridge, engine.module, group, tied)
+    from recipe.async_engine.log_prob_servers.fsdp2_shards import FSDP2Shards
+
+    return FSDP2Shards(engine.module)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local shards of an FSDP2 model, by Hugging Face's names.
+
+Every rank sees every full tensor and cuts its own shard out of it, without a collective. Tensors that share their
+storage (tied embeddings) need to come under one of their names only.
+
+Transformers 5 packs the experts of a layer into one parameter, and streams have them one by one. Where each of them
+lies in it is asked of what makes the streams: verl's exporter and Transformers' own are run once on a model without
+data. A tensor that comes packed is taken apart by that exporter, so both kinds may follow each other. A model whose
+stream cannot be put together is refused when the server starts. Shown by tests/integration/test_staged_shards.py and
+test_staged_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from verl.utils.model import convert_weight_keys
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+from recipe.async_engine.weights.staged import StagingRefused
+
+
+class _Place(NamedTuple):
+    """Where a tensor of the stream goes.
+
+    Attributes:
+        shape: the tensor's.
+        local: what this rank has of it, in a live shard; empty if it has nothing.
+        live: the parameter that it is cut like; None if it is an expert's, which a rank has as a whole or not at all.
+    """
+
+    shape: torch.Size
+    local: torch.Tensor
+    live: torch.Tensor | None
+
+
+class FSDP2Shards:
+    """`recipe.async_engine.log_prob_servers.staged_shards.Shards` of a module under ``fully_shard``.
+
+    Raises:
+        StagingRefused: the trainer's stream of such a model has tensors that are no part of its parameters.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        live: dict[str, torch.Tensor] = convert_weight_keys(dict(module.state_dict()), module)
+        self._model_type = getattr(getattr(module, "config", None), "model_type", None)
+        blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
+        owners = {id(blank[name]): (tensor, _own_rows(tensor)) for name, tensor in live.items()}
+        self._places: dict[str, _Place] = {}
+        regions: dict[Any, _Place] = {}
+        for name, part in unfuse_moe_params(blank.items(), self._model_type):
+            self._places[name] = regions[_region(part)] = _place(name, part, *owners.get(id(_whole(part)), (None, [])))
+        self._packed = {name: tensor.shape for name, tensor in live.items() if name not in self._places}
+        # In a checkpoint some have other names, and trainers on Megatron send those.
+        if isinstance(module, PreTrainedModel):
+            for name, part in revert_weight_conversion(module, dict(blank)).items():
+                if name not in live and _region(part) in regions:
+                    self._places.setdefault(name, regions[_region(part)])
+        # Each under the first of its names.
+        self._held: dict[int, str] = {}
+        for name, place in self._places.items():
+            if place.local.numel() > 0:
+                self._held.setdefault(place.local.data_ptr(), name)
+        self._accepted: set[int] = set()
+
+    def accept(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        if name not in self._places and name not in self._packed:
+            raise StagingRefused(f"the model has no tensor {name}")
+        shape = self._packed[name] if name in self._packed else self._places[name].shape
+        if tensor.shape != shape:
+            raise StagingRefused(f"tensor {name} has the shape {tuple(tensor.shape)}, not {tuple(shape)}")
+        if name in self._packed:
+            parts = unfuse_moe_params([(name, tensor)], self._model_type)
+            return [pair for part, values in parts for pair in self.accept(part, values)]
+        _, local, live = self._places[name]
+        self._accepted.add(local.data_ptr())
+        return [(local, _shard_like(live, tensor))] if local.numel() > 0 else []
+
+    def missing(self) -> list[str]:
+        """A rank that has nothing of a tensor misses nothing: another rank does."""
+        return [name for address, name in self._held.items() if address not in self._accepted]
+
+    def reset(self) -> None:
+        self._accepted.clear()
+
+
+def _whole(part: torch.Tensor) -> torch.Tensor:
+    """What the tensor is a view of, or itself."""
+    return part if part._base is None else part._base
+
+
+def _region(part: torch.Tensor) -> Any:
+    return id(_whole(part)), part.storage_offset(), part.shape, part.stride()
+
+
+def _own_rows(live: torch.Tensor) -> list[int]:
+    """Those of the first dimension, by which verl has FSDP2 shard."""
+    return _shard_like(live, torch.arange(len(live))).tolist() if live.dim() > 0 else []
+
+
+def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
+    """Of what an exporter makes of a model without data; ``live`` is the parameter that it was made of, if any."""
+    whole = _whole(part)
+    if live is not None and part is whole:
+        return _Place(part.shape, _local(live), live)
+    last = part.storage_offset() + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+    expert, begin = divmod(part.storage_offset(), whole.stride(0))
+    if live is None or last // whole.stride(0) != expert:
+        raise StagingRefused(f"it cannot be told which part of the model is {name}, which trainers send")
+    local = _local(live)
+    if expert not in own:
+        return _Place(part.shape, local[:0], None)
+    row = local[own.index(expert)]
+    return _Place(part.shape, row.as_strided(part.shape, part.stride(), row.storage_offset() + begin), None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_like(live: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
+    if not isinstance(live, DTensor):
+        return full
+    placed = distribute_tensor(full.to(live.device), live.device_mesh, live.placements, src_data_rank=None)
+    return placed.to_local()

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a log-prob server, as a Ray actor: takes weights in the broadcast that the rollout replicas get.
+
+Contract: the event loop is never blocked. The engine is used by one thread of its own; weights are received and staged
+on another one. When a rank may begin to receive is the server's word, which every rank waits for and tells how it went:
+so the server makes no weights live before all ranks have them, and has none computed beside a transfer that must not
+be (`recipe.async_engine.log_prob_servers.replica`). Weights that the model does not take are a `WeightLoadError`, by
+which the publisher knows whose fault it is.
+
+Shown by tests/integration/test_model_engine_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.plugin.platform import get_platform
+from verl.single_controller.base.decorator import Dispatch, register
+
+from recipe.async_engine.core.errors import WeightLoadError
+from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
+from recipe.async_engine.log_prob_servers.sequences import from_batch, to_batch
+from recipe.async_engine.weights.encoded_engine import receiving
+from recipe.async_engine.weights.staged import StagingRefused
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: which share of a batch it computes, of how many, and whether it has the results."""
+
+    share: int
+    shares: int
+    has_output: bool
+
+
+class ModelEngineWorker(CheckpointEngineWorker):
+    """See the module's contract."""
+
+    checkpoint_engine: Any
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, settings: WorkerSettings) -> None:
+        adapter = ModelEngineServerAdapter(rollout_config, model_config, settings, replica_rank)
+        super().__init__(rollout_config, model_config, server_adapter=adapter)
+        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
+        self._settings = settings
+        self._server: ray.actor.ActorHandle | None = None
+        self._device = get_platform().current_device()
+        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=self._use_device)
+
+    def place(self) -> Place:
+        engine = self.server_adapter.worker.engine
+        return Place(
+            engine.get_data_parallel_rank(), engine.get_data_parallel_size(), engine.is_mp_src_rank_with_outputs()
+        )
+
+    def attach(self, server: ray.actor.ActorHandle) -> None:
+        """The server that this rank belongs to."""
+        self._server = server
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As verl's; a group is joined when the server says so."""
+        does = partial(super().execute_checkpoint_engine, method, *args, **kwargs)
+        if method != "init_process_group":
+            return does()
+        try:
+            await self._tell("begin_join")
+            return await asyncio.to_thread(does)
+        finally:
+            await self._tell("joined")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int) -> str:
+        """Receive and stage version ``global_steps``; returns the checksum of what was staged.
+
+        Raises:
+            WeightLoadError: the weights did not arrive whole, or the model has other ones; the live version stays.
+        """
+        await self._tell("begin_load", global_steps, self._settings.timeout_s)
+        try:
+            checksum = await asyncio.to_thread(self._receive, global_steps)
+        except Exception as error:  # however the transfer broke: whoever waits for this version must learn of it
+            await self._tell("load_failed", f"{type(error).__name__}: {error}")
+            if isinstance(error, StagingRefused):
+                raise WeightLoadError(f"log-prob server {self.server_adapter.replica_rank}: {error}") from error
+            raise
+        await self._tell("staged")
+        return checksum
+
+    stage_weights = update_weights
+
+    def _receive(self, version: int) -> str:
+        self._use_device()
+        weights = self.checkpoint_engine.receive_weights(global_steps=version)
+        return asyncio.run(self.server_adapter.update_weights(weights, global_steps=version))
+
+    async def promote(self, version: int) -> None:
+        """Make the staged weights, of ``version``, the live ones on this rank."""
+        await self._on_engine(lambda: self.server_adapter.swap(version))
+
+    async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        """Score sequences of token ids, int32 (L,) each, by the live weights, with the ranks of the same share.
+
+        Returns:
+            For each one its log-probs and entropies, float32 (2, L), with 0 at position 0; None where there is no
+            output.
+        """
+        return await self._on_engine(lambda: self._score(rows))
+
+    async def _on_engine(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._engine, self._compute, work)
+
+    def _compute(self, work: Callable[[], Any]) -> Any:
+        """On the engine's thread; if it hangs, the stacks of all threads are in the log before the server gives up."""
+        faulthandler.dump_traceback_later(self._settings.timeout_s / 2, file=sys.__stderr__ or sys.stderr)
+        try:
+            return work()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        sequences = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+        output = self.server_adapter.score(to_batch(sequences, self._settings.temperature))
+        return None if output is None else from_batch(output)
+
+    async def _tell(self, what: str, *arguments: Any) -> None:
+        answer = getattr(self._server, what).remote(*arguments)
+        async with asyncio.timeout(self._settings.timeout_s):
+            await answer
+
+    def _use_device(self) -> None:
+        """A thread starts on the first device, whichever one the process uses."""
+        get_platform().set_device(self._device)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The CPU as a platform of verl, and which platform a main takes."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run loads from a checkpoint of verl's, and whether a folder has it.
+
+Contract: verl loads what ``load_contents`` names and says nothing of the rest, so a checkpoint without weights would be
+resumed by the base model. Here everything that a resume needs is named before anything is loaded, for actor and critic.
+FSDP's checkpoints have a file for each part and rank; Megatron's have verl's manifest of what is in them.
+
+Shown by tests/integration/test_contents.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
+from recipe.async_engine.record.schema import said
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "ckpt_contents.json"
+FSDP_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+MANIFEST_KEYS = {"model": ("model", "hf_model"), "optimizer": ("optimizer",), "extra": ("rng_state",)}
+CHANGE = {
+    "model": "There are no weights to go on from: resume from another checkpoint, or set trainer.resume_mode=disable.",
+    "rest": "Resume from another checkpoint, or begin anew with its weights: async_training.start_from={folder} and "
+    "trainer.resume_mode=disable.",
+}
+
+
+class Manifest(TypedDict):
+    """verl's, of a checkpoint of Megatron's (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
+
+    contents: dict[str, Any]
+
+
+MANIFESTS = TypeAdapter(Manifest)
+
+
+def trained_models(has_critic: bool) -> dict[str, str]:
+    """The sections of the models that are trained, by the folder of each in a checkpoint."""
+    return {"actor": "actor_rollout_ref.actor"} | ({"critic": "critic"} if has_critic else {})
+
+
+def lacking(config: Any, ranks: int, has_critic: bool, folder: Path) -> list[str]:
+    """What a run on so many training ranks needs for a resume and would not get from this folder, one text each."""
+    found = []
+    for model, section in trained_models(has_critic).items():
+        setting = f"{section}.checkpoint.load_contents"
+        load, strategy = lookup(config, setting), str(lookup(config, f"{section}.strategy"))
+        if left_out := not_carried(RESUMED_PARTS if load is None else load, strategy):
+            found.append(f"{setting} = {list(load)} leaves out {' and '.join(left_out)}, and a resume needs all of it")
+        absent = dict(_absent(folder / model, strategy, ranks))
+        if absent:
+            names = ", ".join(f"{part} ({name})" for part, name in absent.items())
+            change = CHANGE["model" if "model" in absent else "rest"].format(folder=folder)
+            saved = f"{section}.checkpoint.save_contents of the run that wrote it left it out, or it was of other ranks"
+            found.append(f"it does not have the {model}'s {names}: {saved}. {change}")
+    return found
+
+
+def without_weights(config: Any, ranks: int, has_critic: bool, folder: Path) -> str | None:
+    """Why a run with so many training ranks cannot begin with the weights in this folder; None if it can."""
+    if not os.path.isdir(folder):
+        return "is no folder"
+    for model, section in trained_models(has_critic).items():
+        strategy = str(lookup(config, f"{section}.strategy"))
+        name = dict(_absent(folder / model, strategy, ranks)).get("model")
+        if name is None:
+            continue
+        others = sorted(file.name for file in (folder / model).glob("model_world_size_*_rank_0.pt"))
+        also = f" (it has {', '.join(others)})" if others else ""
+        return (
+            f"does not have the {model}'s weights as {section}.strategy={strategy} loads them on {ranks} training "
+            f"ranks: {model}/{name} is missing{also}. Train on as many ranks as wrote it, or merge it: "
+            f"python -m verl.model_merger merge --backend {strategy.rstrip('2')} --local_dir {folder / model} "
+            "--target_dir MODEL, and set actor_rollout_ref.model.path=MODEL in the place of this"
+        )
+    return None
+
+
+def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]]:
+    """The parts of a resume that a model's folder lacks, each with the file or the key of the manifest."""
+    if strategy == "megatron":
+        contents = _contents(folder)
+        for part, keys in MANIFEST_KEYS.items():
+            if not any(key in contents for key in keys):
+                yield part, f"{keys[0]} in {MANIFEST}"
+    for part, stem in FSDP_FILES.items() if strategy.startswith("fsdp") else ():
+        names = (f"{stem}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks))
+        name = next((name for name in names if not os.path.isfile(folder / name)), None)
+        if name is not None:
+            yield part, name
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    try:
+        return MANIFESTS.validate_json(file.read_bytes())["contents"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError) as error:
+        why = said(error) if isinstance(error, ValidationError) else str(error)
+        logger.warning("%s cannot be read: %s", file, why)
+        return {}

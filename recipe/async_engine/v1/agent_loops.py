@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's v1 agent loops, with log-prob servers beside them.
+
+Contract: a finished answer is scored, whole, by the version that ended it, while its reward is computed and other
+answers are generated; a prompt is complete once all of its answers have been. An answer that no server scored in time
+has values that are not a number: the trainer computes those log-probs. Without servers nothing differs from verl.
+
+Shown by tests/e2e/test_v1_trainers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from recipe.async_engine.core.alignment import Part
+from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
+from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
+from recipe.async_engine.log_prob_servers.part_scores import score
+
+logger = logging.getLogger(__name__)
+
+
+class ScoringAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """See the module's contract. ``llm_client.log_prob_servers`` is a :class:`ScoringClient`, or None."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scoring: ScoringClient | None = getattr(self.llm_client, "log_prob_servers", None)
+
+    async def _agent_loop_postprocess(
+        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
+    ) -> None:
+        scoring = self._scoring
+        if validate or scoring is None:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            return
+        outputs = output if isinstance(output, list) else [output]
+        columns, _ = await asyncio.gather(
+            asyncio.gather(*[self._columns(scoring, each) for each in outputs]),
+            super()._agent_loop_postprocess(output, validate, **kwargs),
+        )
+        if columns:
+            # Under the keys that verl has just put the answers with; the prompt is not complete before this.
+            await tq.async_kv_batch_put(
+                keys=[f"{kwargs['uid']}_{kwargs['session_id']}_{number}" for number in range(len(outputs))],
+                fields=list_of_dict_to_tensordict(columns),
+                partition_id="train",
+            )
+
+    async def _columns(self, scoring: ScoringClient, output: AgentLoopOutput) -> dict[str, torch.Tensor]:
+        """Log-probs and entropies of an answer of R tokens, float32 (R,) each."""
+        response, versions = output.response_ids, output.extra_fields
+        if output.multi_modal_data or versions.get("max_global_steps") is None:
+            return _unscored(len(response))
+        part = Part(versions["max_global_steps"], output.prompt_ids, response)
+        try:
+            answer = await score(scoring, part, versions["min_global_steps"])
+        except Unscored as error:
+            logger.warning("an answer goes to the trainer without log-probs: %s", error)
+            return _unscored(len(response))
+        log_probs, entropy = torch.from_numpy(answer.scores)
+        return {OLD_LOG_PROBS: log_probs.clone(), ENTROPY: entropy.clone()}
+
+
+def _unscored(length: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full((length,), torch.nan) for name in (OLD_LOG_PROBS, ENTROPY)}
+
+
+class ScoringAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager over :class:`ScoringAgentLoopWorker` s."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(ScoringAgentLoopWorker)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hard staleness bound for stock verl's v1 trainers `separate_async` and `colocate_async`, as their custom sampler.
+
+    trainer.v1.sampler.custom_sampler.path=pkg://recipe.async_engine.v1.sampler
+    trainer.v1.sampler.custom_sampler.name=BoundedReplayBuffer
+    trainer.v1.sampler.max_off_policy_threshold=2
+
+Contract: no group is trained whose oldest token may be more than ``max_off_policy_threshold - 1`` versions old, and
+none is evicted for its age. verl's own strategies bound the age at sampling alone, by which time it is too late:
+whatever was issued too early can only be trained late (`wait`) or evicted (`drop`). Here `StalenessGate` decides when
+prompts are issued, those of ``num_warmup_batches`` included, and which batch may be taken. Prompts that may not be
+issued yet are owed; nothing is taken from the data for them. A group's start is the version at its issue, so its oldest
+token is at least as new.
+
+verl's step G trains version G - 1 and a prompt's tag is the step of its issue. The trainer is known by ``refill_fn``,
+which is its method; its two methods that issue prompts are replaced, on the instance. Failed groups and those that
+``algorithm.filter_groups`` takes out are replaced as verl does it. Shown by tests/integration/test_v1_sampler.py and,
+in stock trainers, tests/e2e/test_v1_trainers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from recipe.async_engine.core.errors import RecipeError, StalenessViolation
+from recipe.async_engine.core.gate import GateSettings, StalenessGate
+
+TRAIN = "train"
+POLL_S = 0.1
+SETTING = "trainer.v1.sampler.max_off_policy_threshold"
+
+
+class SamplerError(RecipeError):
+    """The sampler cannot hold the bound in this configuration."""
+
+
+class BoundedReplayBuffer(ReplayBufferAsync):
+    """See the module's contract.
+
+    Args:
+        trainer_config: the mode's section of ``trainer.v1``.
+        max_off_policy_threshold: verl's, the versions that a trajectory may span: the bound in versions and 1.
+        sampler_kwargs: ``poll_interval``, seconds between two looks at what is complete (default 0.1).
+        refill_fn: the trainer's method that issues prompts.
+
+    Raises:
+        SamplerError: there is no bound, or no trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer_mode: str,
+        trainer_config: Any,
+        max_off_policy_threshold: int | None,
+        max_off_policy_strategy: str,
+        sampler_kwargs: Mapping[str, Any],
+        refill_fn: Callable[[int], Any],
+    ) -> None:
+        if max_off_policy_threshold is None:
+            raise SamplerError(f"{SETTING} is null: set the versions that a trajectory may span, 1 or more")
+        trainer = getattr(refill_fn, "__self__", None)
+        if trainer is None or trainer_mode == "sync":
+            raise SamplerError(
+                f"trainer.v1.trainer_mode={trainer_mode}: this sampler is for verl's trainers separate_async and "
+                "colocate_async"
+            )
+        super().__init__(
+            trainer_mode=trainer_mode,
+            trainer_config=trainer_config,
+            max_off_policy_threshold=max_off_policy_threshold,
+            # Nothing is dropped for its age.
+            max_off_policy_strategy="wait",
+            sampler_kwargs=sampler_kwargs,
+            poll_interval=float(sampler_kwargs.get("poll_interval", POLL_S)),
+            refill_fn=self.ask,
+            filter_groups_metric=trainer._resolve_filter_groups_metric(),
+        )
+        data = trainer.config.data
+        batches = int(trainer_config.get("parameter_sync_step", 1))
+        bound = max_off_policy_threshold - 1
+        self._gate_settings = GateSettings(data.train_batch_size // batches, batches, bound, bound)
+        self._chunk = int(data.get("gen_batch_size") or data.train_batch_size)
+        self._trainer = trainer
+        self._issue = refill_fn
+        self._owed = 0
+        self._taken: tuple[int, int] = (0, 0)
+        trainer._add_prompts_to_generate = self.ask
+        trainer._add_batch_to_generate = lambda: self.ask(data.train_batch_size)
+
+    def ask(self, prompts: int) -> int:
+        """Issue so many prompts more, as soon as each may be. Returns how many were."""
+        self._owed += prompts
+        self._sync_metadata_from_transfer_queue()
+        return self._issue_owed(self._trainer.global_steps)
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """As verl's; the batch is counted against the places of its version."""
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        if partition_id == TRAIN:
+            self._taken = (global_steps, self._batches_taken(global_steps) + 1)
+            metrics["training/off_policy/held_back_prompts"] = max(0, self._owed)
+        return batch, metrics
+
+    def _has_enough_samples(
+        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
+    ) -> bool:
+        """Whether the oldest complete groups may be taken: it leaves every other one a place before its deadline."""
+        if partition_id != TRAIN:
+            return super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
+        self._issue_owed(global_steps)
+        if len(sampleable_keys) >= batch_size:
+            steps = self.prompt_global_steps[TRAIN]
+            starts = sorted(self._start(steps[key]) for key in sampleable_keys)
+            return self._gate(global_steps).can_take(starts[: self._gate_settings.batch_groups])
+        if not self.pending_keys[TRAIN] and not self.running_keys[TRAIN]:
+            raise SamplerError(
+                f"{len(sampleable_keys)} groups are complete, none is under way, and the bound has no room for "
+                f"data.gen_batch_size={self._chunk} prompts more, of which a batch of {batch_size} needs "
+                f"{batch_size - len(sampleable_keys)}: set data.gen_batch_size=1"
+            )
+        return False
+
+    def _gate(self, global_steps: int) -> StalenessGate:
+        """The gate of this moment: every group that is in the queue and not taken is live."""
+        starts = [self._start(step) for step in self.prompt_global_steps[TRAIN].values()]
+        try:
+            return StalenessGate(
+                self._gate_settings,
+                version=self._start(global_steps),
+                batches_taken=self._batches_taken(global_steps),
+                starts=starts,
+            )
+        except StalenessViolation as error:
+            raise SamplerError(
+                f"{SETTING}={self.max_off_policy_threshold} cannot be kept with what has been issued ({error}). Resume "
+                "with the threshold that the checkpoint was made with, or a larger one"
+            ) from error
+
+    @staticmethod
+    def _start(step: int) -> int:
+        """The version whose weights the rollout has at the beginning of a step; the first is step 1."""
+        return max(0, step - 1)
+
+    def _batches_taken(self, global_steps: int) -> int:
+        step, taken = self._taken
+        return taken if step == global_steps else 0
+
+    def _issue_owed(self, global_steps: int) -> int:
+        """Issue owed prompts while the gate has room, in the amounts in which the data are read."""
+        issued = 0
+        while self._owed > 0:
+            gate = self._gate(global_steps)
+            if gate.live + self._chunk > gate.admission_limit:
+                break
+            self._issue(self._chunk)
+            issued += self._chunk
+            self._owed -= self._chunk
+            self._sync_metadata_from_transfer_queue()
+        return issued
