@@ -163,10 +163,10 @@ def test_group_that_fails_for_good_is_counted_and_replaced_and_its_siblings_are_
 def test_deaths_of_a_worker_cost_nothing_until_they_come_to_the_only_one_under_suspicion(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(bound=0, depth=0), make_source(8), pool, group_size=2, retries=0))
-    for attempt in range(2):
+    for attempt in range(3):
         pool.of(0, 0, attempt=attempt).fail(TrajectoryDisturbed("its worker died"))
-    last = pool.of(0, 0, attempt=2)
-    assert [pool.of(0, 0, attempt=n).alone for n in range(3)] == [False, False, True]
+    last = pool.of(0, 0, attempt=3)
+    assert [pool.of(0, 0, attempt=n).alone for n in range(4)] == [False, False, True, True]
     assert not pool.of(0, 1).alone
     last.fail(TrajectoryDisturbed("its worker died"))
     for n in (0, 1):

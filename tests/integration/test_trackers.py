@@ -204,9 +204,14 @@ def test_trackers_that_hang_or_raise_cost_nobody_else_and_are_named_once(
     began = time.monotonic()
     with caplog.at_level(logging.ERROR):
         run = trackers(folder, ["trackio", "swanlab", "file"])
-        train(run, 1, 5000)
+        for first in range(1, 5000, 500):
+            train(run, first, first + 499)
+            # One that works is not to be behind on a busy machine.
+            while len(tracker_files.of_file(folder).rows) < first + 499:
+                assert time.monotonic() - began < LIMIT_S
+                time.sleep(0.01)
         run.finish(ACCOUNT, None, 0.5)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < LIMIT_S
     assert hanging.rows == [1, 2]
     told = tracker_files.of_file(folder)
     assert len(told.rows) == 5000 and told.ended["run/ended"] == "well"

@@ -23,7 +23,7 @@ from remote_fakes import Handle
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
 from recipe.async_engine.core.errors import EngineDied, WeightLoadError
-from recipe.async_engine.engines.vllm import worker as module
+from recipe.async_engine.engines.vllm import weight_worker as module
 from recipe.async_engine.engines.vllm.engine_extension import DeadlineReceiver, Staging
 from recipe.async_engine.engines.vllm.weight_worker import DeadlineServerAdapter, DeadlineSocket, DeadlineWeightSender
 from recipe.async_engine.weights.checksum import StreamChecksum

@@ -223,6 +223,9 @@ class Trackers:
                 _end_mlflow_run(import_module(name), said, has_failed, self._folder / MLFLOW_FILE)
         finally:
             tracking.finish(exit_code=int(has_failed))
+            if name == "wandb":
+                # Its own process writes the last rows after that, and would be killed with this one.
+                backend.teardown()
 
 
 def begin_tracking(config: Any, step: int, startup_s: float) -> Trackers:
