@@ -58,8 +58,10 @@ def reward(name: str, quiet: int = 1) -> Odd:
     way = WAYS[name]
     words: str | None = way.says
     if way.ends == LATE or name in SLOW:
-        # One that ends the process which all of them are forked from ends those that take long.
-        words = f"{words}|no reward within|gave nothing within|ended, exit status"
+        words = f"{words}|no reward within|gave nothing within"
+    if way.ends in (LATE, DIED):
+        # One that ends the process which all of them are forked from ends the others with it.
+        words = f"{words}|ended, exit status"
     if way.ends == SCORED:
         words = None if is_number(way.says) else "the reward function gave reward="
     return Odd("way", name, words, quiet)
