@@ -33,6 +33,11 @@ from recipe.laptop.task import TaskPaths
 
 BATCH, ANSWERS = 8, 2
 ROLLOUT = "actor_rollout_ref.rollout"
+TWO_WORKERS = [
+    f"{ROLLOUT}.agent.num_workers=2",
+    "async_training.timeouts.agent_worker=8",
+    "async_training.timeouts.trajectory=8",
+]
 GIVEN_UP = r"prompt group PromptRef\(index=(\d+), epoch=0, uid='[^']*'\) failed for good"
 MESSAGE = r"^recipe\.async_engine\.\S+?: (.*?)(?=^Traceback |^(?:ERROR|WARNING|INFO):\d{4}-|\Z)"
 SLOW = {"huge list", "mapping without end", "fills memory", "little time"}
@@ -253,9 +258,7 @@ def test_whatever_agent_loops_and_asynchronous_rewards_do_costs_their_own_prompt
         *agent("odd", "OddAgentLoop", tmp_path),
         f"reward.custom_reward_function.path={odd_rewards.__file__}",
         "reward.custom_reward_function.name=compute_score_later",
-        f"{ROLLOUT}.agent.num_workers=2",
-        "async_training.timeouts.agent_worker=8",
-        "async_training.timeouts.trajectory=8",
+        *TWO_WORKERS,
     )
     assert run.metrics[-1]["fully_async/count/agent_loop_worker_restarts"] >= len(odd_agent_loop.odd_loops.DEADLY)
 
@@ -272,9 +275,7 @@ def test_whatever_agent_loops_change_in_their_process_is_over_soon(
         tmp_path,
         ray_dir,
         *agent("odd", "OddAgentLoop", tmp_path),
-        f"{ROLLOUT}.agent.num_workers=2",
-        "async_training.timeouts.agent_worker=8",
-        "async_training.timeouts.trajectory=8",
+        *TWO_WORKERS,
     )
 
 

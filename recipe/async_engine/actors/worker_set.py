@@ -120,7 +120,8 @@ class WorkerSet:
             yield self.actors[name]
         except RayTaskError as error:
             # First of all: Ray's error is also an instance of its cause's class, which may be the one below.
-            ended = error.cause if isinstance(error.cause, WorkerRestarted) else await self._spoilt(name, life, error)
+            said = isinstance(error.cause, WorkerRestarted | WorkerSpoilt)
+            ended = error.cause if said else await self._spoilt(name, life, error)
             if ended is None:
                 raise
             self.died(name, life, ended)
@@ -144,11 +145,12 @@ class WorkerSet:
                 self._noticed_death(name)
 
     async def _spoilt(self, name: str, life: int, error: RayTaskError) -> WorkerSpoilt | None:
-        """What its worker says of itself in an error, or shows; None if the error is one of the call alone."""
-        # In its words: where a process is spoilt, Ray may come to send it as an error of its own.
+        """What its worker says of itself in another error, or shows; None if the error is one of the call alone."""
+        # Where a process is spoilt, Ray may come to send what it says as an error of Ray's own.
         for line in str(error).splitlines():
-            if WorkerSpoilt.__name__ in line:
-                return WorkerSpoilt(line.partition(f"{WorkerSpoilt.__name__}: ")[2] or line)
+            _, named, words = line.partition(f"{WorkerSpoilt.__name__}: ")
+            if named:
+                return WorkerSpoilt(words)
         if isinstance(error.cause, RecipeError) or name not in self.actors or life != self.lives[name]:
             return None
         with suppress(TimeoutError, RayActorError):

@@ -95,10 +95,7 @@ class Rehearsal:
             if (what := await self._changed()) is None:
                 raise
             said = error if isinstance(error, RecipeError) else told(error)
-            spoilt = WorkerSpoilt(f"{said}, and no trajectory can run there any more ({what}): {WHY}")
-            for note in getattr(error, "__notes__", ()):
-                spoilt.add_note(note)
-            raise spoilt from error
+            raise WorkerSpoilt(f"{said}, and no trajectory can run there any more ({what}): {WHY}") from error
 
     async def _changed(self) -> str | None:
         """What is not as it was at the start; None if nothing is, or it cannot be told."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,21 +225,22 @@ class WorkerPool(WorkerSet):
         further ones away. With a single worker there is nowhere else for those. It begins in one that is sound: what
         those before it have changed there is not its doing.
         """
-        async with self._by_itself if call.alone else nullcontext():
-            if call.alone:
-                self.reserved = call.worker_id
+        if not call.alone:
+            async with self.one(call.worker_id) as actor:
+                yield actor
+            return
+        async with self._by_itself:
+            self.reserved = call.worker_id
             try:
-                while call.alone and self.load[call.worker_id] and len({*self.actors, *self._returning}) > 1:
+                while self.load[call.worker_id] and len({*self.actors, *self._returning}) > 1:
                     await asyncio.sleep(LOOK_S)
-                if call.alone:
-                    with suppress(WorkerDied):
-                        async with self.one(call.worker_id) as actor:
-                            await actor.rehearse.remote()
+                with suppress(WorkerDied):
+                    async with self.one(call.worker_id) as actor:
+                        await actor.rehearse.remote()
                 async with self.one(call.worker_id) as actor:
                     yield actor
             finally:
-                if call.alone:
-                    self.reserved = None
+                self.reserved = None
 
     def sample_for(self, call: TrajectoryCall) -> Any:
         """The prompt of a call as its worker gets it: itself, or where the object store has it."""
