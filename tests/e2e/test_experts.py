@@ -44,6 +44,7 @@ def check_exact(run: FinishedRun, steps: int, bound: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_fully_async_with_two_trainer_ranks_and_a_log_prob_server(
     experts_task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

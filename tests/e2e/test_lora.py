@@ -217,12 +217,13 @@ def test_a_run_that_resumes_within_a_version_has_its_adapter_everywhere(
 
 FROZEN = [
     pytest.param("fully_async:lora_trainer.FrozenApart", id="fully_async"),
-    pytest.param("one_step_off:lora_trainer.FrozenApart", id="one_step_off", marks=pytest.mark.slow),
-    pytest.param("partial_rollout:lora_trainer.FrozenInTurns", id="partial_rollout", marks=pytest.mark.slow),
+    pytest.param("one_step_off:lora_trainer.FrozenApart", id="one_step_off"),
+    pytest.param("partial_rollout:lora_trainer.FrozenInTurns", id="partial_rollout"),
 ]
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", FROZEN)
 def test_a_rollout_that_gets_the_frozen_base_alone_ends_the_run(
     trainer: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path

@@ -57,6 +57,7 @@ def wait_until_used(run: DrilledRun, nodes: Nodes, live: int, timeout_s: float =
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_run_goes_on_without_a_node_that_is_lost_and_uses_one_that_joins(
     task: TaskPaths, tmp_path: Path, ray_dir: Path

@@ -175,13 +175,11 @@ CAUSES = {
         ["async_training.staleness_threshold=1", "async_training.concurrent_samples_per_replica=1"],
     ),
 }
-IN_CI = "a reward of 2 s"
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == IN_CI else pytest.mark.slow) for name in CAUSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSES)
 def test_a_planted_cause_is_named_first_and_its_seconds_are_in_the_account(
     name: str, untrained_task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

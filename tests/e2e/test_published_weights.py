@@ -40,6 +40,7 @@ class WeightsOfVersions(Weights):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_each_log_prob_is_the_named_versions_also_after_a_resume_within_a_version(
     untrained_task: TaskPaths, tmp_path: Path, recorded: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

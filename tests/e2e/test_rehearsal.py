@@ -31,6 +31,7 @@ def check_ended(run: FinishedRun, steps: int = STEPS) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_two_ranks_work_while_weights_travel_and_a_circle_between_both_falls_back_to_inline(
     task: TaskPaths, tmp_path: Path, ray_dir: Path
 ) -> None:

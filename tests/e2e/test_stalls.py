@@ -16,17 +16,13 @@ END_S = 60.0
 
 @pytest.mark.e2e
 @pytest.mark.chaos
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "timeouts", "named"),
     [
         # The only server: nobody generates, and the sync that pauses it waits.
         ("server", {"stall": 10, "weight_sync": 200}, "rollout server 0 DOES NOT ANSWER"),
-        pytest.param(
-            "receiver",
-            {"stall": 100, "weight_sync": 10},
-            "NoReplicaLeft: no rollout replica holds version",
-            marks=pytest.mark.slow,
-        ),
+        ("receiver", {"stall": 100, "weight_sync": 10}, "NoReplicaLeft: no rollout replica holds version"),
     ],
 )
 def test_part_that_never_answers_is_named_and_ends_the_run(

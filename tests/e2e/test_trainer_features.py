@@ -51,6 +51,7 @@ def check_profiles(folder: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_rloo_with_kl_in_the_reward_balanced_batches_dumps_and_loggers(
     task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,13 +35,11 @@ CASES = {
     "data set": (MISSING, ["data.custom_cls.path={file}", "data.custom_cls.name=Own"], MISSED),
     "external library": (MISSING, ["actor_rollout_ref.model.external_lib=user_file"], MISSED),
 }
-ALWAYS = "reward"
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == ALWAYS else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_start_ends_with_the_error_of_the_users_file(
     case: str, task: TaskPaths, tmp_path: Path, ray_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
