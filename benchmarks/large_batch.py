@@ -240,7 +240,7 @@ def probe(scheduler: Any, over: threading.Event, waits: list[float]) -> None:
 def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     from recipe.async_engine.core.gate import GateSettings
     from recipe.async_engine.core.ledger import SampleLedger
-    from recipe.async_engine.core.timeline import Timeline
+    from recipe.async_engine.record.timeline import Timeline
     from recipe.async_engine.rollout.group_run import SchedulerSettings
     from recipe.async_engine.rollout.scheduler import RolloutScheduler
 

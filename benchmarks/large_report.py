@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import (
     EMPTY,
     GROUPS,
     SCHEDULER,
@@ -26,9 +28,7 @@ from recipe.async_engine.core.events import (
     WEIGHTS,
     Class,
     Event,
-    Why,
 )
-from recipe.async_engine.record.event_file import EventFile
 from recipe.report.page import write
 from recipe.report.run import load
 

@@ -12,16 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from recipe.async_engine.core.events import (
-    TRAJECTORIES,
-    Away,
-    AwayActivity,
-    Class,
-    EngineActivity,
-    Event,
-    Work,
-)
+from recipe.async_engine.record.activity import AwayActivity, EngineActivity, Work
 from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import TRAJECTORIES, Away, Class, Event
 
 PLACES, REPEATS, COUNT = 64, 9, 20_000
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from recipe.async_engine.core.events import Class
 from recipe.async_engine.record.event_file import files, read
+from recipe.async_engine.record.events import Class
 
 if TYPE_CHECKING:
     from main_runs import FinishedRun

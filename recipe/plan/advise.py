@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.async_engine.core.events import Class
+from recipe.async_engine.record.events import Class
 from recipe.plan.simulation import Result, Scenario, Simulation
 from recipe.plan.times import Times
 from recipe.report.account import KINDS, Kind

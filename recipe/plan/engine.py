@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from recipe.async_engine.core.events import Class, EngineActivity, Work
+from recipe.async_engine.record.activity import EngineActivity, Work
+from recipe.async_engine.record.events import Class
 from recipe.plan.clock import Clock
 
 

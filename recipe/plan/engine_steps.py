@@ -20,7 +20,7 @@ from itertools import combinations
 
 import numpy as np
 
-from recipe.async_engine.core.events import ROLLOUT, Class, Event
+from recipe.async_engine.record.events import ROLLOUT, Class, Event
 
 _FIRST = (Class.PREFILL, Class.RE_PREFILL)
 _USED = (*_FIRST, Class.DECODING)

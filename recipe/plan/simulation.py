@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from recipe.async_engine.core.events import ROLLOUT, SCHEDULER, TRAINER, Class, Event, Lane, Why, Work
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
+from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, Why
 from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.core.recorded import Devices, TokenBooks
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.activity import Work
+from recipe.async_engine.record.events import ROLLOUT, SCHEDULER, TRAINER, Class, Devices, Event, Lane, TokenBooks
+from recipe.async_engine.record.timeline import Timeline
 from recipe.plan.clock import Clock, Process
 from recipe.plan.engine import Engine, Request
 from recipe.plan.times import Times

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from recipe.async_engine.core.events import ROLLOUT, TRAINER, WEIGHTS, Class
+from recipe.async_engine.record.events import ROLLOUT, TRAINER, WEIGHTS, Class
 from recipe.async_engine.record.schema import LIMIT, BadFile, unsaid
 from recipe.plan.device import DeviceTimes
 from recipe.plan.engine_steps import fit_steps

@@ -23,8 +23,18 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from recipe.async_engine.core.events import ROLLOUT, RUN, TRAINER, Class, Event
-from recipe.async_engine.core.recorded import BEGINS, ENDS, NO_TOKENS, Devices, TokenBooks
+from recipe.async_engine.record.events import (
+    BEGINS,
+    ENDS,
+    NO_TOKENS,
+    ROLLOUT,
+    RUN,
+    TRAINER,
+    Class,
+    Devices,
+    Event,
+    TokenBooks,
+)
 from recipe.report.event_context import Context
 
 OFF_BY = 0.005

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, TRAINER, Class
+from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, TRAINER, Class
 from recipe.report.account import KINDS, Account, Kind
 
 WORTH_SAYING = 0.03

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from bokeh.models import ColumnDataSource, HoverTool
 from bokeh.plotting import figure
 
-from recipe.async_engine.core.events import RUN, WEIGHTS, Class
+from recipe.async_engine.record.events import RUN, WEIGHTS, Class
 from recipe.report.account import KINDS, Kind, Piece
 from recipe.report.run import Run, about
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
-from recipe.async_engine.core.events import Class
+from recipe.async_engine.record.events import Class
 from recipe.report import charts
 from recipe.report.advice import sides, useful_share
 from recipe.report.page import STALENESS, advice_list, document, learned, left_out, steps, steps_of_start, what_happened

@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.events import (
     AGENTS,
     EMPTY,
     NOWHERE,
     RANKS,
     ROLLOUT,
     SCHEDULER,
+    SCORES,
     TRAINER,
     Away,
     Class,
     Event,
-    Why,
 )
-from recipe.async_engine.core.recorded import SCORES
 
 WAIT, VALIDATE = "wait", "validate"
 """Phases of the trainer that give the accelerators that it shares to the engine."""

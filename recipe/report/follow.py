@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipe.async_engine.core.events import SCHEDULER, TRAINER, Class
-from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, STEP, TRAINER_DOES, sides
 from recipe.async_engine.record.event_file import Tail, files
+from recipe.async_engine.record.events import SCHEDULER, TRAINER, Class
+from recipe.async_engine.record.figures import ROLLOUT_DOES, SHARE, STEP, TRAINER_DOES, sides
 from recipe.async_engine.record.owner import is_owned, owner_of
 from recipe.async_engine.record.schema import Summary, steps_of, summary_in
 from recipe.report.run import FRESH_S

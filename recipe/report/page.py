@@ -13,7 +13,7 @@ from typing import Any
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from recipe.async_engine.core.events import LOG_PROBS, ROLLOUT, RUN, TRAINER, Class
+from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, RUN, TRAINER, Class
 from recipe.report import charts
 from recipe.report.account import KINDS, Kind
 from recipe.report.advice import sides, useful_share

@@ -20,9 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recipe.async_engine.core.alarms import METRIC, WATCHED
-from recipe.async_engine.core.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Event
-from recipe.async_engine.core.recorded import Devices
 from recipe.async_engine.record.event_file import events_of, files, read
+from recipe.async_engine.record.events import GROUPS, ROLLOUT, RUN, SAMPLED, TOKENS, TRAJECTORIES, Class, Devices, Event
 from recipe.async_engine.record.schema import BadFile, Header, Settings, Summary, header_of, metrics_in, summary_in
 from recipe.report.account import Account, Piece, close, meanwhile, pieces
 from recipe.report.advice import Advice, Facts, advise

@@ -13,9 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recipe.async_engine.core.events import GROUPS, TRAJECTORIES
-from recipe.async_engine.core.recorded import Recorded
 from recipe.async_engine.record.event_file import events_of, read
+from recipe.async_engine.record.events import GROUPS, TRAJECTORIES, Recorded
 from recipe.report.account import Account, close
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from recipe.async_engine.core.events import RUN, SAMPLED, SCHEDULER, TRAINER, WEIGHTS, Class, Event
-from recipe.async_engine.core.recorded import ENDS
 from recipe.async_engine.record.event_file import events_of
+from recipe.async_engine.record.events import ENDS, RUN, SAMPLED, SCHEDULER, TRAINER, WEIGHTS, Class, Event
 from recipe.report.account import KINDS, Kind, Piece
 from recipe.report.run import Run, about, answer_counts
 from recipe.report.trace_file import Slots, TraceFile, Value

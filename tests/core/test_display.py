@@ -16,7 +16,7 @@ from typing import TextIO
 import pytest
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.figures import ROLLOUT_DOES, SHARE, TRAINER_DOES
+from recipe.async_engine.record.figures import ROLLOUT_DOES, SHARE, TRAINER_DOES
 from recipe.async_engine.record.run_record import STEP, RunRecord
 from recipe.async_engine.run import display as display_module
 from recipe.async_engine.run.display import Bar, Display

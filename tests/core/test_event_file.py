@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_engine.core.events import Event
 from recipe.async_engine.record import event_file
 from recipe.async_engine.record.event_file import EventFile, OtherFormat, Tail, events_of, files, read
+from recipe.async_engine.record.events import Event
 
 EVENTS = [
     Event("trainer", "update", 0.0, 1.5),

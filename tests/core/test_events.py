@@ -11,19 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.events import (
-    EMPTY,
-    NOWHERE,
-    Away,
-    AwayActivity,
-    Class,
-    EngineActivity,
-    Lane,
-    Span,
-    ToolTime,
-    Work,
-)
-from recipe.async_engine.core.one_clock import Exchange, OtherClock
+from recipe.async_engine.record.activity import AwayActivity, EngineActivity, ToolTime, Work
+from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Exchange, Lane, OtherClock, Span
 
 
 class Clock:

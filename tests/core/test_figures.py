@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.figures import (
+from recipe.async_engine.record.figures import (
     EXPORTED,
     ROLLOUT_DOES,
     SHARE,
@@ -21,7 +21,7 @@ from recipe.async_engine.core.figures import (
     percent,
     sides,
 )
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = {

@@ -20,6 +20,16 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
         ("core/gate.py", "import ray", "recipe.async_engine.core is not allowed to import ray"),
         ("config/plan.py", "from torch import Tensor", "recipe.async_engine.config is not allowed to import torch"),
         (
+            "core/prompt_manager.py",
+            "from recipe.async_engine.record.events import Event",
+            "recipe.async_engine.core is not allowed to import recipe.async_engine.record",
+        ),
+        (
+            "rollout/scheduler.py",
+            "from recipe.async_engine.record.figures import sides",
+            "recipe.async_engine.rollout is not allowed to import recipe.async_engine.record.figures",
+        ),
+        (
             "weights/publisher.py",
             "from recipe.async_engine.rollout.scheduler import Scheduler",
             "recipe.async_engine.weights is not allowed to import recipe.async_engine.rollout",

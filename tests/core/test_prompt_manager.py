@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from recipe.async_engine.core.events import Why
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
@@ -21,6 +20,7 @@ from recipe.async_engine.core.prompt_manager import (
     Trajectory,
     TrajectoryState,
     TurnError,
+    Why,
 )
 from recipe.async_engine.core.prompts import PromptRef
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.async_engine.core.timeline import IDLE_PHASE, Timeline
+from recipe.async_engine.record.timeline import IDLE_PHASE, Timeline
 
 
 class Clock:

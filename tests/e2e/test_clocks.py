@@ -10,8 +10,8 @@ from drilled_run import drilled
 from main_runs import FULLY_ASYNC, small
 from ray_nodes import OtherClocks, closing
 
-from recipe.async_engine.core.events import WEIGHTS, Class, Event
 from recipe.async_engine.record.event_file import events_of, files, read
+from recipe.async_engine.record.events import WEIGHTS, Class, Event
 from recipe.laptop.task import TaskPaths
 from recipe.report.__main__ import main
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from main_runs import EMULATED, decode_steps, run_main, small
 
-from recipe.async_engine.core.events import WEIGHTS, Class
+from recipe.async_engine.record.events import WEIGHTS, Class
 from recipe.async_engine.rollout.trajectory_worker import REWARD_AT_ONCE_S
 from recipe.laptop.task import TaskPaths
 from recipe.report.run import Run, load

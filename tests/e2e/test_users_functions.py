@@ -26,8 +26,8 @@ from odd_poisons import POISONING
 from odd_rewards import DIED, HARMLESS, LATE, SCORED, WAYS
 from pyarrow import parquet
 
-from recipe.async_engine.core.events import GROUPS
 from recipe.async_engine.record.event_file import files, read
+from recipe.async_engine.record.events import GROUPS
 from recipe.async_engine.rollout.soundness import is_number
 from recipe.laptop.task import TaskPaths
 

@@ -10,7 +10,7 @@ from main_runs import FinishedRun
 from trace_processor import loaded
 from watched_trainer import SCRAPED
 
-from recipe.async_engine.core.figures import EXPORTED, SHARE, TRAINER_SHARE
+from recipe.async_engine.record.figures import EXPORTED, SHARE, TRAINER_SHARE
 from recipe.report.__main__ import main
 
 ANSWERS = "select count(*) as n from slice where category = 'trajectory' and name = 'generating'"

@@ -14,7 +14,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.event_file import COLUMNS, FORMAT, HEADER, EventFile
+from recipe.async_engine.record.events import (
     EMPTY,
     GROUPS,
     RUN,
@@ -25,9 +27,7 @@ from recipe.async_engine.core.events import (
     WEIGHTS,
     Class,
     Event,
-    Why,
 )
-from recipe.async_engine.record.event_file import COLUMNS, FORMAT, HEADER, EventFile
 
 STEPS, ANSWERS = 6, 2
 SETTINGS = {

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from recipe.async_engine.core.events import Tell, ignore
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.events import Tell, ignore
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource

@@ -15,8 +15,8 @@ from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
 from recipe.async_engine.core.alarms import AlarmLimit, Alarms
-from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_validation
 from recipe.async_engine.trainer.staged import StagedTrainer
 

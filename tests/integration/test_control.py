@@ -45,7 +45,7 @@ def wait_for(condition: Any) -> None:
 
 def agent_class() -> type:
     from recipe.async_engine.actors.control import Early
-    from recipe.async_engine.core.events import AwayActivity
+    from recipe.async_engine.record.activity import AwayActivity
     from recipe.async_engine.rollout.kept_answers import AnswerBook
     from recipe.async_engine.rollout.rehearsal import Rehearsal
     from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
@@ -104,9 +104,9 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
 
 def server_class() -> type:
     from recipe.async_engine.actors.control import Early
-    from recipe.async_engine.core.events import EngineActivity
     from recipe.async_engine.engines.vllm.server import GatedVLLMHttpServer
     from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+    from recipe.async_engine.record.activity import EngineActivity
 
     class Server(GatedVLLMHttpServer):
         """The server as it is, without an engine: it waits for weights."""

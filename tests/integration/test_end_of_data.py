@@ -11,7 +11,7 @@ import pytest
 from verl import DataProto
 
 from recipe.async_engine.core.alarms import AlarmLimit, Alarms
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.alarm_stage import NothingTrained
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.core.figures import SHARE, STEP
+from recipe.async_engine.record.figures import SHARE, STEP
 from recipe.async_engine.trainer import exported
 
 FIGURES = {STEP: 3, f"{SHARE}wait": 0.25, f"{SHARE}update": 0.75, "critic/score/mean": None, "actor/lr": 1.0}

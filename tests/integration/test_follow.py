@@ -23,7 +23,7 @@ SOON = 60.0
 RUN = """
 import json, os, sys
 from pathlib import Path
-from recipe.async_engine.core.events import SCHEDULER, TRAINER, Event, Why
+from recipe.async_engine.record.events import SCHEDULER, TRAINER, Event
 from recipe.async_engine.record.event_file import EventFile
 from recipe.async_engine.record.owner import RUN, Owner
 
@@ -38,7 +38,7 @@ for told in map(str.strip, sys.stdin):
         at = 10.0 * step
         file.write([Event(TRAINER, "start_up", 0, 10)] * (step == 1) + [
             Event(TRAINER, "wait", at, at + 2.5), Event(TRAINER, "update", at + 2.5, at + 10),
-            Event(SCHEDULER, Why.GATE, at, at + 10)])
+            Event(SCHEDULER, "gate", at, at + 10)])
         with open(folder / "metrics.jsonl", "a") as metrics:
             metrics.write(json.dumps({"training/global_step": step, "critic/score/mean": 0.5,
                 "fully_async/rollouter/generating_trajectories": 14, "fully_async/rollouter/slots": 16,

@@ -24,7 +24,7 @@ from verl.utils.debug import marked_timer
 from recipe.async_engine.config.plan import RunPlan, derive
 from recipe.async_engine.core.groups import LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.step_metrics import StepMetrics

@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from trace_processor import loaded
 
 from recipe.async_engine.config.plan import derive
-from recipe.async_engine.core.events import GROUPS, ROLLOUT, TRAINER, Class, Event, Lane, ignore
-from recipe.async_engine.core.recorded import Devices, TokenBooks
-from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.record.event_file import EventFile, events_of, files, read
+from recipe.async_engine.record.events import GROUPS, ROLLOUT, TRAINER, Class, Devices, Event, Lane, TokenBooks, ignore
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
 from recipe.report.__main__ import main as report
@@ -44,7 +43,7 @@ def make_engine(ahead: float) -> Any:
             self._lane.turn_to(what)
 
         def activity(self) -> Any:
-            from recipe.async_engine.core.events import Activity
+            from recipe.async_engine.record.events import Activity
 
             spans = self._lane.take()
             return Activity(self._clock(), self._life, spans, {"sampled": 3, "answered": 2})

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import (
     EMPTY,
     GROUPS,
     RUN,
@@ -26,9 +28,7 @@ from recipe.async_engine.core.events import (
     WEIGHTS,
     Class,
     Event,
-    Why,
 )
-from recipe.async_engine.record.event_file import EventFile
 from recipe.report import charts
 from recipe.report.__main__ import main
 from recipe.report.charts import COLORS

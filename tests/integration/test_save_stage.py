@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.config.sections import AsyncTraining
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer import checkpoints, rollout_state
 from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointTimeout, RunState
 from recipe.async_engine.trainer.save_stage import SaveStage

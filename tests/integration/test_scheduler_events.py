@@ -11,7 +11,8 @@ import pytest
 from remote_fakes import make_source
 from scripted_pool import SOON, ScriptedPool, new_ledger, new_scheduler, settled
 
-from recipe.async_engine.core.events import GROUPS, TRAJECTORIES, Class, Event, Why
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.events import GROUPS, TRAJECTORIES, Class, Event
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 

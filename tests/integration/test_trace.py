@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from trace_processor import Loaded, loaded
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import (
+    BEGINS,
     EMPTY,
+    ENDS,
     GROUPS,
     RUN,
     SAMPLED,
@@ -24,10 +28,7 @@ from recipe.async_engine.core.events import (
     WEIGHTS,
     Class,
     Event,
-    Why,
 )
-from recipe.async_engine.core.recorded import BEGINS, ENDS
-from recipe.async_engine.record.event_file import EventFile
 from recipe.report.__main__ import main
 from recipe.report.run import load
 

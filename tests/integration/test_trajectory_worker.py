@@ -33,7 +33,8 @@ from verl.utils.rollout_trace import RolloutTraceConfig
 
 from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.columns import VERSION_RUNS
-from recipe.async_engine.core.events import Away, Work
+from recipe.async_engine.record.activity import Work
+from recipe.async_engine.record.events import Away
 from recipe.async_engine.rollout import trajectory_worker
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import TokenFlow

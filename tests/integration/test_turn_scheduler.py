@@ -13,7 +13,7 @@ from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, wait_unt
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import TurnError
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout import scheduler as scheduler_module
 from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord

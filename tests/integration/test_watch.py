@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError
 from recipe.async_engine.actors import watch as watch_module
 from recipe.async_engine.actors.stacks import thread_stack, waits
 from recipe.async_engine.actors.watch import STALL_FILE, STATUS, PartLost, RunWatch, StageTimeout, Stalled
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 
 LIMIT_S, SOON_S = 0.1, 10.0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.async_engine.core.events import Class
+from recipe.async_engine.record.events import Class
 from recipe.plan.clock import Clock
 from recipe.plan.engine import READ_STEPS, Engine, Request
 from recipe.plan.simulation import Fault, Result, Scenario, Simulation

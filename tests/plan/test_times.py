@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_engine.core.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
 from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
 from recipe.plan.__main__ import main, of_run
 from recipe.plan.times import CannotFit, fitted
 

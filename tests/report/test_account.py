@@ -8,9 +8,11 @@ from accounts import check_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import LAST_OF, Why
+from recipe.async_engine.record.events import (
+    BEGINS,
     EMPTY,
-    LAST_OF,
+    ENDS,
     LOG_PROBS,
     NOWHERE,
     RANKS,
@@ -20,10 +22,10 @@ from recipe.async_engine.core.events import (
     TRAINER,
     Away,
     Class,
+    Devices,
     Event,
-    Why,
+    TokenBooks,
 )
-from recipe.async_engine.core.recorded import BEGINS, ENDS, Devices, TokenBooks
 from recipe.report import event_context
 from recipe.report.account import KINDS, Account, DeviceAccount, close, meanwhile, pieces
 from recipe.report.event_context import PHASES

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.events import (
+from recipe.async_engine.core.prompt_manager import Why
+from recipe.async_engine.record.events import (
     EMPTY,
     LOG_PROBS,
     RANKS,
@@ -18,10 +19,9 @@ from recipe.async_engine.core.events import (
     TRAINER,
     Away,
     Class,
+    Devices,
     Event,
-    Why,
 )
-from recipe.async_engine.core.recorded import Devices
 from recipe.report.account import KINDS, Account, DeviceAccount, Kind, close, meanwhile, pieces
 from recipe.report.advice import RULES, WITHOUT_WORK, Advice, Facts, advise, charged
 

@@ -9,6 +9,7 @@ A group is immutable; the sample ledger replaces it at each transition, so a gro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,3 +83,22 @@ class LedgerCounts:
     taken: int
     filtered_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
+
+
+class StalenessStats(Counter[int]):
+    """Number of trained groups by staleness: the version at training minus that of their oldest token."""
+
+    @property
+    def sum(self) -> int:
+        """Sum of their stalenesses."""
+        return sum(staleness * groups for staleness, groups in self.items())
+
+    @property
+    def max(self) -> int:
+        """Largest staleness, 0 if nothing was recorded."""
+        return max(self, default=0)
+
+    @property
+    def mean(self) -> float:
+        """Mean staleness, 0.0 if nothing was recorded."""
+        return self.sum / self.total() if self else 0.0

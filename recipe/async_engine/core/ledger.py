@@ -29,10 +29,9 @@ from recipe.async_engine.core.errors import (
     StalenessViolation,
 )
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
-from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts
+from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, StalenessStats
 from recipe.async_engine.core.live_groups import LiveGroups
 from recipe.async_engine.core.prompts import PromptRef, PromptSet
-from recipe.async_engine.core.staleness import StalenessStats
 
 
 class SampleLedger:

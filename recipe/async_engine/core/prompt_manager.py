@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import LAST_OF, Why
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompts import PromptRef
@@ -46,6 +45,37 @@ class TrajectoryState(StrEnum):
     RUNNING = "running"
     INTERRUPTED = "interrupted"
     SAMPLED = "sampled"
+
+
+class Why(StrEnum):
+    """Why nothing more begins to generate.
+
+    GENERATING: all slots are taken. LAST_...: trajectories generate, and for this reason no other one begins beside
+    them. The others: none generates.
+    """
+
+    GENERATING = "generating"
+    LAST_OF_DRAIN = "generating, drain"
+    LAST_OF_TURN = "generating, turn"
+    LAST_OF_GATE = "generating, gate"
+    LAST_OF_PROMPTS = "generating, prompts"
+    LAST_OF_END = "generating, end"
+    DRAIN = "drain"
+    TURN = "turn"
+    GATE = "gate"
+    REWARD = "reward"
+    PROMPTS = "prompts"
+    END = "end"
+
+
+LAST_OF = {
+    Why.DRAIN: Why.LAST_OF_DRAIN,
+    Why.TURN: Why.LAST_OF_TURN,
+    Why.GATE: Why.LAST_OF_GATE,
+    Why.PROMPTS: Why.LAST_OF_PROMPTS,
+    Why.END: Why.LAST_OF_END,
+}
+"""While trajectories generate, for each reason that keeps others from beginning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import Class, Lane
 from recipe.async_engine.core.scoring import Promotion, ScoringBatch, ScoringQueue, ScoringRequest, ScoringSettings
+from recipe.async_engine.record.events import Class, Lane
 
 logger = logging.getLogger(__name__)
 

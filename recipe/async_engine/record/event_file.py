@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json
 
-from recipe.async_engine.core.events import GROUPS, RUN, TOKENS, TRAJECTORIES, WEIGHTS, Event
+from recipe.async_engine.record.events import GROUPS, RUN, TOKENS, TRAJECTORIES, WEIGHTS, Event
 from recipe.async_engine.record.schema import LIMIT, BadFile, OtherFormat
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_engine.core.alarms import Ended, how_it_ended
-from recipe.async_engine.core.figures import STEP
-from recipe.async_engine.core.recorded import RECORDED, Recorded
 from recipe.async_engine.record import durable
+from recipe.async_engine.record.events import RECORDED, Recorded
+from recipe.async_engine.record.figures import STEP
 from recipe.async_engine.record.owner import RUN, Owner
 from recipe.async_engine.record.schema import FORMAT, steps_of
 

@@ -47,7 +47,6 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.cuts import refused
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
-from recipe.async_engine.core.events import Work
 from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.engines.vllm.output_watch import (
     ABORTED,
@@ -59,6 +58,7 @@ from recipe.async_engine.engines.vllm.output_watch import (
     VERSION_RUNS,
     Flight,
 )
+from recipe.async_engine.record.activity import Work
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 
 logger = logging.getLogger(__name__)

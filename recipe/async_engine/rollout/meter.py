@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from recipe.async_engine.core.groups import NON_FINITE_REASON, UNIFORM_REASON, LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
 # Fields of a scored trajectory that are summed.

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from recipe.async_engine.core.events import GROUPS, TRAJECTORIES, Event
 from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.record.events import GROUPS, TRAJECTORIES, Event
 from recipe.async_engine.rollout.group_run import GroupRun
 
 

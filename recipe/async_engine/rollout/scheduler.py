@@ -33,7 +33,6 @@ from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.watch import CannotGoOn
 from recipe.async_engine.core.alarms import AlarmLimit
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.events import Class, Event, Lane, Tell, ignore
 from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
@@ -45,9 +44,9 @@ from recipe.async_engine.core.groups import (
 )
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
-from recipe.async_engine.core.recorded import TokenBooks
 from recipe.async_engine.core.slots import Slots
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.events import Class, Event, Lane, Tell, TokenBooks, ignore
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import (
     BatchTimeout,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recipe.async_engine.core.groups import GroupState
-from recipe.async_engine.core.recorded import TokenBooks
+from recipe.async_engine.record.events import TokenBooks
 from recipe.async_engine.rollout.kept_answers import TokenFlow
 from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 

@@ -35,12 +35,13 @@ from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
-from recipe.async_engine.core.events import Activity, Away, AwayActivity, Work
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
 from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
 from recipe.async_engine.log_prob_servers.part_scores import PartScorer, ResponseScores, score
+from recipe.async_engine.record.activity import AwayActivity, Work
+from recipe.async_engine.record.events import Activity, Away
 from recipe.async_engine.rewards.dispatch import least_busy_worker
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.loop_output import INT32, check_report, plain_output

@@ -25,8 +25,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from recipe.async_engine.core.alarms import Ended
-from recipe.async_engine.core.figures import STEP, percent, sides
 from recipe.async_engine.core.rehearsed import table
+from recipe.async_engine.record.figures import STEP, percent, sides
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Display:
             self._shown.step(int(metrics[STEP]), said)
 
     def live(self, figures: Mapping[str, Any]) -> None:
-        """What each side does now, with its figures (`recipe.async_engine.core.figures`)."""
+        """What each side does now, with its figures (`recipe.async_engine.record.figures`)."""
         with self._while_it_can_be_written():
             self._shown.live(sides(figures))
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from recipe.async_engine.config.validation import Judge
-from recipe.async_engine.core.recorded import Recorded
+from recipe.async_engine.record.events import Recorded
 from recipe.async_engine.run.detect import Machine, PlatformChoice
 
 

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from recipe.async_engine.actors.watch import LEAVING_S, RunWatch
 from recipe.async_engine.config.legacy import migrated
 from recipe.async_engine.config.sections import Timeouts
-from recipe.async_engine.core.events import Class
-from recipe.async_engine.core.figures import TRAINER_DOES
 from recipe.async_engine.core.plain import origin
+from recipe.async_engine.record.events import Class
+from recipe.async_engine.record.figures import TRAINER_DOES
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TaskRunner:
         return None if self._watch is None else self._watch.last_words()
 
     def live(self) -> dict[str, Any]:
-        """What each side does now and its figures (`recipe.async_engine.core.figures`)."""
+        """What each side does now and its figures (`recipe.async_engine.record.figures`)."""
         return {TRAINER_DOES: Class.START_UP} if self._trainer is None else self._trainer.live()
 
     def run(self, config: dict[str, Any], trainer_class: str, timeouts: Timeouts) -> Iterator[Any]:

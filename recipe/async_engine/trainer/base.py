@@ -29,13 +29,12 @@ from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.plan import batch_size, derive, epoch_prompts, rehearses
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
-from recipe.async_engine.core.events import Class
-from recipe.async_engine.core.figures import TRAINER_DOES
-from recipe.async_engine.core.recorded import RECORDED
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.record.contents import lacking
+from recipe.async_engine.record.events import RECORDED, Class
+from recipe.async_engine.record.figures import TRAINER_DOES
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
 from recipe.async_engine.rollout.prompts import LoaderInUse, PromptSource, UsableBatches, collate

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from recipe.async_engine.core.figures import EXPORTED, SHARE, TRAINER_SHARE, Exported
+from recipe.async_engine.record.figures import EXPORTED, SHARE, TRAINER_SHARE, Exported
 
 logger = logging.getLogger(__name__)
 

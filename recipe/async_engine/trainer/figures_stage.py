@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.figures import EXPORTED, ROLLOUT_DOES, SERVERS, SHARE, STEP, TRAINER_DOES
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.figures import EXPORTED, ROLLOUT_DOES, SERVERS, SHARE, STEP, TRAINER_DOES
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.exported import PrometheusExporter
 

@@ -17,8 +17,8 @@ from verl.utils.debug import marked_timer
 
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet

@@ -22,21 +22,24 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from recipe.async_engine.config.plan import RunPlan, replica_size
 from recipe.async_engine.config.sections import SHARED
-from recipe.async_engine.core.events import (
+from recipe.async_engine.record.events import (
     AGENTS,
     LOG_PROBS,
+    NO_TOKENS,
     RANKS,
     ROLLOUT,
     SCHEDULER,
     TOKENS,
     TRAINER,
     WEIGHTS,
+    Devices,
     Event,
+    Recorded,
     Tell,
+    TokenBooks,
     ignore,
 )
-from recipe.async_engine.core.recorded import NO_TOKENS, Devices, Recorded, TokenBooks
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.batch import token_ages
 from recipe.async_engine.trainer.collectives import mean_wait

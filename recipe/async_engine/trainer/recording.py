@@ -3,7 +3,7 @@
 
 Contract: whoever does something in the trainer's process tells :meth:`Recording.tell`, on any thread. Rollout and
 log-prob servers keep what they did until a thread here asks for it, every second at first and less often in a long run;
-their clocks are followed by these questions (`recipe.async_engine.core.one_clock`). Of a device that died, what it did
+their clocks are followed by these questions (`recipe.async_engine.record.events`). Of a device that died, what it did
 after it was last asked is `lost_with_replica`, and the time from there to the end, or to the one in its place, `down`.
 From the 10,000th group on, the rows of trajectories and groups are kept of one group in two, in four and so on. Nothing
 here ends a run: what cannot be asked or written is not known to the account that is made of it, which says so.
@@ -26,10 +26,25 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.core.events import AGENTS, GROUPS, RUN, SAMPLED, TRAJECTORIES, Activity, Class, Event, Lane
-from recipe.async_engine.core.one_clock import Exchange, OtherClock
-from recipe.async_engine.core.recorded import BEGINS, ENDS, Devices, Recorded, TokenBooks
 from recipe.async_engine.record.event_file import EventFile
+from recipe.async_engine.record.events import (
+    AGENTS,
+    BEGINS,
+    ENDS,
+    GROUPS,
+    RUN,
+    SAMPLED,
+    TRAJECTORIES,
+    Activity,
+    Class,
+    Devices,
+    Event,
+    Exchange,
+    Lane,
+    OtherClock,
+    Recorded,
+    TokenBooks,
+)
 
 logger = logging.getLogger(__name__)
 

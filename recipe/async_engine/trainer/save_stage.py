@@ -22,7 +22,7 @@ from typing import Any
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 
-from recipe.async_engine.core.timeline import Timeline
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.beside import Beside
 from recipe.async_engine.trainer.checkpoints import CheckpointTimeout, RunState, folder_of
 

@@ -19,9 +19,9 @@ from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.recorded import SCORES
-from recipe.async_engine.core.timeline import Timeline
 from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.record.events import SCORES
+from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
 from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_update
 from recipe.async_engine.trainer.batch import mask_off_policy

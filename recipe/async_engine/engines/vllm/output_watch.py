@@ -15,8 +15,8 @@ from typing import Any
 from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.cuts import sampled_before
-from recipe.async_engine.core.events import EngineActivity
 from recipe.async_engine.core.versions import RequestVersions, joined, last_runs
+from recipe.async_engine.record.activity import EngineActivity
 
 COMPLETED = "completed"
 """Stop reason of a complete answer: in verl's server that of vLLM's finish reasons `stop` and `length`."""

@@ -39,7 +39,6 @@ from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.cuts import as_engine_takes
 from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
-from recipe.async_engine.core.events import Activity, Class, EngineActivity, Work
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, in_output_processor
 from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_worker, pause
@@ -57,6 +56,8 @@ from recipe.async_engine.engines.vllm.output_watch import (
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName
 from recipe.async_engine.engines.vllm.weight_worker import part_id
 from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+from recipe.async_engine.record.activity import EngineActivity, Work
+from recipe.async_engine.record.events import Activity, Class
 
 logger = logging.getLogger(__name__)
 

@@ -1,131 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a run did, from when to when: the rows of its record of events, and the states that they record.
+"""What a process that serves trajectories does: a rollout engine, and an agent-loop worker.
 
-Contract: a part that does one thing at a time (:class:`Lane`) leaves events that follow each other without a gap. An
-engine that works on several requests at once (:class:`EngineActivity`) leaves, for each stretch of time, one event for
-each class of work with its share of the engine's places; the shares add up to 1. The clock is passed in: seconds, never
-backwards. Lanes, and what happens on them: docs/run-record.md. Shown by tests/core/test_events.py.
-
-Plain state; a lane may be told and asked on different threads.
+Contract: an engine works on several requests at once. It leaves, for each stretch of time, one span for each class of
+work with its share of the engine's places; the shares add up to 1. Nothing is kept before the first question. The clock
+is passed in: seconds, never backwards. Shown by tests/core/test_events.py.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from threading import Lock
-from typing import NamedTuple
 
-Clock = Callable[[], float]
-
-TRAINER, SCHEDULER, RUN = "trainer", "scheduler", "run"
-ROLLOUT, LOG_PROBS, AGENTS, RANKS = "rollout", "log-probs", "agents", "ranks"
-TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "tokens"
-
-
-class Event(NamedTuple):
-    """A row of the record; docs/run-record.md has the meaning of each field by lane."""
-
-    lane: str
-    what: str
-    start: float
-    end: float
-    share: float = 1.0
-    version: int | None = None
-    group: int | None = None
-    trajectory: int | None = None
-    tokens: int | None = None
-    text: str | None = None
-
-
-Tell = Callable[[Event], None]
-
-
-def ignore(event: Event) -> None:
-    """Where no record is written."""
-
-
-class Class(StrEnum):
-    """What an accelerator's second was, for `recipe.report.account`."""
-
-    TRAINING = "training"
-    LOG_PROBS = "log_probs"
-    DECODING = "decoding"
-    PREFILL = "prefill"
-    VALIDATING = "validating"
-    RE_PREFILL = "re_prefill"
-    RETRY = "retry"
-    LOST = "lost_with_replica"
-    WAIT_RANKS = "wait_slowest_rank"
-    WAIT_BATCH = "wait_batch"
-    WAIT_REWARD = "wait_reward"
-    WAIT_LOG_PROBS = "wait_log_probs"
-    WAIT_DRIVER = "wait_driver"
-    WAIT_WEIGHTS = "wait_weights"
-    WAIT_GATE = "wait_gate"
-    WAIT_TAIL = "wait_tail"
-    WAIT_PROMPTS = "wait_prompts"
-    WAIT_TOOLS = "wait_tools"
-    WAIT_AGENTS = "wait_agents"
-    WAIT_REQUESTS = "wait_requests"
-    WAIT_VALIDATION = "wait_validation"
-    WAIT_CHECKPOINT = "wait_checkpoint"
-    WAIT_OTHER_SIDE = "wait_other_side"
-    WAIT_END = "wait_end"
-    IDLE_PLACES = "idle_places"
-    START_UP = "start_up"
-    DOWN = "down"
-    NOT_KNOWN = "not_known"
-
-
-SAMPLED = "sampled"
-"""On the lane `RUN`: how many tokens a rollout engine has sampled so far."""
-EMPTY = "empty"
-"""An engine without a request; why, the scheduler knows."""
-
-
-class Why(StrEnum):
-    """Why the scheduler gives an engine nothing more: what happens on its lane.
-
-    GENERATING: all slots are taken. LAST_...: trajectories generate, and for this reason no other one begins beside
-    them. The others: none generates.
-    """
-
-    GENERATING = "generating"
-    LAST_OF_DRAIN = "generating, drain"
-    LAST_OF_TURN = "generating, turn"
-    LAST_OF_GATE = "generating, gate"
-    LAST_OF_PROMPTS = "generating, prompts"
-    LAST_OF_END = "generating, end"
-    DRAIN = "drain"
-    TURN = "turn"
-    GATE = "gate"
-    REWARD = "reward"
-    PROMPTS = "prompts"
-    END = "end"
-
-
-LAST_OF = {
-    Why.DRAIN: Why.LAST_OF_DRAIN,
-    Why.TURN: Why.LAST_OF_TURN,
-    Why.GATE: Why.LAST_OF_GATE,
-    Why.PROMPTS: Why.LAST_OF_PROMPTS,
-    Why.END: Why.LAST_OF_END,
-}
-"""While trajectories generate, for each reason that keeps others from beginning."""
-
-
-class Away(StrEnum):
-    """What a trajectory is at when it is at no engine: what happens on the lane of an agent-loop worker."""
-
-    TOOLS = "tools"
-    REWARD = "reward"
-    LOG_PROBS = "log_probs"
-
-
-NOWHERE = "none"
-"""On the lane of an agent-loop worker: none of its trajectories is away."""
+from recipe.async_engine.record.events import EMPTY, NOWHERE, Away, Class, Clock, Lane, Span
 
 
 class Work(StrEnum):
@@ -157,70 +44,6 @@ FROM_THEN_ON = {
     Work.OTHER: Class.DECODING,
 }
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
-
-
-class Span(NamedTuple):
-    """An event of a process that does not know its lane's name; times by its own clock.
-
-    tokens: of an engine: those that it sampled so, a request's first one with what came before it; None if it is not
-    told.
-    """
-
-    what: str
-    start: float
-    end: float
-    share: float = 1.0
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What a process did since it was last asked, and its clock when it answered.
-
-    life: differs between a process and the one in its place. tokens: counts of its life so far, by name.
-    """
-
-    now: float
-    life: str
-    spans: list[Span]
-    tokens: dict[str, int] = field(default_factory=dict)
-
-
-class Lane:
-    """A part that does one thing at a time, ``what`` from its construction on; it keeps nothing until it is asked.
-
-    Callable from any thread.
-    """
-
-    def __init__(self, clock: Clock, what: str) -> None:
-        self._clock, self._what, self._since = clock, what, clock()
-        self._spans: list[Span] | None = None
-        self._lock = Lock()
-
-    @property
-    def what(self) -> str:
-        """What it does now."""
-        return self._what
-
-    def turn_to(self, what: str) -> None:
-        """Do this from now on."""
-        if what != self._what:
-            with self._lock:
-                self._cut()
-                self._what = what
-
-    def take(self) -> list[Span]:
-        """The spans from the last time that this was asked up to now; none the first time."""
-        with self._lock:
-            self._cut()
-            spans, self._spans = self._spans or [], []
-        return spans
-
-    def _cut(self) -> None:
-        now = self._clock()
-        if self._spans is not None and now > self._since:
-            self._spans.append(Span(self._what, self._since, now))
-        self._since = now
 
 
 class LoopHabit:

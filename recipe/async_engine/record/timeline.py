@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from recipe.async_engine.core.events import Class, Lane
+from recipe.async_engine.record.events import Class, Lane
 
 IDLE_PHASE = "other"
 
