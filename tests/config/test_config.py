@@ -83,7 +83,6 @@ ALARMS = "async_training.alarms"
 CONNECTOR = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config"
 KEEP = {f"{WEIGHTS}.at_swap": "keep"}
 NCCL_RELAYS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.multi_sender"
-DELTA = {f"{WEIGHTS}.encoding": "delta"}
 IN_TURNS = {"async_training.placement": "shared", "async_training.trigger_parameter_sync_step": 1}
 GAE = {
     "algorithm.adv_estimator": "gae",
@@ -125,7 +124,6 @@ def test_a_runnable_configuration_has_no_problems() -> None:
     for prompts in (1, 64):
         assert validate(configured(WHOLE | {"data.gen_batch_size": prompts})) == []
     assert validate(configured({"rollout.total_rollout_steps": 32})) == []
-    assert validate(configured(DELTA)) == []
     assert validate(configured({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "inline"})) == []
     assert validate(configured({"data": {"max_prompt_length": 64, "max_response_length": 64}})) == []
     assert validate(configured(REWARD_MODEL), available=Resources(accelerators=10)) == []
@@ -455,9 +453,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({f"{WEIGHTS}.staging": "disk"}, f"{WEIGHTS}.staging", "device or host or none"),
         ({f"{WEIGHTS}.publish": "later"}, f"{WEIGHTS}.publish", "beside or inline, or null"),
         (IN_TURNS | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "inline with placement=shared"),
-        ({f"{WEIGHTS}.encoding": "zip"}, f"{WEIGHTS}.encoding", "full or delta"),
-        (DELTA | IN_TURNS, f"{WEIGHTS}.encoding", "full with placement=shared"),
-        (DELTA | {f"{WEIGHTS}.publish": "inline"}, f"{WEIGHTS}.encoding", "full with publish=inline"),
+        ({f"{WEIGHTS}.encoding": "delta"}, f"{WEIGHTS}.encoding", "travel as a whole"),
         ({NCCL_RELAYS: True}, NCCL_RELAYS, "false where weights are published beside training"),
         ({NCCL_RELAYS: True, f"{WEIGHTS}.publish": "beside"}, NCCL_RELAYS, "set async_training.weights.publish=inline"),
         (SERVERS | LATEST | {f"{WEIGHTS}.publish": "beside"}, f"{WEIGHTS}.publish", "remove the setting"),

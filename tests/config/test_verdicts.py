@@ -80,7 +80,7 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
         ({"reward_model": {"enable": True}}, "reward.reward_model.enable_resource_pool", "of its own"),
         ({"reward_model": {"num_workers": 0}}, "reward.num_workers", "an integer >= 1"),
         # Names.
-        ({f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}, f"{ROLLOUT}.checkpoint_engine.backend", "delta"),
+        ({f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"}, f"{ROLLOUT}.checkpoint_engine.backend", "torn"),
         (
             {f"{ROLLOUT}.checkpoint_engine.backend": "kimi_ckpt_engine"},
             "async_training.weights.publish",

@@ -32,10 +32,10 @@ class CircularWorker(ActorWorker):
         self._has_sent, self._sending, self._left = False, threading.Event(), threading.Event()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
+    async def send_snapshot(self, version: int) -> dict[str, float]:
         if not self._has_sent:
             self._has_sent = True
-            return await super().send_snapshot(version, full)
+            return await super().send_snapshot(version)
         self._sending.set()
         while not self._left.is_set():
             await asyncio.sleep(0.01)

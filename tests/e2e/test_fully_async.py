@@ -170,7 +170,6 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
         "async_training.staleness_threshold=3",
         "async_training.max_staleness=3",
         "async_training.timeouts.weight_sync=20",
-        "async_training.weights.encoding=delta",
         "algorithm.rollout_correction.rollout_is=token",
         DECOUPLED,
         "trainer.n_gpus_per_node=2",
@@ -183,9 +182,6 @@ def test_bound_three_with_two_trainer_ranks_and_two_replicas_of_which_one_dies_i
     check_books(run, steps, bound=3)
     assert run.summary["staleness"]["max"] >= 1
     assert run.summary["interrupted"] > 0
-    # What changed travels; everything did to the one that was left after the broken sync.
-    shares = [step["weight_sync/changed_share"] for step in run.metrics if "weight_sync/changed_share" in step]
-    assert min(shares) < 1.0 and 1.0 in shares
     assert sum(run.column("fully_async/partial/total_partial_num")) > 0
     assert max(run.column("fully_async/partial/max_partial_span")) >= 1
     # Replicas that hold the announced version: two until one died in the sync that made version 5.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 
-from engine_fleet import Engine, Fleet, Trainer, bits
+from engine_fleet import Engine, Fleet, Trainer, bits, make_weights
 
 NCCL = "recipe.async_engine.weights.nccl_engine"
 GLOO = "recipe.laptop.transfer.gloo_engine"
@@ -34,7 +34,7 @@ def broadcast(engine: Engine, versions: int, receivers: int = 1) -> dict[str, fl
             assert fleet.routed == [replica.replica_rank for replica in fleet.replicas]
             for replica in fleet.replicas:
                 assert replica.ask("wrong_tensors") == []
-                assert replica.ask("loaded") == bits(engine.small_weights(version))
+                assert replica.ask("loaded") == bits(make_weights(version))
     finally:
         fleet.stop()
         trainer.stop()

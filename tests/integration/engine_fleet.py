@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum, SummedSender
-from recipe.async_engine.weights.encoded_engine import EncodedReceiver, EncodedSender
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
@@ -41,8 +40,6 @@ class Engine:
     module: str | None
     settings: dict[str, Any] = field(default_factory=dict)
     is_nccl: bool = False
-    encodes: bool = False
-    """Weights of which few change are sent as what changed, from a copy."""
     device: str = "cpu"
     accelerators: float = 0
     """What each member takes of them."""
@@ -51,8 +48,7 @@ class Engine:
 
     @property
     def how(self) -> Weights:
-        weights = Weights(publish="inline", at_swap="interrupt")
-        return replace(weights, publish="beside", encoding="delta") if self.encodes else weights
+        return Weights(publish="inline", at_swap="interrupt")
 
     def load(self) -> None:
         """Have it registered in this process, where another one may have had its name."""
@@ -60,12 +56,9 @@ class Engine:
             nccl_on_cpu.install(ours=self.module is not None)
         import_external_libs(self.module)
 
-    def small_weights(self, version: int) -> dict[str, torch.Tensor]:
-        return few_changes(version) if self.encodes else make_weights(version)
-
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """All of a version, on the device."""
-        small = {name: tensor.to(self.device) for name, tensor in self.small_weights(version).items()}
+        small = {name: tensor.to(self.device) for name, tensor in make_weights(version).items()}
         size, count = MEBIBYTES_OF_BULK << 18, self.bulk_mebibytes // MEBIBYTES_OF_BULK
         bulk = {f"bulk.{number}": torch.full((size,), version + number / 7) for number in range(count)}
         return small | {name: tensor.to(self.device) for name, tensor in bulk.items()}
@@ -92,15 +85,6 @@ def make_weights(version: int) -> dict[str, torch.Tensor]:
         "counter": torch.tensor([version, 1 << 40]),
         "lm_head": torch.randn(70, 40, generator=random).bfloat16(),
     }
-
-
-def few_changes(version: int) -> dict[str, torch.Tensor]:
-    """The same weights but for a row of a layer, a counter, and a few values of a large tensor."""
-    weights = make_weights(0)
-    weights["layer.2"][version % 20] += version
-    weights["counter"][0] = version
-    weights["embed"].view(-1)[version::1000] = float("nan") if version % 2 else -0.0
-    return weights
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -134,7 +118,7 @@ class TrainerRank(Member):
         self.weights = engine.weights
         self.snapshot = WeightSnapshot(rank == 0)
         if rank == 0:
-            self.engine = EncodedSender(self.engine) if engine.encodes else SummedSender(self.engine)
+            self.engine = SummedSender(self.engine)
         self.names: list[list[str]] = []
         self.fails_at: str | None = None
 
@@ -145,10 +129,9 @@ class TrainerRank(Member):
     def snapshot_weights(self, version: int, wire: Wire) -> None:
         self.snapshot.take(self.weights(version).items, version, wire)
 
-    async def send_snapshot(self, version: int, full: bool) -> Any:
-        how = {"full": full} if isinstance(self.engine, EncodedSender) else {}
+    async def send_snapshot(self, version: int) -> Any:
         with self.snapshot.stream(version) as weights:
-            return await self.engine.send_weights(weights, global_steps=version, **how) or {}
+            return await self.engine.send_weights(weights, global_steps=version) or {}
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.weights(version).items():
@@ -176,9 +159,6 @@ class Receiver(Member):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.weights = engine.small_weights
-        if engine.encodes:
-            self.engine = EncodedReceiver(self.engine)
         self.fault: str | None = None
         self.received: dict[str, torch.Tensor] = {}
         self.wrong: list[str] = []
@@ -192,7 +172,7 @@ class Receiver(Member):
         return await asyncio.to_thread(lambda: asyncio.run(self._receive(global_steps)))
 
     async def _receive(self, version: int) -> str:
-        checksum, received, expected = StreamChecksum(), {}, bits(self.weights(version))
+        checksum, received, expected = StreamChecksum(), {}, bits(make_weights(version))
         async for name, tensor in checksum.watching(self.engine.receive_weights(global_steps=version)):
             if name not in expected:
                 continue

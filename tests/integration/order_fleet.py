@@ -227,7 +227,7 @@ class TrainerRank(Member):
     def snapshot_weights(self, version: int, wire: Wire) -> None:
         self.snapshot.take(self._gathered, version, wire)
 
-    async def send_snapshot(self, version: int, full: bool) -> Any:
+    async def send_snapshot(self, version: int) -> Any:
         with self.snapshot.stream(version) as weights:
             return await self.engine.send_weights(self._passing(weights), global_steps=version) or {}
 

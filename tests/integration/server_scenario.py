@@ -81,7 +81,7 @@ class Sync(WeightPublisher):
         """Each server's error, None if it has the version."""
         for record in self.known.records:
             record.error = None
-        asyncio.run(self._load(self.known.records, version, full=True))
+        asyncio.run(self._load(self.known.records, version))
         return {record.server_id: None if record.error is None else str(record.error) for record in self.known.records}
 
 

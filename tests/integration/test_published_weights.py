@@ -78,7 +78,7 @@ def check_what_is_sent(worker: ActorWorker, rank: int) -> None:
         fill(worker, float(version))
         worker.snapshot_weights(version, Wire(torch.bfloat16))
         fill(worker, 99.0)
-        outcome = asyncio.run(worker.send_snapshot(version, full=True))
+        outcome = asyncio.run(worker.send_snapshot(version))
         assert outcome["version"] == version and len(outcome["sent"]) == 3
         for tensor in outcome["sent"].values():
             assert tensor.dtype == torch.bfloat16

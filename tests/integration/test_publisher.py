@@ -119,8 +119,8 @@ class WorkerGroup:
     def snapshot_weights(self, version: int, wire: Wire) -> list[Any]:
         return [worker.copy(version, wire) for worker in self.workers]
 
-    def send_snapshot(self, version: int, full: bool) -> list[Any]:
-        return [worker.send(version, full) for worker in self.workers]
+    def send_snapshot(self, version: int) -> list[Any]:
+        return [worker.send(version) for worker in self.workers]
 
 
 class Sender:
@@ -130,7 +130,6 @@ class Sender:
         self.fails: list[BaseException | None] = []
         self.sends: list[int] = []
         self.copies: list[Any] = []
-        self.sent_in_full: list[bool] = []
         self.copy_error: Exception | None = None
 
     async def copy(self, version: int, wire: Wire) -> None:
@@ -138,9 +137,8 @@ class Sender:
             raise self.copy_error
         self.copies.append((version, wire))
 
-    async def send(self, version: int, full: bool) -> dict[str, float]:
+    async def send(self, version: int) -> dict[str, float]:
         assert self.copies[-1][0] == version
-        self.sent_in_full.append(full)
         return await self.update(version)
 
     async def update(self, version: int) -> dict[str, Any]:
@@ -634,16 +632,3 @@ def test_weights_that_are_loaded_in_place_travel_as_training_has_them() -> None:
     fleet = Fleet((), weights=replace(BESIDE, staging="none"))
     fleet.publish(0)
     assert fleet.sender.copies == [(0, Wire())]
-
-
-def test_changes_are_sent_only_to_receivers_that_all_have_the_version_before() -> None:
-    fleet = Fleet((), (None, None, RuntimeError("odd")), weights=BESIDE)
-    for version in range(5):
-        fleet.publish(version)
-    # The first version; then two, of which the second fails once; the second attempt at it.
-    assert fleet.sender.sent_in_full == [True, False, False, True, False, False]
-    joined = Replica(7, fleet.journal)
-    fleet.publisher.add_replicas([joined])
-    fleet.publish(5)
-    fleet.publish(6)
-    assert fleet.sender.sent_in_full[-2:] == [True, False]

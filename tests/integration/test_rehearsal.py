@@ -197,12 +197,6 @@ def test_held_answers_are_no_reason_to_give_up_staging(monkeypatch: pytest.Monke
     assert stage.rehearsal._fall_back() is None
 
 
-def test_encoded_weights_have_no_other_way_than_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, (), weights=replace(BESIDE, encoding="delta"))
-    assert stage.rehearsal._fall_back() == IN_PLACE
-    assert stage.rehearsal._fall_back() is None
-
-
 def test_replica_whose_log_probs_are_not_the_trainers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, (), ())
     stage.engines[1].off = 0.5

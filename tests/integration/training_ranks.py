@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from engine_fleet import ANSWER_S, Engine, Fleet, Trainer, TrainerGroup, TrainerRank, bits
+from engine_fleet import ANSWER_S, Engine, Fleet, Trainer, TrainerGroup, TrainerRank, bits, make_weights
 from torch.distributed.fsdp import fully_shard
 from verl.checkpoint_engine.base import _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs
@@ -152,7 +152,7 @@ def send_beside_training(engine: Engine, meeting: str, width: int, layers: int, 
         for version in range(1, versions + 1):
             seen = _sent(trainer, publisher, version)
             assert replica.ask("wrong_tensors") == []
-            assert replica.ask("loaded") == bits(engine.small_weights(version))
+            assert replica.ask("loaded") == bits(make_weights(version))
     finally:
         fleet.stop()
         trainer.stop()

@@ -126,10 +126,14 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
     return cls(**values), sorted(problems, key=lambda problem: problem.setting)
 
 
+GONE = {"async_training.weights.encoding": "Versions travel as a whole now, as with encoding=full. Remove it."}
+"""What to say of settings that were there before."""
+
+
 def _unknown_keys(
     given: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]], path: str
 ) -> Iterator[Problem]:
     for key in given.keys() - fields.keys():
         close = difflib.get_close_matches(key, list(fields), n=1)
-        advice = f"Did you mean {path}.{close[0]}?" if close else "Remove it."
+        advice = GONE.get(f"{path}.{key}") or (f"Did you mean {path}.{close[0]}?" if close else "Remove it.")
         yield Problem(f"{path}.{key}", render(given[key]), f"one of {', '.join(fields)}", advice)

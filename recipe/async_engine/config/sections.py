@@ -101,13 +101,6 @@ class Weights:
         " to score what is trained next.",
         choices=("beside", "inline"),
     )
-    encoding: str = field(
-        "full",
-        "What of a version is sent: `full`, all of it; `delta`, the values that changed since the version before, bit"
-        " for bit in the dtype that they are sent in, and all of it where a receiver does not have that one. Each"
-        " rank that receives keeps the whole model in host memory for it, and the trainer's first rank once more.",
-        choices=("full", "delta"),
-    )
     at_swap: str | None = field(
         None,
         "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them"

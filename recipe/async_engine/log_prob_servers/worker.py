@@ -31,7 +31,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.log_prob_servers.sequences import from_batch, to_batch
-from recipe.async_engine.weights.encoded_engine import receiving
 from recipe.async_engine.weights.staged import StagingRefused
 
 
@@ -52,7 +51,6 @@ class ModelEngineWorker(CheckpointEngineWorker):
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, settings: WorkerSettings) -> None:
         adapter = ModelEngineServerAdapter(rollout_config, model_config, settings, replica_rank)
         super().__init__(rollout_config, model_config, server_adapter=adapter)
-        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
         self._settings = settings
         self._server: ray.actor.ActorHandle | None = None
         self._device = get_platform().current_device()

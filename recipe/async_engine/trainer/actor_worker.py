@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -38,7 +37,6 @@ from recipe.async_engine.trainer.shard_copy import SHARDED, ShardCopy
 from recipe.async_engine.weights import lora_engine
 from recipe.async_engine.weights.arena import settle
 from recipe.async_engine.weights.checksum import SummedSender
-from recipe.async_engine.weights.encoded_engine import DELTA, EncodedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
 # The losses that verl finds by their names in this process.
@@ -91,8 +89,7 @@ class ActorWorker(DetachActorWorker):
             self._collectives.watch(module)
         engine = getattr(self, "checkpoint_engine", None)
         if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
-            delta = OmegaConf.select(self.config, "rollout.custom.recipe.encoding") == DELTA
-            self.checkpoint_engine = EncodedSender(engine) if delta else SummedSender(engine)
+            self.checkpoint_engine = SummedSender(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def collective_seconds(self) -> float | None:
@@ -109,17 +106,12 @@ class ActorWorker(DetachActorWorker):
         self._snapshot.take(lambda: self.actor.engine.get_per_tensor_param()[0], version, wire)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def send_snapshot(self, version: int, full: bool) -> dict[str, float]:
-        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics.
-
-        Args:
-            full: all of it, also where what changed since the version before would do.
-        """
+    async def send_snapshot(self, version: int) -> dict[str, float]:
+        """Send the copy of ``version`` to all receivers; returns the checkpoint engine's metrics."""
         assert self._snapshot is not None, "snapshot_weights comes first"
         get_platform().set_device(self._device)
         with self._snapshot.stream(version) as weights:
-            how = {"full": full} if isinstance(self.checkpoint_engine, EncodedSender) else {}
-            return await self.checkpoint_engine.send_weights(weights, global_steps=version, **how) or {}
+            return await self.checkpoint_engine.send_weights(weights, global_steps=version) or {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def pass_without_update(self, data: TensorDict) -> None:

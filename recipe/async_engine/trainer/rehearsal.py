@@ -235,7 +235,7 @@ class Rehearsal:
         """Choose another way for all weights of the run; returns its setting, None where there is no other."""
         publisher = self.fleet.publisher
         weights = publisher.weights
-        inline = weights.publish == "beside" and weights.encoding == "full"
+        inline = weights.publish == "beside"
         in_place = weights.staging != "none" and weights.at_swap != "keep"
         errors = [record.error for record in publisher.known.records if record.error is not None]
         refused = any(isinstance(plain_cause(error), WeightLoadError) for error in errors)

@@ -57,7 +57,6 @@ def tell_servers(rollout: Any, timeouts: Timeouts, weights: Weights | None = Non
         "pause_timeout_s": timeouts.weight_sync + timeouts.drain,
         "weight_sync_timeout_s": timeouts.weight_sync,
         "staging": weights.staging,
-        "encoding": weights.encoding,
         "places": places,
     }
     rollout.custom = custom

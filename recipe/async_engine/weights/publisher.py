@@ -98,7 +98,6 @@ class WeightPublisher(CheckpointEngineManager):
         """How the next version gets into the replicas; nothing in it is null."""
         self._dtype = dtype
         self._wire: Wire | None = None
-        self._sent: int | None = None
         self.known = ReplicaSet(replicas, load_balancer, timeout_s)
         self.seconds = 0.0
         self.checksum: str | None = None
@@ -252,13 +251,7 @@ class WeightPublisher(CheckpointEngineManager):
             candidates = [record for record in self.known.present if record not in refused]
             if not candidates:
                 break
-            # What changed since the version before is sent to those that all have that one.
-            have_it = self._sent is not None and {record.received for record in candidates} == {self._sent}
-            full = attempt > 1 or not have_it
-            committed, staged.sender, trainer_error = await self._load(candidates, version, full)
-            self._sent = version if trainer_error is None else None
-            for record in candidates:
-                record.received = version if record in committed else None
+            committed, staged.sender, trainer_error = await self._load(candidates, version)
             if len(committed) < len(candidates):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in committed for record in candidates if record.generates):
@@ -309,7 +302,7 @@ class WeightPublisher(CheckpointEngineManager):
         await asyncio.gather(*workers, *servers)
 
     async def _load(
-        self, records: list[ReplicaRecord], version: int, full: bool
+        self, records: list[ReplicaRecord], version: int
     ) -> tuple[list[ReplicaRecord], dict[str, float], BaseException | None]:
         """One transfer to all ``records``. Returns those that committed, the sender's metrics and its error."""
         handles = [worker for record in records for worker in record.replica.workers]
@@ -319,7 +312,7 @@ class WeightPublisher(CheckpointEngineManager):
             results: list[Any] = await group.connect()
             if not results:
                 if self._beside:
-                    sent = self.actor_wg.send_snapshot(version, full)
+                    sent = self.actor_wg.send_snapshot(version)
                 else:
                     sent = self.actor_wg.update_weights(global_steps=version, mode=self.backend)
                 how = "update_weights" if self._in_place else "stage_weights"

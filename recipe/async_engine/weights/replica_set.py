@@ -42,8 +42,6 @@ class ReplicaRecord:
     absent: bool = False
     dead: bool = False
     error: BaseException | None = None
-    received: int | None = None
-    """The version that came whole from the trainer last, if none has broken off since."""
 
     @property
     def generates(self) -> bool:

@@ -167,11 +167,7 @@ class _Run:
         if weights.publish != "beside":
             return ()
         copy = 2 * self.models.policy.parameters
-        delta = weights.encoding == "delta"
-        return listed(
-            Item("copy of the weights that is sent, at rank 0", copy),
-            Item("copy of the weights sent before, at rank 0", copy) if delta else None,
-        )
+        return (Item("copy of the weights that is sent, at rank 0", copy),)
 
     def rollout(self) -> Part:
         """Accelerators of rollout replicas, which hold two versions while one arrives."""
@@ -184,12 +180,7 @@ class _Run:
             device_buckets(self.config, hands_over=True),
             Item("processes beside the engine", CONTEXT.bytes, certain=False),
         )
-        host = listed(
-            staged if weights.staging == "host" else None,
-            Item("copy of the weights received before", 2 * self.models.policy.parameters)
-            if weights.encoding == "delta"
-            else None,
-        )
+        host = listed(staged if weights.staging == "host" else None)
         settings = (f"{ROLLOUT}.gpu_memory_utilization", "async_training.weights.staging", BUCKET)
         moment = Moment("generation and a weight sync", items)
         devices = rollout_accelerators(self.config, self.settings)

@@ -201,7 +201,7 @@ def _checkpoint_engine(context: RuleContext) -> Iterator[Problem]:
         advice = f"naive copies within one process; set {BACKEND}={usual}."
         yield context.problem(BACKEND, "a backend that reaches other processes", advice)
     elif backend == "delta_sharded":
-        advice = f"It goes by verl's own engines; set {BACKEND}={usual}, and async_training.weights.encoding=delta."
+        advice = f"It writes changes into the weights that generate, which are never torn here; set {BACKEND}={usual}."
         yield context.problem(BACKEND, "nccl, or another one that sends whole weights", advice)
     elif backend == "kimi_ckpt_engine" and publish == "beside":
         advice = "Its ranks register their own parts, and beside training rank 0 sends alone."

@@ -28,7 +28,6 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.weights.checksum import StreamChecksum
-from recipe.async_engine.weights.encoded_engine import receiving
 
 LOOK_MS = 100
 """How long a call on the socket waits before it looks for an error of the engine again."""
@@ -318,7 +317,6 @@ class RolloutWeightWorker(CheckpointEngineWorker):
         self.server_adapter = DeadlineServerAdapter(
             config=rollout_config, model_config=model_config, device_mesh=None, replica_rank=replica_rank
         )
-        self.checkpoint_engine = receiving(self.checkpoint_engine, rollout_config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None) -> str | None:
