@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator's error: fitted on one real run, it predicts others, which `plan_runs.py` has made.
 
-    python benchmarks/plan_error.py runs/plan [--fit base] [--write docs/plan.md]
+    python benchmarks/plan_error.py runs/plan [--fit base]
     python benchmarks/plan_error.py --itself runs/demo      # any run, predicted from its own record
 
 Of a predicted run it is told what its user sets (mode, bounds, devices, lengths, time of a reward), and of the fitted
 one what its record has. Compared: seconds a step after the first ones, mean staleness, and each class of the account as
-a share of trainer and rollout engines without their start-up. ``--write`` puts the table into that document.
+a share of trainer and rollout engines without their start-up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from documents import put_between, table
 from plan_runs import SCENARIOS
 
 from recipe.plan.__main__ import of_run
@@ -36,7 +35,6 @@ SWEEPS = {
     "placement and bound": ["bound_0", "one_step_off", "base", "partial_rollout_bound_0", "partial_rollout", "bound_3"],
 }
 """Runs that a user would choose among; the quickest is the best."""
-BEGINS, ENDS = "<!-- errors -->", "<!-- end of errors -->"
 
 
 def shares(account: Account) -> dict[tuple[str, str], float]:
@@ -121,7 +119,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--fit", default="base")
-    parser.add_argument("--write", type=Path)
     parser.add_argument("--itself", type=Path)
     arguments = parser.parse_args()
     if arguments.itself is not None:
@@ -137,12 +134,6 @@ def main() -> None:
     said = errors(others)
     chosen = choices(rows)
     print("\n".join([said, *chosen]))
-    if arguments.write is not None:
-        head = ["run", "s a step", "predicted", "error %", "staleness", "predicted", "class most off, points"]
-        listed = "\n".join(f"- {line}" for line in chosen)
-        said = f"{said} (the first row is the fit). The quickest by prediction, of runs to choose among:\n\n{listed}"
-        found = table(head, (one.values() for one in rows))
-        put_between(BEGINS, ENDS, f"{found}\n\n{said}", arguments.write)
 
 
 if __name__ == "__main__":

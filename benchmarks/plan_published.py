@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published figures beside the simulator's: verl's table of its fully_async at 128 H20, Qwen2.5-Math-7B.
 
-    python benchmarks/plan_published.py [--write docs/plan.md]
+    python benchmarks/plan_published.py
 
 Source: verl 0.9.1, docs/advance/fully_async.md: responses of up to 28k, 16 answers to a prompt, 512 prompts a step
 (synchronous, 128 devices) against 4 batches of 128 (64 devices generate, 64 train). Taken from it: the synchronous
@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import replace
-from pathlib import Path
 
-from documents import put_between, table
+from documents import table
 
 from recipe.plan.device import H100, MODELS, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, Simulation
@@ -33,7 +32,6 @@ PUBLISHED = {0.0: 25 + 53 / 60, 0.1: 19 + 59 / 60, 0.3: 17 + 20 / 60, 0.5: 17 + 
 NO_BOUND = 16
 """More versions than a run of `VERSIONS` has."""
 VERSIONS, SKIP = 10, 3
-BEGINS, ENDS = "<!-- published -->", "<!-- end of published -->"
 
 
 def times(median: float, spread: float, update_s: float, log_probs_s: float) -> Times:
@@ -89,9 +87,7 @@ def asynchronous(threshold: float, bound: int, median: float, spread: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path)
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     medians = {spread: median_for(spread) for spread in SPREADS}
     cases = [(NO_BOUND, median, spread) for spread, median in medians.items()]
     cases += [(bound, medians[SPREADS[0]], SPREADS[0]) for bound in (1, 2, 3)]
@@ -105,8 +101,6 @@ def main() -> None:
         lines.append([f"{threshold:g}", f"{SYNCHRONOUS_H / hours:.2f}", *said])
     found = table(["staleness_threshold", "published, times the synchronous rate", *fits], lines)
     print(found)
-    if arguments.write is not None:
-        put_between(BEGINS, ENDS, found, arguments.write)
 
 
 if __name__ == "__main__":

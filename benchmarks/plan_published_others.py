@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published speed-ups over synchronous training beside the simulator's: AReaL's, and verl-recipe's partial rollout.
 
-    python benchmarks/plan_published_others.py [--write docs/plan.md]
+    python benchmarks/plan_published_others.py
 
 Sources: AReaL, blog/AReaL_v0_3.md (hours of 1,000 steps, nodes, 16 answers to a prompt, 27k tokens at most);
 verl-recipe, partial_rollout/README.md (hours and steps at 16 H20, 18,384 tokens at most). Assumed: the efficiencies of
@@ -16,10 +16,9 @@ import argparse
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from documents import put_between, table
+from documents import table
 from plan_published import H20
 
 from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, shape_of
@@ -48,7 +47,6 @@ SPREADS, PLACES, PROMPT, GROUPS = (0.8, 1.2), 256, 500, 2_048
 STEPS, SKIP = 12, 4
 # A fit that comes no nearer to the published seconds says so.
 MOST_OFF = 0.05
-BEGINS, ENDS = "<!-- others -->", "<!-- end of others -->"
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path)
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     head = ["setting", "published, s a step", "times the synchronous rate", "spread, median", "predicted, by bound"]
     lines = []
     for name, case in CASES.items():
@@ -159,9 +155,7 @@ def main() -> None:
                 "" if abs(reached / case.synchronous_s - 1) < 0.05 else f" ({reached:.0f} s)"
             )
             lines.append([name, published, ratio, fit, ", ".join(said)])
-            print(lines[-1], flush=True)
-    if options.write is not None:
-        put_between(BEGINS, ENDS, table(head, lines), options.write)
+    print(table(head, lines))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the advisor's first choice is the best one: every candidate that it compares is run, on emulated devices.
 
-    python benchmarks/plan_sweep.py runs/sweep [--only long_tail ...] [--steps 48] [--write docs/plan.md]
+    python benchmarks/plan_sweep.py runs/sweep [--only long_tail ...] [--steps 48]
 
 Of each scenario one run on one trainer accelerator and one replica is recorded. ``python -m recipe.plan`` is asked
 about it, as its user asks, for `ACCELERATORS`; then each candidate runs with the line that the advisor gives to paste.
-Runs that are there already are left alone. ``--steps`` is of the candidates' runs; ``--write`` puts the table into that
-document.
+Runs that are there already are left alone. ``--steps`` is of the candidates' runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from documents import put_between, table
+from documents import table
 from plan_error import compared, ended, errors
 from plan_runs import DEVICES, Scenario, bound, one_run
 
@@ -38,7 +37,6 @@ SCENARIOS = {
     "slow_rewards": Scenario((*bound(1), BALANCED, "async_training.reward_processes=8"), ONE, reward_s=0.4),
 }
 COMPARED = ("real_s", "predicted_s", "error_percent", "staleness", "predicted_staleness", "worst_class")
-BEGINS, ENDS = "<!-- sweeps -->", "<!-- end of sweeps -->"
 
 
 def advised(run: Path) -> list[dict[str, Any]]:
@@ -85,7 +83,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--steps", type=int, default=Scenario.steps)
-    parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     head = ["scenario", "trainer + rollout, bound", "advised tokens/s", "real", "s a step", "predicted"]
@@ -100,10 +97,7 @@ def main() -> None:
         lost = 100 * (1 - first["real"] / best["real"])
         said.append(f"- `{name}`: chosen {name_of(first)}, best {name_of(best)}, {lost:.1f}% from it")
         everything += found
-    text = "\n".join([table(head, lines), "", *said, "", f"{errors(everything)}."])
-    print(text)
-    if options.write is not None:
-        put_between(BEGINS, ENDS, text, options.write)
+    print("\n".join([table(head, lines), "", *said, "", f"{errors(everything)}."]))
 
 
 if __name__ == "__main__":

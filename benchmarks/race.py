@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from documents import put_between
+from documents import put_between, table
 from mains import Run, end_shared_forks, ray_folder, run, shared_forks, short_run, stock, with_helpers
 from process_cpu import ProcessTimes
 from race_sides import (
@@ -163,45 +163,26 @@ def runs_of(lines: list[dict[str, Any]], *key: str) -> list[dict[str, Any]]:
     return [line for line in lines if (line["task"], line["setting"], line["side"]) == key]
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """One row a cell; below them the cells without a run that counts."""
-    rows = [
-        f"{DEVICES} emulated H100, a 7B model, batches of {BATCH} prompts with {ANSWERS} answers, {SLOTS} slots;",
-        "tokens a device and second are medians, with lowest and highest where there are repeats.",
-        "",
-        "| task | setting | side | tokens a device-second | of stock fully_async | slots at work | trainer at work "
-        "| oldest token, versions | late | load | runs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    missing = []
-    for task in TASKS:
-        for setting in SETTINGS:
-            without = []
-            for name in (side for side in SIDES if setting in SIDES[side].settings):
-                found = runs_of(lines, task, setting, name)
-                if counted := [line for line in found if line["late"] <= MOST_LATE]:
-                    # Its settings have no bound.
-                    of = runs_of(lines, task, setting.partition(",")[0], "stock fully_async")
-                    rows.append(f"| `{task}` | {setting} | {name} | {_figures(counted, of)} |")
-                else:
-                    without.append(f"{name} (not counted: the machine was busy)" if found else name)
-            if without:
-                missing.append(f"- `{task}`, {setting}: {', '.join(without)}")
-    return "\n".join([*rows, "", "Not run:", "", *missing])
+def summary(lines: list[dict[str, Any]]) -> str:
+    """One row a setting and side, one column a task; cells without a run that counts stay empty."""
+    rows = []
+    for setting in SETTINGS:
+        for name in (side for side in SIDES if setting in SIDES[side].settings):
+            cells = [_figures(lines, task, setting, name) for task in TASKS]
+            if any(cells):
+                rows.append([setting, name, *cells])
+    return table(["setting", "side", *(f"`{task}`" for task in TASKS)], rows)
 
 
-def _figures(found: list[dict[str, Any]], of: list[dict[str, Any]]) -> str:
-    """``of``: runs of the one that it is compared with."""
-    tokens, theirs = ([line["tokens_per_device_s"] for line in lines] for lines in (found, of))
-    ratio = f"{statistics.median(tokens) / statistics.median(theirs):.2f}" if theirs else ""
-    spread = f" ({min(tokens):.0f} to {max(tokens):.0f})" if len(found) > 1 else ""
-    shares = [f"{100 * statistics.median(line[key] for line in found):.0f}%" for key in ("generation", "trainer")]
-    ages = [line["staleness"] for line in found if line["staleness"] is not None]
-    late = f"{100 * max(line['late'] for line in found):.0f}%"
-    age = f"{max(ages):g}" if ages else "not told"
-    load = f"{max(line['load'] for line in found):g}"
-    rate = f"{statistics.median(tokens):.0f}{spread}"
-    return " | ".join([rate, ratio, *shares, age, late, load, str(len(found))])
+def _figures(lines: list[dict[str, Any]], task: str, setting: str, name: str) -> str:
+    """Median tokens a device-second, the ratio to stock's fully_async, and the number of runs."""
+    found = [line for line in runs_of(lines, task, setting, name) if line["late"] <= MOST_LATE]
+    if not found:
+        return ""
+    # A setting of ours alone, such as a bound, is compared with stock's runs without it.
+    of = runs_of(lines, task, setting.partition(",")[0], "stock fully_async")
+    tokens, theirs = (statistics.median(line["tokens_per_device_s"] for line in runs) for runs in (found, of))
+    return f"{tokens:.0f} ({tokens / theirs:.2f}), {len(found)}"
 
 
 def main() -> None:
@@ -217,7 +198,7 @@ def main() -> None:
         [json.loads(line) for line in arguments.results.read_text().splitlines()] if arguments.results.exists() else []
     )
     if arguments.table:
-        put_between(BEGIN, END, table(lines), DOCUMENT)
+        put_between(BEGIN, END, summary(lines), DOCUMENT)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
