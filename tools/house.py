@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of the house at a commit: `python tools/house.py [COMMIT]` prints one line each.
 
+An exception is a class that has one of Python's among its bases, directly or by other classes of the package. Settings
+are rows of docs/configuration.md, which is made from their types, without those of the built-in task. A way has as many
+files as docs/architecture.md lists for it under "Four ways through the house".
+
 A private member counts as used across classes where a class names `x._member`, has none of this name itself, and
 another class of the package has one: its base class, or that of an object it holds. By names alone: a few are chance.
 """
@@ -8,22 +12,34 @@ another class of the package has one: its base class, or that of an object it ho
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-PACKAGE, TESTS = ("recipe/", "hydra_plugins/"), ("tests/",)
+PACKAGE, TESTS, DOCS = ("recipe/", "hydra_plugins/"), ("tests/",), "docs/"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SETTING = re.compile(r"^\| `(?!builtin_task)[\w.]+` \| (?:str|int|float|bool)\b", re.MULTILINE)
+WAY = re.compile(r"\*\*(\w+ \w+), .*?```\n(.*?)```", re.DOTALL)
+FILE_ON_WAY = re.compile(r"[a-z]\w*(?:/\w+)+")
+
+
+def files(commit: str, *folders: str) -> list[str]:
+    return subprocess.check_output(["git", "ls-tree", "-r", "--name-only", commit, *folders], text=True).splitlines()
+
+
+def text_of(commit: str, path: str) -> str:
+    return subprocess.check_output(["git", "show", f"{commit}:{path}"], text=True)
 
 
 def sources(commit: str, folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Path and text of each Python file below ``folders``, without its licence header."""
-    listed = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", commit, *folders], text=True)
-    for path in listed.splitlines():
+    for path in files(commit, *folders):
         if path.endswith(".py"):
-            lines = subprocess.check_output(["git", "show", f"{commit}:{path}"], text=True).splitlines(keepends=True)
+            lines = text_of(commit, path).splitlines(keepends=True)
             while lines and lines[0].startswith("#"):
                 del lines[0]
             yield path, "".join(lines)
@@ -35,6 +51,35 @@ def lines_by_room(package: dict[str, str]) -> dict[str, int]:
     for path, text in package.items():
         lines["/".join(path.split("/")[:2])] += text.count("\n")
     return dict(lines.most_common())
+
+
+def exceptions(trees: Iterable[ast.Module]) -> set[str]:
+    """Names of the package's exception classes."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {
+        name for name, item in vars(builtins).items() if isinstance(item, type) and issubclass(item, BaseException)
+    }
+    theirs = set(found)
+    while more := {node.name for node in classes if found & set(base_names(node))} - found:
+        found |= more
+    return found - theirs
+
+
+def base_names(class_: ast.ClassDef) -> Iterator[str]:
+    for base in class_.bases:
+        if isinstance(base, (ast.Name, ast.Attribute)):
+            yield base.id if isinstance(base, ast.Name) else base.attr
+
+
+def figures_of_docs(commit: str) -> dict[str, int]:
+    """Words of all pages, settings, and files on each way."""
+    pages = {path: text_of(commit, path) for path in files(commit, DOCS) if path.endswith(".md")}
+    ways = WAY.findall(pages.get("docs/architecture.md", ""))
+    return {
+        "words of docs/": sum(len(text.split()) for text in pages.values()),
+        "settings": len(SETTING.findall(pages.get("docs/configuration.md", ""))),
+        **{f"files on the way of {name.lower()}": len(set(FILE_ON_WAY.findall(way))) for name, way in ways},
+    }
 
 
 def lines_of(node: Any) -> int:
@@ -79,6 +124,9 @@ def main(commit: str) -> None:
         "lines of the package": sum(text.count("\n") for text in package.values()),
         **{f"lines of {room}": lines for room, lines in lines_by_room(package).items()},
         "lines of the tests": sum(text.count("\n") for text in tests.values()),
+        "classes": sum(isinstance(node, ast.ClassDef) for tree in trees.values() for node in ast.walk(tree)),
+        "exceptions": len(exceptions(trees.values())),
+        **figures_of_docs(commit),
         "functions": len(functions),
         "lines of a function, mean": f"{sum(size for size, _ in functions) / len(functions):.1f}",
         "lines of the longest function": f"{longest[0]} ({longest[1]})",
