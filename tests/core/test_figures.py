@@ -92,9 +92,7 @@ def test_alarms_that_rang_are_said_and_no_others() -> None:
 
 
 def test_every_metric_has_its_row_in_the_documentation_and_its_place_on_the_board() -> None:
-    documented = (REPOSITORY / "docs/metrics.md").read_text() + (
-        REPOSITORY / "docs/model-engine-server.md"
-    ).read_text()
+    documented = (REPOSITORY / "docs/metrics.md").read_text() + (REPOSITORY / "docs/model-engine-server.md").read_text()
     for key in EXPORTED:
         assert key.rpartition("/")[2] in documented, key
     board = json.loads((REPOSITORY / "docs/grafana.json").read_text())
