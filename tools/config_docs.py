@@ -42,7 +42,7 @@ the setting, its value, what is allowed, and what to change. Unknown keys are re
 in the sections below also where they were added with `+`. So is what verl's own types would refuse in a worker, and what
 certainly does not fit into the accelerators' memory ([memory.md](memory.md)).
 
-`plan_only=true` prints what a run would be and starts nothing ([cluster.md](cluster.md#see-the-plan-first)).
+`plan_only=true` prints what a run would be and starts nothing ([cluster.md](cluster.md#print-the-plan-first)).
 
 ## Terms
 
