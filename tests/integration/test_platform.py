@@ -2,7 +2,7 @@
 """The CPU platform: who gets it, and that each workaround of verl and vLLM is still needed.
 
 The tests named ``upstream_still_...`` pass as long as unpatched upstream fails. When one of them fails, upstream has
-moved on: delete the workaround that its docs/verl-touchpoints.md entry describes.
+moved on: delete the workaround.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 """The CPU as a verl platform. `install` is idempotent and is called by the plugin when VERL_PLATFORM=cpu.
 
 Nothing here runs in a process that did not ask for the CPU: the class is never found by verl's auto-detection, because
-the head node of a GPU cluster often has no GPU itself. What verl and vLLM are told, and why, is listed with the
-upstream lines in docs/verl-touchpoints.md; tests/integration/test_platform.py fails for each workaround that upstream
-no longer needs.
+the head node of a GPU cluster often has no GPU itself. Each workaround says what it is for; tests/contracts has the
+upstream lines, and tests/integration/test_platform.py fails for each one that upstream no longer needs.
 
 Nothing heavier than ``import verl`` itself is imported here: the engines follow when a training worker starts.
 """
