@@ -4,6 +4,6 @@
 from recipe.async_engine.run.parts import Parts
 from recipe.laptop import local
 from recipe.mains.judges import JUDGES
-from recipe.report.settled import settled
+from recipe.report.account import settled
 
 PARTS = Parts(laptop=local, judges=JUDGES, account=settled)

@@ -78,7 +78,7 @@ class FlaggedTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: NoAgentLoops) -> None:
         """Run to the end; raises RunFailed if that is an error."""
         from recipe.async_engine.run.driver import RunFailed, take_in
-        from recipe.report.settled import settled
+        from recipe.report.account import settled
 
         record = RunRecord(self.config.trainer.default_local_dir, self.mode, time.time())
         display = Display(self.mode, self._plan.total_steps)

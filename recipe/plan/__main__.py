@@ -21,8 +21,7 @@ from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, StandsStill
 from recipe.plan.times import Times, estimated, fitted, group_size, scorers, steps_trained
-from recipe.report.extras import lacking
-from recipe.report.run import Run, about
+from recipe.report.run import Run, about, lacking
 
 SHOWN = 8
 WIDEST = 10.0

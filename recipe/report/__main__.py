@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from recipe.async_engine.record.schema import BadFile
-from recipe.report.extras import lacking
 from recipe.report.follow import follow
-from recipe.report.run import Run, load
+from recipe.report.run import Run, lacking, load
 
 WAIT_S = 600.0
 PAGES, TRACES = "bokeh", "perfetto"
@@ -37,19 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--wait", type=_seconds, metavar="SECONDS", help=f"for a run to follow to begin, {WAIT_S:g} if it is not given"
     )
     options = parser.parse_args(arguments)
-    if options.other is not None and (options.follow or options.trace):
-        parser.error("--trace and --follow are of one run: name one")
-    if options.follow and (options.trace or options.output):
-        parser.error("--follow writes no file: leave out --trace and --output")
-    if options.trace and options.output:
-        parser.error("--trace has the file to write: leave out --output")
-    if options.wait is not None and not options.follow:
-        parser.error("--wait is for --follow: name both")
+    of_two, traces, follows = options.other is not None, options.trace is not None, options.follow
+    for wrong, what in (
+        (of_two and (follows or traces), "--trace and --follow are of one run: name one"),
+        (follows and (traces or options.output), "--follow writes no file: leave out --trace and --output"),
+        (traces and options.output, "--trace has the file to write: leave out --output"),
+        (options.wait is not None and not follows, "--wait is for --follow: name both"),
+    ):
+        if wrong:
+            parser.error(what)
     if options.follow:
         return _follow(options.run, WAIT_S if options.wait is None else options.wait)
-    if (
-        said := lacking("--trace" if options.trace else "a report", "report", [TRACES if options.trace else PAGES])
-    ) is not None:
+    command, needed = ("--trace", TRACES) if options.trace else ("a report", PAGES)
+    if (said := lacking(command, "report", [needed])) is not None:
         sys.stderr.write(f"{said}\n")
         return 2
     try:
@@ -77,8 +76,7 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
 
         write_trace(run, options.trace)
         return options.trace, []
-    from recipe.report import comparison
-    from recipe.report.page import brief, write
+    from recipe.report.page import brief, write, write_comparison
 
     if options.other is None:
         output = options.output or options.run / "report.html"
@@ -86,7 +84,7 @@ def _written(options: argparse.Namespace) -> tuple[Path, list[str]]:
         return output, brief(run)
     output = options.output or options.other / "compared.html"
     other = _loaded(options.other)
-    comparison.write(run, other, output)
+    write_comparison(run, other, output)
     return output, [f"{each.name}: {brief(each)[0]}" for each in (run, other)]
 
 

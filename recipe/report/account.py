@@ -5,8 +5,7 @@ Contract: each second of a device's life is in exactly one class. What its event
 start-up; what they do not cover later is `Class.NOT_KNOWN`, which no other class ever takes in. An engine without a
 request, and a free place of one that has some, waits for whatever the scheduler says it gives nothing for, or for what
 the trajectories that have its slots are at. A trainer that waits for a batch waits for rewards or log-prob servers
-while only these keep the run from going on; while its ranks compute, they wait for the slowest of them for the share
-of the time that they say. Where both sides share their accelerators, a second is the engine's while
+while only these keep the run from going on. Where both sides share their accelerators, a second is the engine's while
 the trainer waits or validates, and the trainer's otherwise. Events that overlap make the sum exceed the life:
 :attr:`Account.closes` is False then, as it is where a device's unknown time or the tokens do not come out.
 
@@ -15,27 +14,36 @@ Shown by tests/report/test_account.py and, of real runs, tests/accounts.py.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recipe.async_engine.record.event_file import events_of, read
 from recipe.async_engine.record.events import (
     BEGINS,
     ENDS,
+    GROUPS,
     NO_TOKENS,
     ROLLOUT,
     RUN,
     TRAINER,
+    TRAJECTORIES,
     Class,
     Devices,
     Event,
+    Recorded,
     TokenBooks,
 )
 from recipe.report.event_context import Context
+
+logger = logging.getLogger(__name__)
 
 OFF_BY = 0.005
 """The share of a device's life by which its seconds may miss it: two clocks are compared."""
@@ -53,35 +61,17 @@ class Kind(StrEnum):
     NOT_KNOWN = "not_known"
 
 
+CLASSES: Mapping[Kind, tuple[Class, ...]] = {
+    Kind.USEFUL: (Class.TRAINING, Class.LOG_PROBS, Class.DECODING, Class.PREFILL, Class.VALIDATING),
+    Kind.REPEATED: (Class.RE_PREFILL, Class.RETRY, Class.LOST),
+    Kind.IDLE: (Class.IDLE_PLACES,),
+    Kind.START_UP: (Class.START_UP,),
+    Kind.DOWN: (Class.DOWN,),
+    Kind.NOT_KNOWN: (Class.NOT_KNOWN,),
+}
 KINDS: Mapping[Class, Kind] = {
-    Class.TRAINING: Kind.USEFUL,
-    Class.LOG_PROBS: Kind.USEFUL,
-    Class.DECODING: Kind.USEFUL,
-    Class.PREFILL: Kind.USEFUL,
-    Class.VALIDATING: Kind.USEFUL,
-    Class.RE_PREFILL: Kind.REPEATED,
-    Class.RETRY: Kind.REPEATED,
-    Class.LOST: Kind.REPEATED,
-    Class.WAIT_RANKS: Kind.WAITING,
-    Class.WAIT_BATCH: Kind.WAITING,
-    Class.WAIT_REWARD: Kind.WAITING,
-    Class.WAIT_LOG_PROBS: Kind.WAITING,
-    Class.WAIT_DRIVER: Kind.WAITING,
-    Class.WAIT_WEIGHTS: Kind.WAITING,
-    Class.WAIT_GATE: Kind.WAITING,
-    Class.WAIT_TAIL: Kind.WAITING,
-    Class.WAIT_PROMPTS: Kind.WAITING,
-    Class.WAIT_TOOLS: Kind.WAITING,
-    Class.WAIT_AGENTS: Kind.WAITING,
-    Class.WAIT_REQUESTS: Kind.WAITING,
-    Class.WAIT_VALIDATION: Kind.WAITING,
-    Class.WAIT_CHECKPOINT: Kind.WAITING,
-    Class.WAIT_OTHER_SIDE: Kind.WAITING,
-    Class.WAIT_END: Kind.WAITING,
-    Class.IDLE_PLACES: Kind.IDLE,
-    Class.START_UP: Kind.START_UP,
-    Class.DOWN: Kind.DOWN,
-    Class.NOT_KNOWN: Kind.NOT_KNOWN,
+    **{what: Kind.WAITING for what in Class if what.startswith("wait_")},
+    **{what: kind for kind, classes in CLASSES.items() for what in classes},
 }
 
 
@@ -192,8 +182,8 @@ def pieces(events: Sequence[Event], devices: Devices, until: float) -> Iterator[
         if event.lane in starting:
             begins, _ = starting.pop(event.lane)
             yield Piece(event.lane, begins, min(event.start, until), Class.START_UP, 1.0)
-        for start, end, what, share in context.during(event, min(event.end, until), devices.shared):
-            yield Piece(event.lane, start, end, what, event.share * share)
+        for start, end, what in context.during(event, min(event.end, until), devices.shared):
+            yield Piece(event.lane, start, end, what, event.share)
     for device, (begins, ends) in starting.items():
         yield Piece(device, begins, ends, Class.START_UP, 1.0)
 
@@ -204,50 +194,52 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
     Of the trainer's accelerator-seconds in `Class.WAIT_BATCH`, how many had which class of the engines, their mean; of
     the engines' in `Class.WAIT_GATE` and `Class.WAIT_TAIL`, how many had which class of the trainer.
     """
-    trainer = _Waits({Class.WAIT_BATCH})
-    engines = _Waits({Class.WAIT_GATE, Class.WAIT_TAIL})
-    by_side: dict[bool, list[Piece]] = {True: [], False: []}
+    by_side: dict[str, list[Piece]] = {TRAINER: [], ROLLOUT: []}
     for piece in found:
-        kind = piece.device.partition(" ")[0]
-        if kind in (TRAINER, ROLLOUT):
-            by_side[kind == TRAINER].append(piece)
-            (trainer if kind == TRAINER else engines).note(piece)
-    replicas = len({piece.device for piece in by_side[False]}) or 1
-    size = devices.size(ROLLOUT)
-    seconds = {what: trainer.beside(what, by_side[False], devices.size(TRAINER) / replicas) for what in trainer.kinds}
-    return seconds | {what: engines.beside(what, by_side[True], size) for what in engines.kinds}
+        if piece.end > piece.start:
+            by_side.setdefault(piece.device.partition(" ")[0], []).append(piece)
+    trainer, engines = by_side[TRAINER], by_side[ROLLOUT]
+    replicas = len({piece.device for piece in engines}) or 1
+    seconds = {Class.WAIT_BATCH: _beside(Class.WAIT_BATCH, trainer, engines, devices.size(TRAINER) / replicas)}
+    return seconds | {
+        what: _beside(what, engines, trainer, devices.size(ROLLOUT)) for what in (Class.WAIT_GATE, Class.WAIT_TAIL)
+    }
 
 
-class _Waits:
-    """When a side's devices were in some classes, and what others did then; pieces come by their starts."""
-
-    def __init__(self, kinds: Collection[Class]) -> None:
-        self.kinds = kinds
-        self._changes: dict[Class, defaultdict[float, float]] = {what: defaultdict(float) for what in kinds}
-
-    def note(self, piece: Piece) -> None:
-        """Take in what a device of the side did."""
-        if piece.what in self.kinds and piece.end > piece.start:
-            changes = self._changes[piece.what]
+def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
+    """Seconds of this class of one side by the others' classes, ``each`` for a second of one of the others."""
+    changes: defaultdict[float, float] = defaultdict(float)
+    for piece in waiting:
+        if piece.what == what:
             changes[piece.start] += piece.share
             changes[piece.end] -= piece.share
+    if not changes or not others:
+        return {}
+    times = np.array(sorted(changes))
+    levels = np.cumsum([changes[time] for time in times])
+    # Seconds of the class up to each of these times; between two of them they grow evenly.
+    sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times))])
+    spans = np.array([(other.start, other.end) for other in others])
+    lengths = np.interp(spans[:, 1], times, sums) - np.interp(spans[:, 0], times, sums)
+    found: defaultdict[Class, float] = defaultdict(float)
+    for other, seconds in zip(others, lengths.tolist(), strict=True):
+        found[other.what] += seconds * other.share * each
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
 
-    def beside(self, what: Class, others: Iterable[Piece], each: float) -> dict[Class, float]:
-        """Seconds of this class by the others' classes, ``each`` for a second of one of the others."""
-        times = sorted(self._changes[what])
-        levels = [0.0, *accumulate(self._changes[what][time] for time in times)]
-        # Seconds of the class up to each of these times.
-        lengths = [level * (end - start) for level, start, end in zip(levels[1:], times, times[1:], strict=False)]
-        sums = [0.0, *accumulate(lengths)]
 
-        def up_to(time: float) -> float:
-            index = bisect_right(times, time)
-            return sums[index - 1] + levels[index] * (time - times[index - 1]) if index else 0.0
+def account_of(recorded: Recorded) -> Account:
+    """The account of a run that has ended, up to the end of its record."""
+    table = read(recorded.file).events
+    many = pc.is_in(table["lane"], pa.array([TRAJECTORIES, GROUPS]))
+    return close(events_of(table.filter(pc.invert(many))), recorded.devices, recorded.until, recorded.tokens)
 
-        found: defaultdict[Class, float] = defaultdict(float)
-        for other in others if times else ():
-            found[other.what] += (up_to(other.end) - up_to(other.start)) * other.share * each
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+def settled(recorded: Recorded) -> dict[str, Any]:
+    """The same in the keys of ``summary.json``, for the process that writes that."""
+    account = account_of(recorded)
+    if not account.closes:
+        logger.warning("the account of the run does not close: %s", account.summary())
+    return {**account.summary(), "events_lost": recorded.events_lost, "cpu_seconds": recorded.cpu_seconds}
 
 
 def _lives(events: Iterable[Event], devices: Devices, until: float) -> dict[str, tuple[float, float]]:

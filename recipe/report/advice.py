@@ -29,7 +29,6 @@ SLOW = 0.75
 CHARGED_TO_TRAINER = frozenset(
     {
         Class.LOG_PROBS,
-        Class.WAIT_RANKS,
         Class.WAIT_DRIVER,
         Class.WAIT_WEIGHTS,
         Class.WAIT_LOG_PROBS,
@@ -104,8 +103,9 @@ def advise(facts: Facts) -> list[Advice]:
         if seconds >= WORTH_SAYING * total:
             found.append(Advice(what, seconds, seconds / total, *_training_is_slower(facts)))
     for what, seconds in causes.items():
-        rule = RULES.get(what)
-        if rule is not None and seconds >= WORTH_SAYING * total and (said := rule(facts)) is not None:
+        if seconds < WORTH_SAYING * total or (rule := RULES.get(what)) is None:
+            continue
+        if (said := rule(facts) if callable(rule) else rule) is not None:
             found.append(Advice(what, seconds, seconds / total, *said))
     return sorted((advice for advice in found if advice.seconds > 0), key=lambda advice: -advice.seconds)
 
@@ -197,17 +197,6 @@ def _training_is_slower(facts: Facts) -> Said:
     )
 
 
-def _gate(facts: Facts) -> Said:
-    return "the staleness gate holds prompts back until the trainer has taken older ones", _wider_gate(facts.settings)
-
-
-def _tail(facts: Facts) -> Said:
-    return (
-        "the last answers of a batch are few and long, and the staleness gate lets nothing begin beside them",
-        _wider_gate(facts.settings),
-    )
-
-
 def _batch(facts: Facts) -> Said:
     groups, places, room = _slots(facts)
     if groups is not None and places < room:
@@ -256,15 +245,6 @@ def _weights(facts: Facts) -> Said:
     )
 
 
-def _reward(facts: Facts) -> Said:
-    processes = facts.settings.get("reward_processes", 0)
-    return (
-        "nothing generates and the trainer has no batch: only rewards keep the run from going on",
-        f"reward.num_workers up, or async_training.reward_processes {processes} -> {2 * max(1, processes)}; a wider "
-        "staleness bound hides rewards behind generation",
-    )
-
-
 def _trainers_log_probs(facts: Facts) -> Said | None:
     if facts.share(TRAINER, Class.LOG_PROBS) <= 2 * LITTLE or LOG_PROBS in sides(facts.account):
         return None
@@ -274,54 +254,56 @@ def _trainers_log_probs(facts: Facts) -> Said | None:
     )
 
 
-def _fixed(reason: str, change: str) -> Rule:
-    return lambda facts: (reason, change)
-
-
-RULES: Mapping[Class, Rule] = {
-    Class.WAIT_GATE: _gate,
-    Class.WAIT_TAIL: _tail,
+RULES: Mapping[Class, Said | Rule] = {
+    Class.WAIT_GATE: lambda facts: (
+        "the staleness gate holds prompts back until the trainer has taken older ones",
+        _wider_gate(facts.settings),
+    ),
+    Class.WAIT_TAIL: lambda facts: (
+        "the last answers of a batch are few and long, and the staleness gate lets nothing begin beside them",
+        _wider_gate(facts.settings),
+    ),
     Class.WAIT_BATCH: _batch,
     Class.IDLE_PLACES: _idle,
     Class.WAIT_WEIGHTS: _weights,
-    Class.WAIT_REWARD: _reward,
+    Class.WAIT_REWARD: lambda facts: (
+        "nothing generates and the trainer has no batch: only rewards keep the run from going on",
+        "reward.num_workers up, or async_training.reward_processes "
+        f"{facts.settings.get('reward_processes', 0)} -> {2 * max(1, facts.settings.get('reward_processes', 0))}; "
+        "a wider staleness bound hides rewards behind generation",
+    ),
     Class.LOG_PROBS: _trainers_log_probs,
-    Class.WAIT_LOG_PROBS: _fixed(
+    Class.WAIT_LOG_PROBS: (
         "the trainer has no batch, or no log-probs for it: only log-prob servers keep the run from going on",
         "model_engine_server.nnodes or n_gpus_per_node up, or async_training.proximal_log_probs=loglinear",
     ),
-    Class.WAIT_RANKS: _fixed(
-        "trainer ranks wait for the slowest of them",
-        "trainer.balance_batch=true; if it is, look at the machine of the slowest rank",
-    ),
-    Class.WAIT_DRIVER: _fixed(
+    Class.WAIT_DRIVER: (
         "between the trainer's calls its accelerators wait for the driver: batches are put together, advantages "
         "computed, metrics logged",
         "larger steps: async_training.require_batches up; rollout_data_dir and dumps off",
     ),
-    Class.WAIT_TOOLS: _fixed(
+    Class.WAIT_TOOLS: (
         "engines are empty although trajectories run: these are in tools",
         "async_training.concurrent_samples_per_replica up, so that others generate meanwhile, or null, which goes by "
         "the tools' time; or quicker tools",
     ),
-    Class.WAIT_AGENTS: _fixed(
+    Class.WAIT_AGENTS: (
         "engines are empty although trajectories run: these are in tokenization, or on their way",
         "actor_rollout_ref.rollout.agent.num_workers up, and async_training.concurrent_samples_per_replica, so that "
         "others generate meanwhile",
     ),
-    Class.WAIT_PROMPTS: _fixed("the data loader gives prompts too slowly", "data.dataloader_num_workers up"),
-    Class.WAIT_VALIDATION: _fixed("the trainer waits for validation", "trainer.test_freq up, or data.val_max_samples"),
-    Class.WAIT_CHECKPOINT: _fixed("the trainer waits for checkpoints", "trainer.save_freq up"),
-    Class.WAIT_OTHER_SIDE: _fixed(
-        "accelerators change hands between the two sides", "larger turns: data.train_batch_size up"
+    Class.WAIT_PROMPTS: ("the data loader gives prompts too slowly", "data.dataloader_num_workers up"),
+    Class.WAIT_VALIDATION: ("the trainer waits for validation", "trainer.test_freq up, or data.val_max_samples"),
+    Class.WAIT_CHECKPOINT: ("the trainer waits for checkpoints", "trainer.save_freq up"),
+    Class.WAIT_OTHER_SIDE: (
+        "accelerators change hands between the two sides",
+        "larger turns: data.train_batch_size up",
     ),
-    Class.RE_PREFILL: _fixed(
+    Class.RE_PREFILL: (
         "answers that a swap of weights cut are sent to the engine again",
         "async_training.weights.at_swap interrupt -> keep; or rarer syncs",
     ),
-    Class.RETRY: _fixed("attempts that failed are made again", "look at their errors in the log"),
-    Class.LOST: _fixed("a device died with its work", "async_training.partial_tokens_interval down"),
-    Class.DOWN: _fixed(
-        "a lost device was missed until another one took its place", "async_training.max_replica_restarts"
-    ),
+    Class.RETRY: ("attempts that failed are made again", "look at their errors in the log"),
+    Class.LOST: ("a device died with its work", "async_training.partial_tokens_interval down"),
+    Class.DOWN: ("a lost device was missed until another one took its place", "async_training.max_replica_restarts"),
 }

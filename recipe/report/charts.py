@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,19 @@ import pyarrow.compute as pc
 from bokeh.models import ColumnDataSource, HoverTool
 from bokeh.plotting import figure
 
-from recipe.async_engine.record.events import RUN, WEIGHTS, Class
-from recipe.report.account import KINDS, Kind, Piece
+from recipe.async_engine.record.events import JOINED, LOST, RUN, WEIGHTS, Class
+from recipe.report.account import Piece
 from recipe.report.run import Run, about
 
 BINS = 400
 WIDE_BINS = 80
 MOST_LANES = 24
-MOST_VERSIONS = 60
 MOST_LIVES = 150
+MOST_POINTS = 2000
 VERSIONS = "versions"
-SWAPPED = (WEIGHTS, "swap")
-VERSION_COLORS = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
+HUES = ("#1b7837", "#2c7fb8", "#c51b8a", "#54278f", "#cc4c02", "#006d77")
+"""Of versions and of lines."""
+PARTS_OF_A_SYNC = {"stage": "#fdb863", "drain": "#b2abd2", "swap": "#c51b8a", "resume": "#5e3c99"}
 
 COLORS: Mapping[Class, str] = {
     Class.TRAINING: "#1b7837",
@@ -39,7 +41,6 @@ COLORS: Mapping[Class, str] = {
     Class.RE_PREFILL: "#8c2d04",
     Class.RETRY: "#cc4c02",
     Class.LOST: "#662506",
-    Class.WAIT_RANKS: "#3f007d",
     Class.WAIT_BATCH: "#6a51a3",
     Class.WAIT_REWARD: "#9e9ac8",
     Class.WAIT_LOG_PROBS: "#1d91c0",
@@ -60,83 +61,65 @@ COLORS: Mapping[Class, str] = {
     Class.DOWN: "#000000",
     Class.NOT_KNOWN: "#ff0000",
 }
-ORDER = [*COLORS]
+"""In the order in which they are stacked."""
+
+Bar = tuple[str | int, float, float, str, str]
+"""Lane, from, to, what it is, color."""
 
 
 def words(what: str) -> str:
+    """The name of a class as a reader has it."""
     return what.replace("_", " ")
 
 
 def by_device(run: Run) -> figure:
     """Where each device's time went, in percent of its life."""
-    names = [*run.account.devices][::-1]
-    present = [what for what in ORDER if any(run.account.devices[name].seconds.get(what, 0) > 0 for name in names)]
-    columns: dict[str, Any] = {"device": names}
+    devices = dict(reversed([*run.account.devices.items()]))
+    present = [what.value for what in COLORS if any(device.seconds.get(what, 0) > 0 for device in devices.values())]
+    columns: dict[str, Any] = {"device": [*devices]}
     for what in present:
-        of_life = [
-            _share(run.account.devices[name].seconds.get(what, 0.0), run.account.devices[name].life) for name in names
-        ]
-        columns[what.value] = of_life
-    plot = _figure("Share of each device's life", height=110 + 34 * len(names), y_range=names, x_range=(0, 100))
-    bars = plot.hbar_stack(
-        [what.value for what in present],
-        y="device",
-        height=0.8,
-        color=[COLORS[what] for what in present],
-        source=ColumnDataSource(columns),
-        legend_label=[words(what) for what in present],
-    )
-    for bar, what in zip(bars, present, strict=True):
-        tips = [("device", "@device"), (words(what), f"@{{{what.value}}}{{0.0}} %")]
-        plot.add_tools(HoverTool(renderers=[bar], tooltips=tips))
+        columns[what] = [100 * device.seconds.get(what, 0.0) / (device.life or 1) for device in devices.values()]
+    plot = _figure("Share of each device's life", 110 + 34 * len(devices), y_range=[*devices], x_range=(0, 100))
+    plot.hbar_stack(present, y="device", height=0.8, **_stack(present, COLORS, columns))
+    plot.add_tools(HoverTool(tooltips=[("device", "@device"), ("$name", "@$name{0.0} %")]))
     plot.xaxis.axis_label = "percent"
     return _with_legend(plot)
-
-
-def _share(part: float, whole: float) -> float:
-    return 100 * part / whole if whole else 0.0
 
 
 def over_time(run: Run, side: str) -> figure | None:
     """One side's accelerators over time, in percent."""
     edges = np.linspace(0, run.until, WIDE_BINS + 1)
-    of_side = [piece for piece in run.pieces if piece.device.partition(" ")[0] == side]
-    if not of_side:
+    sums = _binned((piece for piece in run.pieces if piece.device.partition(" ")[0] == side), edges)
+    if not sums:
         return None
-    sums = _binned(of_side, edges, by=lambda piece: piece.what)
-    total = sum(sums.values())
-    present = [what for what in ORDER if what in sums]
-    columns = {what.value: 100 * sums[what] / np.maximum(total, 1e-9) for what in present}
+    total = np.maximum(sum(sums.values()), 1e-9)
+    present = [what.value for what in COLORS if what in sums]
+    columns: dict[str, Any] = {what: 100 * sums[Class(what)] / total for what in present}
     columns["time"] = (edges[:-1] + edges[1:]) / 2
     plot = _time_figure(run, f"{side}: what its accelerators did over time", 260)
-    plot.vbar_stack(
-        [what.value for what in present],
-        x="time",
-        width=float(edges[1] - edges[0]),
-        color=[COLORS[what] for what in present],
-        source=ColumnDataSource(columns),
-        legend_label=[words(what) for what in present],
-    )
+    plot.vbar_stack(present, x="time", width=float(edges[1]), **_stack(present, COLORS, columns))
     plot.yaxis.axis_label = "percent"
     return _with_legend(plot)
 
 
-def _binned(of_side: Iterable[Piece], edges: np.ndarray, by: Any) -> dict[Any, np.ndarray]:
-    """Seconds in each bin by key."""
-    sums: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros(len(edges) - 1))
-    width = edges[1] - edges[0]
-    last = len(edges) - 2
-    for piece in of_side:
+def _stack(names: Sequence[str], colors: Mapping[Any, str], columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "color": [colors[name] for name in names],
+        "source": ColumnDataSource(dict(columns)),
+        "legend_label": [words(name) for name in names],
+    }
+
+
+def _binned(pieces: Iterable[Piece], edges: np.ndarray) -> dict[Class, np.ndarray]:
+    """Seconds in each bin by class."""
+    sums: dict[Class, np.ndarray] = defaultdict(lambda: np.zeros(len(edges) - 1))
+    width, last = edges[1] - edges[0], len(edges) - 2
+    for piece in pieces:
         if piece.end <= piece.start:
             continue
-        bins = sums[by(piece)]
         first, end = min(last, int(piece.start / width)), min(last, int(piece.end / width))
-        if first == end:
-            bins[first] += (piece.end - piece.start) * piece.share
-            continue
-        inside = np.arange(first, end + 1)
-        overlap = np.minimum(edges[inside + 1], piece.end) - np.maximum(edges[inside], piece.start)
-        bins[inside] += np.maximum(overlap, 0) * piece.share
+        overlap = np.minimum(edges[first + 1 : end + 2], piece.end) - np.maximum(edges[first : end + 1], piece.start)
+        sums[piece.what][first : end + 1] += np.maximum(overlap, 0) * piece.share
     return sums
 
 
@@ -144,51 +127,45 @@ def lanes(run: Run) -> figure:
     """What each device did most at each moment, and the versions on their way."""
     edges = np.linspace(0, run.until, BINS + 1)
     names = [*run.account.devices][:MOST_LANES]
-    rows: list[tuple[str, float, float, str, str]] = []
+    bars: list[Bar] = []
     for name in names:
-        sums = _binned([piece for piece in run.pieces if piece.device == name], edges, by=lambda piece: piece.what)
-        if not sums:
-            continue
-        kinds = list(sums)
-        seconds = np.stack([sums[what] for what in kinds])
-        top = np.where(seconds.max(axis=0) > 0, seconds.argmax(axis=0), -1)
-        rows += [
-            (name, edges[first], edges[end], words(kinds[which]), COLORS[kinds[which]])
-            for which, first, end in _runs(top)
-            if which >= 0
-        ]
+        sums = _binned((piece for piece in run.pieces if piece.device == name), edges)
+        if sums:
+            seconds = np.stack([*sums.values()])
+            top = np.where(seconds.max(axis=0) > 0, seconds.argmax(axis=0), -1)
+            bars += _most(name, [*sums], top, edges)
     syncs = [event for event in run.events if event.lane == WEIGHTS]
-    shown = syncs[:: max(1, len(syncs) // (4 * BINS))]
-    parts = {"stage": "#fdb863", "drain": "#b2abd2", "swap": "#c51b8a", "resume": "#5e3c99"}
-    rows += [
-        (WEIGHTS, event.start, event.end, f"{event.what} of version {event.version}", parts.get(event.what, "#636363"))
-        for event in shown
-    ]
-    rows += versions(run)
+    for event in syncs[:: max(1, len(syncs) // (4 * BINS))]:
+        part = f"{event.what} of version {event.version}"
+        bars.append((WEIGHTS, event.start, event.end, part, PARTS_OF_A_SYNC.get(event.what, "#636363")))
+    bars += versions(run)
     order = [VERSIONS, WEIGHTS, *names[::-1]] if syncs else names[::-1]
-    plot = _time_figure(run, "Lanes: what took most of each moment", 120 + 30 * len(order), y_range=order)
-    names_of = ("lane", "start", "end", "what", "color")
-    columns = dict(zip(names_of, zip(*rows, strict=True) if rows else ([],) * len(names_of), strict=True))
-    bars = plot.hbar(y="lane", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
-    tips = [("lane", "@lane"), ("what", "@what"), ("from", "@start{0.00} s"), ("to", "@end{0.00} s")]
-    plot.add_tools(HoverTool(renderers=[bars], tooltips=tips))
-    marks = [event for event in run.events if event.lane == RUN and event.what in ("lost", "joined")]
+    plot = _bars(run, "Lanes: what took most of each moment", 120 + 30 * len(order), bars, y_range=order)
+    marks = [event for event in run.events if event.lane == RUN and event.what in (LOST, JOINED)]
     if marks:
-        named = [event.text for event in marks]
         plot.scatter(
             x=[event.start for event in marks],
-            y=[name if name in order else order[-1] for name in named],
+            y=[event.text if event.text in order else order[-1] for event in marks],
             size=12,
-            marker=["x" if event.what == "lost" else "triangle" for event in marks],
+            marker=["x" if event.what == LOST else "triangle" for event in marks],
             color="#d7301f",
             line_width=3,
         )
     return plot
 
 
-def versions(run: Run) -> list[tuple[str, float, float, str, str]]:
+def _most(name: str, classes: Sequence[Class], top: np.ndarray, edges: np.ndarray) -> Iterable[Bar]:
+    """A bar for each run of bins with the same class on top; -1: none."""
+    for which, found in groupby(range(len(top)), key=lambda at: int(top[at])):
+        run = list(found)
+        if which >= 0:
+            yield name, edges[run[0]], edges[run[-1] + 1], words(classes[which]), COLORS[classes[which]]
+
+
+def versions(run: Run) -> list[Bar]:
     """A lane of which version generates from when to when, several as one where they are many."""
-    swaps = sorted((event.end, event.version or 0) for event in run.events if (event.lane, event.what) == SWAPPED)
+    swapped = (event for event in run.events if (event.lane, event.what) == (WEIGHTS, "swap"))
+    swaps = sorted((event.end, event.version or 0) for event in swapped)
     if not swaps:
         return []
     begins = [(0.0, swaps[0][1] - 1), *swaps]
@@ -196,14 +173,14 @@ def versions(run: Run) -> list[tuple[str, float, float, str, str]]:
     ends = [*(begin for begin, _ in shown[1:]), run.until]
     last = [*(version - 1 for _, version in shown[1:]), swaps[-1][1]]
     return [
-        (VERSIONS, begin, end, f"version {first}" if first == until else f"versions {first} to {until}", color(first))
+        (VERSIONS, begin, end, f"version {first}" if first == until else f"versions {first} to {until}", _hue(first))
         for (begin, first), end, until in zip(shown, ends, last, strict=True)
     ]
 
 
-def color(version: int) -> str:
-    """Of a version, told from its neighbours."""
-    return VERSION_COLORS[version % len(VERSION_COLORS)]
+def _hue(number: int) -> str:
+    """Of a version or a line, told from its neighbours."""
+    return HUES[number % len(HUES)]
 
 
 def one_by_one(run: Run) -> figure | None:
@@ -213,86 +190,33 @@ def one_by_one(run: Run) -> figure | None:
         return None
     taken = begun.take(np.unique(np.linspace(0, begun.num_rows - 1, MOST_LIVES).astype(int)))
     ready = about(run.groups, "ready")
-    waits = dict(
-        zip(
-            ready["group"].to_pylist(),
-            zip(ready["start"].to_pylist(), ready["end"].to_pylist(), strict=True),
-            strict=True,
-        )
-    )
-    rewards = about(run.trajectories, "reward")
-    keys = zip(
-        rewards["group"].to_pylist(), rewards["trajectory"].to_pylist(), rewards["start"].to_pylist(), strict=True
-    )
-    ends = dict(zip(keys, rewards["end"].to_pylist(), strict=True))
-    rows = []
+    waits = {row["group"]: (row["start"], row["end"]) for row in _rows(ready, "group", "start", "end")}
+    rewards = _rows(about(run.trajectories, "reward"), "group", "trajectory", "start", "end")
+    scored_at = {(row["group"], row["trajectory"], row["start"]): row["end"] for row in rewards}
+    bars: list[Bar] = []
     for line, life in enumerate(taken.to_pylist()):
-        name = f"group {life['group']}, answer {life['trajectory']}"
-        rows.append(
-            (
-                line,
-                life["start"],
-                life["end"],
-                f"{name}: generating from version {life['version']}",
-                color(life["version"]),
-            )
-        )
-        scored = ends.get((life["group"], life["trajectory"], life["end"]))
-        if scored is not None:
-            rows.append((line, life["end"], scored, f"{name}: reward", "#9e9ac8"))
-        if scored is not None and life["group"] in waits:
-            rows.append((line, *waits[life["group"]], f"{name}: ready, not yet trained", "#d9d9d9"))
-    plot = _time_figure(run, "Trajectories, one line each: colored while they generate", 360)
-    columns = dict(zip(("line", "start", "end", "what", "color"), zip(*rows, strict=True), strict=True))
-    bars = plot.hbar(y="line", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
-    plot.add_tools(
-        HoverTool(renderers=[bars], tooltips=[("", "@what"), ("from", "@start{0.00} s"), ("to", "@end{0.00} s")])
-    )
+        group, end = life["group"], life["end"]
+        name = f"group {group}, answer {life['trajectory']}"
+        what = f"{name}: generating from version {life['version']}"
+        bars.append((line, life["start"], end, what, _hue(life["version"])))
+        if (scored := scored_at.get((group, life["trajectory"], end))) is not None:
+            bars.append((line, end, scored, f"{name}: reward", "#9e9ac8"))
+            if group in waits:
+                bars.append((line, *waits[group], f"{name}: ready, not yet trained", "#d9d9d9"))
+    plot = _bars(run, "Trajectories, one line each: colored while they generate", 360, bars)
     plot.yaxis.visible = False
     return plot
 
 
-def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """(value, first, end) of each run of equal values."""
-    changes = np.flatnonzero(np.diff(values)) + 1
-    firsts = np.concatenate([[0], changes])
-    ends = np.concatenate([changes, [len(values)]])
-    return [(int(values[first]), int(first), int(end)) for first, end in zip(firsts, ends, strict=True)]
+def _rows(table: pa.Table, *names: str) -> list[dict[str, Any]]:
+    return table.select(list(names)).to_pylist()
 
 
-def lives(run: Run) -> figure | None:
-    """Mean seconds that trajectories spent generating, with their reward, and ready, by the version they began at."""
-    stages: dict[str, dict[int, float]] = {}
-    for stage, table in (("generating", run.trajectories), ("reward", run.trajectories), ("ready", run.groups)):
-        rows = about(table, stage)
-        if not rows.num_rows:
-            continue
-        rows = pa.table({"version": rows["version"], "seconds": pc.subtract(rows["end"], rows["start"])})
-        means = rows.group_by("version").aggregate([("seconds", "mean")])
-        stages[stage] = dict(zip(means["version"].to_pylist(), means["seconds_mean"].to_pylist(), strict=True))
-    if "generating" not in stages:
-        return None
-    versions = sorted(stages["generating"])
-    shown = versions[:: -(-len(versions) // MOST_VERSIONS)]
-    columns: dict[str, Any] = {"version": shown}
-    for stage, means_of in stages.items():
-        columns[stage] = [means_of.get(version, 0.0) for version in shown]
-    plot = _figure("A trajectory's life, by the version it began at (mean seconds)", height=260)
-    step = shown[1] - shown[0] if len(shown) > 1 else 1
-    colors = {"generating": "#4daf6c", "reward": "#9e9ac8", "ready": "#e0a100"}
-    plot.vbar_stack(
-        list(stages),
-        x="version",
-        width=0.8 * step,
-        color=[colors[stage] for stage in stages],
-        source=ColumnDataSource(columns),
-        legend_label=[stage if stage != "ready" else "ready, not yet trained" for stage in stages],
-    )
-    plot.xaxis.axis_label, plot.yaxis.axis_label = "version", "seconds"
-    return _with_legend(plot)
+def _seconds(table: pa.Table) -> pa.ChunkedArray:
+    return pc.subtract(table["end"], table["start"])
 
 
-def histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | None = None) -> figure | None:
+def _histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | None = None) -> figure | None:
     """How often each value was there."""
     if not len(values):
         return None
@@ -300,7 +224,7 @@ def histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | 
     spread = values.max() - values.min()
     bins = np.arange(values.min() - 0.5, values.max() + 1.5) if whole and spread < 60 else 40
     counts, edges = np.histogram(values, bins=bins, weights=weights)
-    plot = _figure(title, height=220)
+    plot = _figure(title, 220)
     source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
     plot.quad(left="left", right="right", bottom=0, top="count", color="#2c7fb8", line_color="#ffffff", source=source)
     plot.add_tools(HoverTool(tooltips=[(label, "@left{0.00} to @right{0.00}"), ("count", "@count{0,0}")]))
@@ -310,25 +234,22 @@ def histogram(title: str, label: str, values: np.ndarray, weights: np.ndarray | 
 
 def histograms(run: Run) -> list[figure]:
     """Length, staleness by token, wait of ready groups, time in tools and to the reward."""
-    trajectories, groups = run.trajectories, run.groups
-
-    def seconds(table: pa.Table, what: str) -> np.ndarray:
-        rows = about(table, what)
-        return pc.subtract(rows["end"], rows["start"]).to_numpy(zero_copy_only=False)
-
-    lengths = about(trajectories, "generating")["tokens"].drop_null()
+    lengths = about(run.trajectories, "generating")["tokens"].drop_null().to_numpy()
     ages = np.array([int(age) for age in run.tokens["what"].to_pylist()])
     found = [
-        histogram("Tokens of an answer", "tokens", lengths.to_numpy()),
-        histogram("Staleness of trained tokens", "versions", ages, run.tokens["tokens"].to_numpy()),
-        histogram("Wait of a ready group until it is trained", "seconds", seconds(groups, "ready")),
-        histogram("From the last token to the reward", "seconds", seconds(trajectories, "reward")),
-        histogram("In tools, of an answer that used some", "seconds", seconds(trajectories, "tools")),
+        _histogram("Tokens of an answer", "tokens", lengths),
+        _histogram("Staleness of trained tokens", "versions", ages, run.tokens["tokens"].to_numpy()),
     ]
+    for title, table, what in (
+        ("Wait of a ready group until it is trained", run.groups, "ready"),
+        ("From the last token to the reward", run.trajectories, "reward"),
+        ("In tools, of an answer that used some", run.trajectories, "tools"),
+    ):
+        found.append(_histogram(title, "seconds", _seconds(about(table, what)).to_numpy()))
     return [plot for plot in found if plot is not None]
 
 
-def axes(run: Run) -> dict[str, list[Any]]:
+def _axes(run: Run) -> dict[str, list[Any]]:
     """Of each step: its number, when it ended, and the tokens trained by then."""
     tokens = np.cumsum([step.get("fully_async/sampled_tokens") or 0 for step in run.metrics])
     return {
@@ -344,40 +265,27 @@ def curves(runs: Mapping[str, Run], keys: Sequence[str], title: str) -> list[fig
     ``runs``: by the name that their lines have, "" for one alone.
     """
     present = [key for key in keys if any(step.get(key) is not None for run in runs.values() for step in run.metrics)]
-    along = {name: axes(run) for name, run in runs.items()}
+    along = {name: _axes(run) for name, run in runs.items()}
     lines = [(f"{name}: {key}" if name else key, name, key) for key in present for name in runs]
     plots = []
     for label in next(iter(along.values())) if lines else ():
-        plot = _figure(title, height=240)
+        plot = _figure(title, 240)
         for number, (named, name, key) in enumerate(lines):
             metrics = runs[name].metrics
-            points = [
-                (x, step[key])
-                for x, step in list(zip(along[name][label], metrics, strict=True))[:: max(1, len(metrics) // 2000)]
-                if x is not None and step.get(key) is not None
-            ]
-            if points:
-                xs, ys = zip(*points, strict=True)
-                shade = ("#1b7837", "#c51b8a", "#2c7fb8", "#cc4c02", "#54278f", "#006d77")[number % 6]
-                plot.line(xs, ys, color=shade, line_width=2, legend_label=named)
-                plot.scatter(xs, ys, color=shade, size=4, legend_label=named)
+            points = list(zip(along[name][label], metrics, strict=True))[:: max(1, len(metrics) // MOST_POINTS)]
+            found = [(x, step[key]) for x, step in points if x is not None and step.get(key) is not None]
+            if found:
+                xs, ys = zip(*found, strict=True)
+                plot.line(xs, ys, color=_hue(number), line_width=2, legend_label=named)
+                plot.scatter(xs, ys, color=_hue(number), size=4, legend_label=named)
         plot.xaxis.axis_label = label
         plots.append(_with_legend(plot, columns=1))
     return plots
 
 
-def kind_of(what: str) -> Kind:
-    return KINDS[Class(what)]
-
-
 def _figure(title: str, height: int, **options: Any) -> figure:
-    plot = figure(
-        title=title,
-        height=height,
-        sizing_mode="stretch_width",
-        tools="pan,xwheel_zoom,box_zoom,reset,save",
-        **options,
-    )
+    tools = "pan,xwheel_zoom,box_zoom,reset,save"
+    plot = figure(title=title, height=height, sizing_mode="stretch_width", tools=tools, **options)
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.title.text_font_size = "15px"
@@ -387,6 +295,17 @@ def _figure(title: str, height: int, **options: Any) -> figure:
 def _time_figure(run: Run, title: str, height: int, **options: Any) -> figure:
     plot = _figure(title, height, x_range=(0, run.until), **options)
     plot.xaxis.axis_label = "seconds since the run's trainer began"
+    return plot
+
+
+def _bars(run: Run, title: str, height: int, bars: Sequence[Bar], **options: Any) -> figure:
+    """Bars over time, a lane for each thing."""
+    plot = _time_figure(run, title, height, **options)
+    names = ("lane", "start", "end", "what", "color")
+    columns = dict(zip(names, zip(*bars, strict=True) if bars else [()] * len(names), strict=True))
+    drawn = plot.hbar(y="lane", left="start", right="end", height=0.8, color="color", source=ColumnDataSource(columns))
+    tips = [("lane", "@lane"), ("what", "@what"), ("from", "@start{0.00} s"), ("to", "@end{0.00} s")]
+    plot.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     return plot
 
 

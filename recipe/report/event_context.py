@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an event of a device means for its account, given what trainer, scheduler, engines and agents did meanwhile.
 
-Contract: a device's event is divided at each change of what decides about its class, and each part has one class; the
-shares of the parts of one moment add up to the event's. Tables here say what means what; what is in none of them is
+Contract: a device's event is divided at each change of what decides about its class, and each part has one class.
+Tables here say what means what; what is in none of them is
 `Class.NOT_KNOWN`. Shown by tests/report/test_account.py.
 """
 
@@ -18,7 +18,6 @@ from recipe.async_engine.record.events import (
     AGENTS,
     EMPTY,
     NOWHERE,
-    RANKS,
     ROLLOUT,
     SCHEDULER,
     SCORES,
@@ -68,8 +67,7 @@ EMPTY_FOR: Mapping[str, Class] = {
 BUSY = frozenset({Class.DECODING, Class.PREFILL, Class.RE_PREFILL, Class.RETRY})
 """An engine works for the trainer."""
 
-COMPUTES = frozenset({Class.TRAINING, Class.LOG_PROBS})
-"""Of the trainer: what its ranks do together."""
+KNOWN = frozenset(Class)
 
 
 class Track:
@@ -89,6 +87,10 @@ class Track:
             start, index = stop, index + 1
 
 
+Part = tuple[float, float, Class]
+"""From, to, and what it was."""
+
+
 class Context(NamedTuple):
     """Tracks of a run. engines: whether one of them works for the trainer. away: what trajectories are at."""
 
@@ -96,108 +98,94 @@ class Context(NamedTuple):
     whys: Track
     engines: Track
     away: Track
-    ranks: Track
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Context:
         """From the record."""
-        lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: [], RANKS: []}
+        lanes: dict[str, list[Event]] = {TRAINER: [], SCHEDULER: [], ROLLOUT: [], AGENTS: []}
         for event in events:
             kind = event.lane.partition(" ")[0]
             if event.end > event.start and kind in lanes and (kind != ROLLOUT or event.what in BUSY):
                 lanes[kind].append(event)
         return cls(
-            _one_at_a_time(lanes[TRAINER], lambda event: event.what),
-            _one_at_a_time(lanes[SCHEDULER], lambda event: event.what),
+            _one_at_a_time(lanes[TRAINER]),
+            _one_at_a_time(lanes[SCHEDULER]),
             _any_of(lanes[ROLLOUT], lambda event: [ROLLOUT]),
             _any_of(lanes[AGENTS], lambda event: () if event.what == NOWHERE else event.what.split("+")),
-            _one_at_a_time(lanes[RANKS], lambda event: str(event.share)),
         )
 
-    def during(self, event: Event, until: float, shared: bool) -> Iterator[tuple[float, float, Class, float]]:
-        """The parts of a device's event up to ``until``, with their classes and their shares of it."""
-        if event.lane == TRAINER:
-            yield from self._of_trainer(event, until)
+    def during(self, event: Event, until: float, shared: bool) -> Iterator[Part]:
+        """The parts of a device's event up to ``until``, with their classes."""
+        if event.lane == TRAINER and event.what != WAIT:
+            yield event.start, until, PHASES.get(event.what, Class.NOT_KNOWN)
             return
         for begin, stop, why in self.whys.during(event.start, until):
+            if event.lane == TRAINER:
+                yield from self._of_waiting_trainer(begin, stop, why)
+                continue
             if not shared:
                 yield from self._of_engine(event, begin, stop, why)
                 continue
             for start, end, phase in self.phases.during(begin, stop):
                 if phase in (None, Class.START_UP) and event.what == Class.WAIT_OTHER_SIDE:
-                    yield start, end, Class.START_UP, 1.0
+                    yield start, end, Class.START_UP
                 elif phase not in (WAIT, VALIDATE, Class.START_UP, None):
-                    yield from self._of_phase(start, end, phase)
+                    yield start, end, PHASES.get(phase, Class.NOT_KNOWN)
                 else:
                     yield from self._of_engine(event, start, end, why)
 
-    def _of_trainer(self, event: Event, until: float) -> Iterator[tuple[float, float, Class, float]]:
-        if event.what != WAIT:
-            yield from self._of_phase(event.start, until, event.what)
-            return
-        for begin, stop, why in self.whys.during(event.start, until):
-            if why == Why.REWARD:
-                yield from self._of_rewards(begin, stop)
-            else:
-                yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN), 1.0
+    def _of_waiting_trainer(self, begin: float, stop: float, why: str | None) -> Iterator[Part]:
+        if why == Why.REWARD:
+            yield from self._of_rewards(begin, stop)
+        else:
+            yield begin, stop, PHASES.get(WAIT, Class.NOT_KNOWN)
 
-    def _of_phase(self, begin: float, stop: float, phase: str | None) -> Iterator[tuple[float, float, Class, float]]:
-        what = PHASES.get(phase or "", Class.NOT_KNOWN)
-        if what not in COMPUTES:
-            yield begin, stop, what, 1.0
-            return
-        for start, end, share in self.ranks.during(begin, stop):
-            waits = float(share or 0.0)
-            yield start, end, what, 1.0 - waits
-            if waits:
-                yield start, end, Class.WAIT_RANKS, waits
-
-    def _of_rewards(self, begin: float, stop: float) -> Iterator[tuple[float, float, Class, float]]:
+    def _of_rewards(self, begin: float, stop: float) -> Iterator[Part]:
         """Only rewards keep the run from going on, or log-probs that are computed with them."""
         for start, end, away in self.away.during(begin, stop):
             scores_only = away is not None and Away.LOG_PROBS in away and Away.REWARD not in away
-            yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD, 1.0
+            yield start, end, Class.WAIT_LOG_PROBS if scores_only else Class.WAIT_REWARD
 
-    def _of_engine(
-        self, event: Event, begin: float, stop: float, why: str | None
-    ) -> Iterator[tuple[float, float, Class, float]]:
+    def _of_engine(self, event: Event, begin: float, stop: float, why: str | None) -> Iterator[Part]:
         if event.what == Class.IDLE_PLACES:
-            yield begin, stop, FREE_FOR.get(why or "", Class.IDLE_PLACES), 1.0
+            yield begin, stop, FREE_FOR.get(why or "", Class.IDLE_PLACES)
         elif event.what != EMPTY:
-            yield begin, stop, KNOWN.get(event.what, Class.NOT_KNOWN), 1.0
+            yield begin, stop, Class(event.what) if event.what in KNOWN else Class.NOT_KNOWN
         elif (free := FREE_FOR.get(why or "")) is not None:
             yield from self._of_empty(begin, stop, free)
         elif why == Why.REWARD:
             yield from self._of_rewards(begin, stop)
         else:
             # Before the scheduler begins it says nothing.
-            yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN), 1.0
+            yield begin, stop, EMPTY_FOR.get(why or Class.START_UP, Class.NOT_KNOWN)
 
-    def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[tuple[float, float, Class, float]]:
+    def _of_empty(self, begin: float, stop: float, free: Class) -> Iterator[Part]:
         """Trajectories have slots, and this engine has no request of theirs: others have, or none has."""
         for first, last, engines in self.engines.during(begin, stop):
             if engines and free is not Class.IDLE_PLACES:
-                yield first, last, free, 1.0
+                yield first, last, free
                 continue
             for start, end, away in self.away.during(first, last):
-                yield start, end, Class.WAIT_TOOLS if away and Away.TOOLS in away else Class.WAIT_AGENTS, 1.0
+                yield start, end, Class.WAIT_TOOLS if away and Away.TOOLS in away else Class.WAIT_AGENTS
 
 
-KNOWN: Mapping[str, Class] = {what.value: what for what in Class}
-
-
-def _one_at_a_time(events: Iterable[Event], value: Callable[[Event], str]) -> Track:
-    """Of one lane, whose events do not overlap."""
+def _one_at_a_time(events: Iterable[Event]) -> Track:
+    """What one lane was at, whose events do not overlap."""
     changes: dict[float, str | None] = {}
     for event in sorted(events, key=lambda event: event.start):
-        changes[event.start] = value(event)
+        changes[event.start] = event.what
         changes.setdefault(event.end, None)
     return Track(changes)
 
 
 def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -> Track:
     """Of several lanes: everything that one of them names, joined."""
-    steps = [(time, by, name) for event in events for name in values(event) for time, by in _ends(event)]
+    steps = [
+        (time, by, name)
+        for event in events
+        for name in values(event)
+        for time, by in ((event.start, 1), (event.end, -1))
+    ]
     counts: Counter[str] = Counter()
     changes: dict[float, str | None] = {}
     last: str | None = None
@@ -207,7 +195,3 @@ def _any_of(events: Iterable[Event], values: Callable[[Event], Iterable[str]]) -
         if now != last or time in changes:
             changes[time] = last = now
     return Track(changes)
-
-
-def _ends(event: Event) -> tuple[tuple[float, int], tuple[float, int]]:
-    return (event.start, 1), (event.end, -1)

@@ -119,16 +119,13 @@ class Follower:
         steps, notes = steps_of(lines, str(path))
         self._note(notes)
         for step in steps:
-            shares = any(key.startswith(SHARE) for key in self.figures)
-            self.figures |= {key: value for key, value in step.items() if self._is_figure(key, value, shares)}
+            for key, value in step.items():
+                # What its events say of now is newer.
+                is_share = key.startswith(SHARE)
+                if key not in (TRAINER_DOES, ROLLOUT_DOES) and not (is_share and (self._phases or value is None)):
+                    self.figures[key] = value
             self.steps.append(step)
         return bool(lines)
-
-    @staticmethod
-    def _is_figure(key: str, value: Any, shares: bool) -> bool:
-        if key.startswith(SHARE):
-            return value is not None and not shares
-        return key not in (TRAINER_DOES, ROLLOUT_DOES)
 
 
 def follow(folder: Path, wait_s: float, say: Say) -> int:

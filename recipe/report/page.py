@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's page: one HTML file with everything in it, which asks no network for anything.
+"""The pages of a report, of one run or of two side by side: one HTML file with everything in it, which asks no network.
 
-Shown by tests/integration/test_report.py.
+Shown by tests/integration/test_report.py and test_report_in_a_browser.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from recipe.async_engine.record.events import LOG_PROBS, ROLLOUT, RUN, TRAINER, Class
+from recipe.async_engine.record.events import JOINED, LOG_PROBS, LOST, ROLLOUT, RUN, TRAINER, Class
 from recipe.report import charts
 from recipe.report.account import KINDS, Kind
 from recipe.report.advice import sides, useful_share
@@ -22,6 +23,7 @@ from recipe.report.run import Run
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 RATIOS = ("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_mean", "rollout_corr/kl")
 STALENESS = ("fully_async/staleness/token_mean", "fully_async/staleness/oldest_token_max")
+MOST_NEWS = 200
 
 STYLE = """
 :root { color-scheme: light; }
@@ -38,43 +40,38 @@ code { background: #f0f0f0; padding: .1rem .3rem; overflow-wrap: anywhere; }
 a:focus-visible, [tabindex]:focus-visible, .chart:focus-within { outline: 3px solid #1a1a1a; }
 """
 
-
 Section = tuple[str, list[Any]]
 """A heading and the charts below it."""
 
 
 def write(run: Run, path: Path) -> None:
     """Write the report of ``run`` to ``path``."""
-    top = f"<p>{escape(what_happened(run))}</p>{left_out(run)}{_alarms(run)}{advice_list(run)}{_tables(run)}"
-    path.write_text(document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
+    top = f"<p>{escape(what_happened(run))}</p>{_left_out(run)}{_alarms(run)}{_advice(run)}{_account(run)}"
+    path.write_text(_document(f"Report of {run.name}", top, _sections(run), _news(run)), encoding="utf-8")
 
 
-def document(title: str, top: str, sections: list[Section], bottom: str = "") -> str:
-    """A page with everything in it: ``top``, links to the sections, their charts, ``bottom``."""
-    script, places = components([plot for _, of_section in sections for plot in of_section])
-    of_plot = iter(places)
-    links = "".join(f'<a href="#{_anchor(heading)}">{escape(heading)}</a> ' for heading, _ in sections)
-    body = "".join(
-        f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>'
-        f'<div class="{"columns" if len(of_section) > 2 else "stacked"}">'
-        + "".join(
-            f'<figure class="chart" aria-label="{escape(plot.title.text)}">{next(of_plot)}</figure>'
-            for plot in of_section
-        )
-        + "</div></section>"
-        for heading, of_section in sections
+def write_comparison(first: Run, second: Run, path: Path) -> None:
+    """Write both runs side by side to ``path``: what differs in settings, time, tokens and learning."""
+    names = [first.name, second.name]
+    if names[0] == names[1]:
+        names = [f"A: {names[0]}", f"B: {names[1]}"]
+    runs = dict(zip(names, (first, second), strict=True))
+    said = "".join(
+        f"<p><b>{escape(name)}</b>: {escape(what_happened(run))}</p>{_left_out(run)}" for name, run in runs.items()
     )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style>{Resources(mode='inline', components=['bokeh']).render()}</head><body><main>"
-        f'<h1>{escape(title)}</h1>{top}<nav aria-label="Charts">{links}</nav>{body}{bottom}'
-        f"</main>{script}</body></html>\n"
+    advice = "".join(f"<div><h2>{escape(name)}</h2>{_advice(run, most=3)}</div>" for name, run in runs.items())
+    figures = [[escape(name), *(figure(run) for run in runs.values())] for name, figure in FIGURES.items()]
+    top = (
+        f"{said}{_table('In figures', ['', *runs], figures)}{_settings(runs)}{_account_a_step(runs)}"
+        f'<div class="columns">{advice}</div>'
     )
-
-
-def _anchor(heading: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in heading.lower())
+    by_device = []
+    for name, run in runs.items():
+        plot = charts.by_device(run)
+        plot.title.text = f"{name}: share of each device's life"
+        by_device.append(plot)
+    sections = [("Where each device's time went", by_device), *_learning(runs)]
+    path.write_text(_document(" and ".join(names), top, sections), encoding="utf-8")
 
 
 def brief(run: Run) -> list[str]:
@@ -93,71 +90,104 @@ def what_happened(run: Run) -> str:
     """The run in two sentences."""
     error = run.summary.get("error") or {}
     how = f"failed ({error.get('name')}: {error.get('message')})" if run.state == "failed" else run.state
-    first = f"The run {how} after {steps(run)} steps and {run.until:.1f} s"
+    first = f"The run {how} after {_steps(run)} steps and {run.until:.1f} s"
     if run.later_error is not None:
         first += f" (a later start had no record: {run.later_error})"
     if rang := run.alarms:
         first += f", with alarms ({', '.join(f'{name} {count}' for name, (count, _) in rang.items())})"
     if fallbacks := (run.summary.get("rehearsal") or {}).get("fallbacks"):
         first += f", with {', '.join(fallbacks)} since its rehearsal"
-    by_side = sides(run.account)
-    shares = ", ".join(f"{side} {100 * useful_share(seconds):.0f}%" for side, seconds in by_side.items())
-    lost = {what: seconds for what, seconds in run.account.total.items() if _is_loss(what)}
+    useful = f"{first}. Useful, without the start-up: {_useful(run)}"
+    spent = run.account.total
+    lost = [what for what in spent if KINDS[Class(what)] not in (Kind.USEFUL, Kind.START_UP)]
     if not lost:
-        return f"{first}. Useful, without the start-up: {shares}."
-    worst = max(lost, key=lambda what: lost[what])
-    total = sum(run.account.total.values())
+        return f"{useful}."
+    worst = max(lost, key=lambda what: spent[what])
+    share = 100 * spent[worst] / sum(spent.values())
+    return f"{useful}; most of the rest was {charts.words(worst)}, {share:.0f}% of all accelerators' time."
+
+
+def _useful(run: Run) -> str:
+    return ", ".join(f"{side} {useful_share(seconds):.0%}" for side, seconds in sides(run.account).items())
+
+
+# What both pages are made of.
+
+
+def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "") -> str:
+    """A page with everything in it: ``top``, links to the sections that have charts, those, and ``bottom``."""
+    shown = [(heading, plots) for heading, plots in sections if plots]
+    script, places = components([plot for _, plots in shown for plot in plots])
+    of_plot = iter(places)
+    links, body = "", ""
+    for heading, plots in shown:
+        anchor = "".join(letter if letter.isalnum() else "-" for letter in heading.lower())
+        links += f'<a href="#{anchor}">{escape(heading)}</a> '
+        drawn = "".join(
+            f'<figure class="chart" aria-label="{escape(plot.title.text)}">{next(of_plot)}</figure>' for plot in plots
+        )
+        layout = "columns" if len(plots) > 2 else "stacked"
+        body += f'<section id="{anchor}"><h2>{escape(heading)}</h2><div class="{layout}">{drawn}</div></section>'
     return (
-        f"{first}. Useful, without the start-up: {shares}; most of the rest was {charts.words(worst)}, "
-        f"{100 * lost[worst] / total:.0f}% of all accelerators' time."
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style>{Resources(mode='inline', components=['bokeh']).render()}</head><body><main>"
+        f'<h1>{escape(title)}</h1>{top}<nav aria-label="Charts">{links}</nav>{body}{bottom}'
+        f"</main>{script}</body></html>\n"
     )
 
 
-def left_out(run: Run) -> str:
+def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
+    """A table below a heading. The first cell of a row is HTML, the others are text, or ``numbers``."""
+    kind = ' class="number"' if numbers else ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join(
+        f"<tr><td>{first}</td>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for first, *cells in rows
+    )
+    return (
+        f'<h2>{escape(caption)}</h2><div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"<table><tr>{head}</tr>{body}</table></div>"
+    )
+
+
+def _named(what: str) -> str:
+    """A class with its color."""
+    color = charts.COLORS[Class(what)]
+    return f'<span class="swatch" style="background:{color}"></span> {escape(charts.words(what))}'
+
+
+def _learning(runs: Mapping[str, Run]) -> list[Section]:
+    names = {key for run in runs.values() for step in run.metrics for key in step}
+    learned = [*REWARDS, *sorted(key for key in names if key.startswith("val-core/") and "/mean@" in key)]
+    return [
+        ("Learning", charts.curves(runs, learned, "Reward and validation")),
+        ("Staleness", charts.curves(runs, STALENESS, "Staleness in versions")[:1]),
+    ]
+
+
+def _sections(run: Run) -> list[Section]:
+    alone = {"": run}
+    over_time = [charts.over_time(run, side) for side in (TRAINER, ROLLOUT, LOG_PROBS)]
+    trajectories = charts.one_by_one(run)
+    return [
+        ("Where each device's time went", [charts.by_device(run)]),
+        ("Over time", [plot for plot in over_time if plot is not None]),
+        ("Lanes", [charts.lanes(run)]),
+        ("Trajectories by version", [] if trajectories is None else [trajectories]),
+        ("Lengths, staleness and waits", charts.histograms(run)),
+        *_learning(alone),
+        ("Ratios to the sampling policy", charts.curves(alone, RATIOS, "Ratios and effective sample size")[:1]),
+    ]
+
+
+def _left_out(run: Run) -> str:
     """What is damaged in the run's folder, as a list."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     return f"<h2>Not in this report</h2><ul>{notes}</ul>" if notes else ""
 
 
-def steps(run: Run) -> int:
-    return max((int(step.get("training/global_step") or 0) for step in run.metrics), default=0)
-
-
-def steps_of_start(run: Run) -> int:
-    """Without those of earlier starts in the folder, which the record and its account do not have."""
-    resumed = (run.summary.get("resumed") or {}).get("step")
-    if resumed is not None:
-        return steps(run) - int(resumed)
-    return min(steps(run), len(run.tokens["start"].unique()))
-
-
-def _is_loss(what: str) -> bool:
-    return KINDS[Class(what)] not in (Kind.USEFUL, Kind.START_UP)
-
-
-def learned(*runs: Run) -> list[str]:
-    """The metrics that show what was learned."""
-    names = {key for run in runs for step in run.metrics for key in step}
-    return [*REWARDS, *sorted(key for key in names if key.startswith("val-core/") and "/mean@" in key)]
-
-
-def _sections(run: Run) -> list[Section]:
-    time_charts = [charts.over_time(run, side) for side in (TRAINER, ROLLOUT, LOG_PROBS)]
-    lives = [charts.one_by_one(run), charts.lives(run)]
-    sections = [
-        ("Where each device's time went", [charts.by_device(run)]),
-        ("Over time", [plot for plot in time_charts if plot is not None]),
-        ("Lanes", [charts.lanes(run)]),
-        ("Trajectories by version", [plot for plot in lives if plot is not None]),
-        ("Lengths, staleness and waits", charts.histograms(run)),
-        ("Learning", charts.curves({"": run}, learned(run), "Reward and validation")),
-        ("Staleness", charts.curves({"": run}, STALENESS, "Staleness in versions")[:1]),
-        ("Ratios to the sampling policy", charts.curves({"": run}, RATIOS, "Ratios and effective sample size")[:1]),
-    ]
-    return [(title, plots) for title, plots in sections if plots]
-
-
-def advice_list(run: Run, most: int = 6) -> str:
+def _advice(run: Run, most: int = 6) -> str:
     """What to change, as a list."""
     if not run.advice:
         return "<h2>Advice</h2><p>Nothing stands out.</p>"
@@ -171,44 +201,95 @@ def advice_list(run: Run, most: int = 6) -> str:
     return f'<h2>Advice, the greatest loss first</h2><ol class="advice">{items}</ol>'
 
 
-def _tables(run: Run) -> str:
+def _account(run: Run) -> str:
     total = sum(run.account.total.values()) or 1.0
-    rows = "".join(
-        f'<tr><td><span class="swatch" style="background:{charts.COLORS[Class(what)]}"></span> '
-        f"{escape(charts.words(what))}</td><td>{charts.kind_of(what).value.replace('_', ' ')}</td>"
-        f'<td class="number">{seconds:.1f}</td><td class="number">{100 * seconds / total:.1f}%</td></tr>'
+    rows = [
+        [_named(what), charts.words(KINDS[Class(what)]), f"{seconds:.1f}", f"{100 * seconds / total:.1f}%"]
         for what, seconds in sorted(run.account.total.items(), key=lambda item: -item[1])
-    )
+    ]
     closes = "close" if all(device.closes for device in run.account.devices.values()) else "do not close"
-    tokens = (run.summary.get("account") or {}).get("tokens")
-    of_tokens = ""
-    if tokens:
-        cells = "".join(
-            f'<tr><td>{escape(charts.words(name))}</td><td class="number">{count:,}</td></tr>'
-            for name, count in tokens.items()
-        )
-        of_tokens = f"<h2>Tokens</h2><table><tr><th>what</th><th>tokens</th></tr>{cells}</table>"
-    return (
-        f"<h2>The account: accelerator-seconds, which {closes}</h2>"
-        '<div class="wide" tabindex="0" role="region" aria-label="The account"><table>'
-        f"<tr><th>class</th><th>kind</th><th>seconds</th><th>share</th></tr>{rows}</table></div>{of_tokens}"
-    )
+    heading = f"The account: accelerator-seconds, which {closes}"
+    tokens = (run.summary.get("account") or {}).get("tokens") or {}
+    of_tokens = [[escape(charts.words(name)), f"{count:,}"] for name, count in tokens.items()]
+    found = _table(heading, ["class", "kind", "seconds", "share"], rows)
+    return found + (_table("Tokens", ["what", "tokens"], of_tokens) if of_tokens else "")
 
 
 def _alarms(run: Run) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(name)}</td><td class="number">{count}</td><td>{escape(said)}</td></tr>'
-        for name, (count, said) in run.alarms.items()
-    )
-    return f"<h2>Alarms</h2><table><tr><th>alarm</th><th>times</th><th>what</th></tr>{rows}</table>" if rows else ""
+    rows = [[escape(name), str(count), said] for name, (count, said) in run.alarms.items()]
+    return _table("Alarms", ["alarm", "times", "what"], rows, numbers=False) if rows else ""
 
 
 def _news(run: Run) -> str:
-    news = [event for event in run.events if event.lane == RUN and event.what in ("lost", "joined")]
-    if not news:
-        return ""
-    rows = "".join(
-        f'<tr><td class="number">{event.start:.1f} s</td><td>{escape(str(event.text))}</td><td>{event.what}</td></tr>'
-        for event in news[:200]
+    news = [event for event in run.events if event.lane == RUN and event.what in (LOST, JOINED)]
+    rows = [[f"{event.start:.1f} s", str(event.text), event.what] for event in news[:MOST_NEWS]]
+    return _table("Deaths and replacements", ["when", "device", "what"], rows, numbers=False) if rows else ""
+
+
+# Figures of two runs.
+
+
+def _steps(run: Run) -> int:
+    return max((int(step.get("training/global_step") or 0) for step in run.metrics), default=0)
+
+
+def _steps_of_start(run: Run) -> int:
+    """Without those of earlier starts in the folder, which the record and its account do not have."""
+    resumed = (run.summary.get("resumed") or {}).get("step")
+    if resumed is not None:
+        return _steps(run) - int(resumed)
+    return min(_steps(run), len(run.tokens["start"].unique()))
+
+
+def _running_s(run: Run) -> float:
+    """Seconds of the run without its start-up: from the first device's end of it."""
+    starts = (device.seconds.get(Class.START_UP, 0.0) for device in run.account.devices.values())
+    return run.until - min(starts, default=0.0)
+
+
+def _score(run: Run) -> str:
+    found = run.summary.get("validation") or {}
+    first, last = found.get("first"), found.get("last")
+    return "not measured" if first is None or last is None else f"{first:.3f} -> {last:.3f}"
+
+
+def _tokens_a_second(run: Run) -> str:
+    tokens = sum(count or 0 for count in run.tokens["tokens"].to_pylist())
+    return f"{tokens / _running_s(run):.0f}" if _running_s(run) else ""
+
+
+FIGURES: Mapping[str, Callable[[Run], str]] = {
+    "steps": lambda run: str(_steps(run)),
+    "seconds without the start-up": lambda run: f"{_running_s(run):.1f}",
+    "seconds a step": lambda run: f"{_running_s(run) / _steps_of_start(run):.3f}" if _steps_of_start(run) else "",
+    "trained tokens a second": _tokens_a_second,
+    "validation score": _score,
+    "useful, without the start-up": _useful,
+    "staleness of the oldest token, max": lambda run: str((run.summary.get("staleness") or {}).get("max", "")),
+}
+
+
+def _settings(runs: Mapping[str, Run]) -> str:
+    first, second = (run.settings for run in runs.values())
+    rows = [
+        [f"<code>{escape(name)}</code>", str(first.get(name)), str(second.get(name))]
+        for name in sorted({*first, *second})
+        if first.get(name) != second.get(name)
+    ]
+    return _table("Settings that differ, of those that advice names", ["", *runs], rows)
+
+
+def _account_a_step(runs: Mapping[str, Run]) -> str:
+    """Accelerator-seconds a step by class, since two runs hardly have as many steps."""
+    first, second = (
+        {what: seconds / max(1, _steps_of_start(run)) for what, seconds in run.account.total.items()}
+        for run in runs.values()
     )
-    return f"<h2>Deaths and replacements</h2><table><tr><th>when</th><th>device</th><th>what</th></tr>{rows}</table>"
+    spent = {what: (first.get(what, 0.0), second.get(what, 0.0)) for what in charts.COLORS if what != Class.START_UP}
+    rows = [
+        [_named(what), f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
+        for what, (before, after) in sorted(spent.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
+        if before or after
+    ]
+    caption = "Accelerator-seconds a step, without the start-up; the greatest difference first"
+    return _table(caption, ["class", *runs, "difference"], rows)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,6 @@ from recipe.report.advice import Advice, Facts, advise
 
 FRESH_S = 60.0
 """A run whose newest event is older than this, and that left no summary, was killed."""
-
-
-class NoRecord(BadFile):
-    """There is no record of events in the folder."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,11 @@ def load(folder: Path) -> Run:
     """Read the newest start of the run in ``folder``.
 
     Raises:
-        NoRecord: it has none.
-        BadFile: it cannot be read, or is of another version.
+        BadFile: it has none, or one that cannot be read or is of another version.
     """
     found = files(folder)
     if not found:
-        raise NoRecord(
+        raise BadFile(
             f"{folder} has no record of events: name a run's folder (trainer.default_local_dir) that was written with "
             "async_training.events=true"
         )
@@ -130,7 +127,7 @@ def load(folder: Path) -> Run:
     until = pc.max(table["end"]).as_py() if table.num_rows else 0.0
     if until <= 0:
         also = "".join(f"; {note}" for note in notes)
-        raise NoRecord(
+        raise BadFile(
             f"{found[-1]} has no events yet: the run has only just begun, or ended before its first ones{also}"
         )
     header, of_header = header_of(written, str(found[-1]))
@@ -174,3 +171,14 @@ def _state(summary: Summary, silent_s: float) -> str:
     if "error" not in summary:
         return UNSAID
     return "ended" if summary["error"] is None else "failed"
+
+
+def lacking(command: str, extra: str, modules: Iterable[str]) -> str | None:
+    """What to install for a command that needs these modules, in one sentence; None where all of them are there."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if not missing:
+        return None
+    names = " and ".join(missing)
+    return (
+        f"{command} needs {names}: pip install 'verl-recipe-async[{extra}]' (in a checkout pip install -e '.[{extra}]')"
+    )

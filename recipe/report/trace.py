@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -24,15 +24,8 @@ from recipe.report.account import KINDS, Kind, Piece
 from recipe.report.run import Run, about, answer_counts
 from recipe.report.trace_file import Slots, TraceFile, Value
 
-ACCOUNT, PHASE, BATCH, TRAJECTORY, GROUP, VERSION, DEVICE = (
-    "account",
-    "phase",
-    "batch",
-    "trajectory",
-    "group",
-    "version",
-    "device",
-)
+ACCOUNT, PHASE, BATCH, TRAJECTORY = "account", "phase", "batch", "trajectory"
+GROUP, VERSION, DEVICE = "group", "version", "device"
 """Categories of slices."""
 WORK = (Kind.USEFUL, Kind.REPEATED)
 ROWS_AT_ONCE = 20_000
@@ -42,24 +35,16 @@ ANSWERS_AT_MOST = 1 << 24
 SAME_MOMENT_S = 1e-5
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch of the trainer. flow: leads to the version it became. answers: flows of what it trained."""
 
     version: int
     start: float
     end: float
-    ages: dict[int, int]
+    tokens: int
+    mean_age: float
     flow: int
     answers: list[int]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.ages.values())
-
-    @property
-    def mean_age(self) -> float:
-        return sum(age * count for age, count in self.ages.items()) / max(1, self.tokens)
 
 
 def write_trace(run: Run, path: Path) -> None:
@@ -73,7 +58,6 @@ def write_trace(run: Run, path: Path) -> None:
         _lane(file, parts, "why nothing begins", (event for event in run.events if event.lane == SCHEDULER), SCHEDULER)
         _groups(file, parts, run)
         _trajectories(file, parts, run)
-        file.flush()
 
 
 def answer_flow(group: int, trajectory: int) -> int:
@@ -241,16 +225,9 @@ def _batches(run: Run) -> list[Batch]:
     for number, rows in enumerate(moments):
         start, following = rows[0].start, moments[number + 1 : number + 2]
         groups = trained[bisect(ends, start) : bisect(ends, following[0][0].start) if following else None]
-        batches.append(
-            Batch(
-                version=rows[0].version or 0,
-                start=start,
-                end=groups[-1].end if groups else start,
-                ages={int(row.what): row.tokens or 0 for row in rows},
-                flow=BATCHES + number,
-                answers=[
-                    answer_flow(event.group or 0, n) for event in groups for n in range(answers[event.group or 0])
-                ],
-            )
-        )
+        of_groups = [answer_flow(event.group or 0, n) for event in groups for n in range(answers[event.group or 0])]
+        tokens = sum(row.tokens or 0 for row in rows)
+        mean_age = sum(int(row.what) * (row.tokens or 0) for row in rows) / max(1, tokens)
+        end = groups[-1].end if groups else start
+        batches.append(Batch(rows[0].version or 0, start, end, tokens, mean_age, BATCHES + number, of_groups))
     return batches

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackDescriptor, TrackEvent
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackDescriptor, TrackEvent
+from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
 SEQUENCE = 1
-# Packets that are turned into bytes at once.
-AT_ONCE = 2_000
 BOOTTIME, REALTIME = 6, 1
 NANO = 1_000_000_000
 
@@ -34,26 +33,23 @@ class TraceFile:
     """
 
     def __init__(self, file: IO[bytes], began: float) -> None:
-        self._file, self._trace = file, Trace()
+        self._builder = StreamingTraceProtoBuilder(file)
         self._tracks = 0
-        clocks = self._packet().clock_snapshot.clocks
-        clocks.add(clock_id=BOOTTIME, timestamp=0)
-        clocks.add(clock_id=REALTIME, timestamp=round(began * NANO))
+        packet = self._packet()
+        for clock, at in ((BOOTTIME, 0), (REALTIME, round(began * NANO))):
+            packet.clock_snapshot.clocks.add(clock_id=clock, timestamp=at)
+        self._builder.write_packet(packet)
 
     def group(self, name: str, parent: int | None = None) -> int:
         """A group of tracks, shown in the order in which they are made; returns what :meth:`track` takes.
 
         Perfetto's page sorts groups without a parent by name, and processes by how many slices they have.
         """
-        self._descriptor(name, parent).child_ordering = TrackDescriptor.EXPLICIT
-        return self._tracks
+        return self._described(name, parent, child_ordering=TrackDescriptor.EXPLICIT)
 
     def track(self, group: int, name: str, unit: str | None = None) -> int:
         """A track of slices, or of a counter if it has a ``unit``."""
-        descriptor = self._descriptor(name, group)
-        if unit is not None:
-            descriptor.counter.unit_name = unit
-        return self._tracks
+        return self._described(name, group, **({} if unit is None else {"counter": {"unit_name": unit}}))
 
     def begin(
         self,
@@ -63,14 +59,22 @@ class TraceFile:
         category: str,
         values: Mapping[str, Value] | None = None,
         flows: Iterable[int] = (),
+        kind: int = TrackEvent.TYPE_SLICE_BEGIN,
     ) -> None:
-        """A slice begins; `None` among its values is left out."""
-        event = self._event(track, at, TrackEvent.TYPE_SLICE_BEGIN)
-        _describe(event, name, category, values or {}, flows)
+        """A slice begins, or something else of that ``kind``; `None` among its values is left out."""
+        packet, event = self._event(track, at, kind)
+        event.name = name
+        event.categories.append(category)
+        event.flow_ids.extend(flows)
+        for key, value in (values or {}).items():
+            if value is not None:
+                type_of = "string" if isinstance(value, str) else "int" if isinstance(value, int) else "double"
+                event.debug_annotations.add(name=key, **{f"{type_of}_value": value})
+        self._builder.write_packet(packet)
 
     def end(self, track: int, at: float) -> None:
         """The slice of the track that began last ends."""
-        self._event(track, at, TrackEvent.TYPE_SLICE_END)
+        self._builder.write_packet(self._event(track, at, TrackEvent.TYPE_SLICE_END)[0])
 
     def slice(
         self,
@@ -86,60 +90,37 @@ class TraceFile:
         self.begin(track, name, start, category, values, flows)
         self.end(track, max(start, end))
 
-    def instant(
-        self, track: int, name: str, at: float, category: str, values: Mapping[str, Value] | None = None
-    ) -> None:
-        event = self._event(track, at, TrackEvent.TYPE_INSTANT)
-        _describe(event, name, category, values or {}, ())
+    def instant(self, track: int, name: str, at: float, category: str) -> None:
+        """Something without a length."""
+        self.begin(track, name, at, category, kind=TrackEvent.TYPE_INSTANT)
 
     def count(self, track: int, at: float, value: float) -> None:
         """From now on the counter has this value."""
-        self._event(track, at, TrackEvent.TYPE_COUNTER).double_counter_value = value
-
-    def flush(self) -> None:
-        """Hand everything to the file."""
-        self._file.write(self._trace.SerializeToString())
-        self._trace = Trace()
+        packet, event = self._event(track, at, TrackEvent.TYPE_COUNTER)
+        event.double_counter_value = value
+        self._builder.write_packet(packet)
 
     def _packet(self) -> Any:
-        if len(self._trace.packet) >= AT_ONCE:
-            self.flush()
-        packet = self._trace.packet.add()
+        packet = self._builder.create_packet()
         packet.trusted_packet_sequence_id = SEQUENCE
         return packet
 
-    def _descriptor(self, name: str, parent: int | None) -> Any:
-        descriptor = self._packet().track_descriptor
-        self._tracks += 1
-        descriptor.uuid = descriptor.sibling_order_rank = self._tracks
-        descriptor.name = name
-        if parent is not None:
-            descriptor.parent_uuid = parent
-        return descriptor
+    def _described(self, name: str, parent: int | None, **more: Any) -> int:
+        """A new group or track; returns its number."""
+        number = self._tracks = self._tracks + 1
+        packet = self._packet()
+        packet.track_descriptor.MergeFrom(
+            TrackDescriptor(uuid=number, sibling_order_rank=number, name=name, parent_uuid=parent, **more)
+        )
+        self._builder.write_packet(packet)
+        return number
 
-    def _event(self, track: int, at: float, kind: int) -> Any:
+    def _event(self, track: int, at: float, kind: int) -> tuple[Any, Any]:
+        """A packet that is still to be written, and the event in it."""
         packet = self._packet()
         packet.timestamp = max(0, round(at * NANO))
-        event = packet.track_event
-        event.type, event.track_uuid = kind, track
-        return event
-
-
-def _describe(event: Any, name: str, category: str, values: Mapping[str, Value], flows: Iterable[int]) -> None:
-    event.name = name
-    event.categories.append(category)
-    event.flow_ids.extend(flows)
-    for key, value in values.items():
-        if value is None:
-            continue
-        note = event.debug_annotations.add()
-        note.name = key
-        if isinstance(value, str):
-            note.string_value = value
-        elif isinstance(value, int):
-            note.int_value = value
-        else:
-            note.double_value = value
+        packet.track_event.type, packet.track_event.track_uuid = kind, track
+        return packet, packet.track_event
 
 
 @dataclass
@@ -153,16 +134,15 @@ class Slots:
     group: int
     name: str
     _busy: list[tuple[float, int]] = field(default_factory=list)
-    _free: list[tuple[int, int]] = field(default_factory=list)
+    _free: list[int] = field(default_factory=list)
     _made: int = 0
 
     def take(self, start: float, end: float) -> int:
         """The track for a slice from then to then."""
         while self._busy and self._busy[0][0] <= start:
-            track = heapq.heappop(self._busy)[1]
-            heapq.heappush(self._free, (track, track))
+            heapq.heappush(self._free, heapq.heappop(self._busy)[1])
         if self._free:
-            track = heapq.heappop(self._free)[0]
+            track = heapq.heappop(self._free)
         else:
             self._made += 1
             track = self.file.track(self.group, f"{self.name} {self._made}")

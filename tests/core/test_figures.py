@@ -114,9 +114,9 @@ def test_shares_at_a_glance_are_the_shares_and_change_nothing() -> None:
     timeline.restart()
     with timeline.phase("wait"):
         now[0] = 8.0
-        assert (timeline.doing, timeline.glance()) == ("wait", {"wait": 1.0})
+        assert (timeline.doing, timeline.shares()) == ("wait", {"wait": 1.0})
         now[0] = 9.0
     with timeline.phase("update"):
         now[0] = 10.0
-        assert timeline.glance() == timeline.glance() == {"wait": 0.8, "update": 0.2}
+        assert timeline.shares() == timeline.shares() == {"wait": 0.8, "update": 0.2}
         assert timeline.shares() == {"wait": 0.8, "update": 0.2}

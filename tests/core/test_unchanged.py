@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.alarms import AlarmLimit, Alarms
-from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.core.alarms import AlarmLimit, Alarms, UnchangedWeights
 
 STEPS = st.lists(
     st.tuples(

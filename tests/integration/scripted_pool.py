@@ -200,7 +200,8 @@ def new_scheduler(
     ticks = iter(range(10**9))
     settings = SchedulerSettings(group_size, slots, retries, failures, **filtering)
     timeline = Timeline(lambda: float(next(ticks)), slots)
-    return RolloutScheduler(ledger, source, pool, settings, timeline, tell=tell, group_ended=group_ended)
+    timeline.listener = tell
+    return RolloutScheduler(ledger, source, pool, settings, timeline, group_ended=group_ended)
 
 
 def settled(scheduler: RolloutScheduler) -> None:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,7 @@ import torch
 from verl import DataProto
 from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
-from recipe.async_engine.core.alarms import AlarmLimit, Alarms
-from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.core.alarms import AlarmLimit, Alarms, UnchangedWeights
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_validation
 from recipe.async_engine.trainer.staged import StagedTrainer
@@ -45,7 +42,6 @@ class Trainer(StagedTrainer, Reporting):
 
     def __init__(self) -> None:
         self.metrics, self.alarms = {}, Alarms({"skipped_updates": 3, "zero_gradients": 4})
-        self.record = SimpleNamespace(ranks_compared=lambda seconds: nullcontext())
         self.timeline, self.unchanged = Timeline(time.monotonic), UnchangedWeights()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.record.figures import SHARE, STEP
-from recipe.async_engine.trainer import exported
+from recipe.async_engine.trainer import figures_stage
+from recipe.async_engine.trainer.figures_stage import PrometheusExporter
 
 FIGURES = {STEP: 3, f"{SHARE}wait": 0.25, f"{SHARE}update": 0.75, "critic/score/mean": None, "actor/lr": 1.0}
 ODD = {**FIGURES, "critic/score/mean": "high"}
@@ -31,13 +32,13 @@ class Gauge:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, dict[str, str]]]:
     Gauge.told = []
-    monkeypatch.setattr(exported, "Gauge", Gauge)
+    monkeypatch.setattr(figures_stage, "Gauge", Gauge)
     return Gauge.told
 
 
 @pytest.mark.parametrize("figures", [FIGURES, ODD])
 def test_each_figure_is_told_with_its_run_and_a_share_with_its_phase(figures: dict[str, Any], told: list[Any]) -> None:
-    exported.PrometheusExporter("7").tell(figures)
+    PrometheusExporter("7").tell(figures)
     assert told == [
         ("recipe_step", 3.0, {"run": "7"}),
         ("recipe_trainer_share", 0.25, {"run": "7", "phase": "wait"}),
@@ -52,7 +53,7 @@ def test_an_exporter_that_fails_is_named_once_and_ends_nothing(
         raise ConnectionError("no exporter")
 
     monkeypatch.setattr(Gauge, "set", fails)
-    exporter = exported.PrometheusExporter("mine")
+    exporter = PrometheusExporter("mine")
     with caplog.at_level(logging.ERROR):
         exporter.tell(FIGURES)
         exporter.tell(FIGURES)

@@ -25,7 +25,6 @@ from recipe.async_engine.config.plan import RunPlan, derive
 from recipe.async_engine.core.groups import LedgerCounts
 from recipe.async_engine.core.prompt_manager import PromptCounts
 from recipe.async_engine.record.timeline import Timeline
-from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.step_metrics import StepMetrics
 
@@ -188,21 +187,21 @@ class Clock:
 def test_what_the_rollout_did_is_told_by_version() -> None:
     clock = Clock()
     timeline = Timeline(clock, 2)
-    meter = RolloutMeter(timeline, 2, turns=False)
+    books = timeline.rollout
     counts = LedgerCounts(9, 4, 3, 0, 2, 1, 1, 0, {"odd": 2, "uniform": 1}, {})
     prompts = PromptCounts(*[0] * len(PromptCounts.__dataclass_fields__))
 
     def version(busy: float, idle: float, complete: int) -> dict[str, float]:
-        timeline.rollout.set(running=1)
+        books.set(running=1)
         clock.now += busy
-        timeline.rollout.set(running=0)
+        books.set(running=0)
         clock.now += idle
         for _ in range(complete):
-            meter.completed([])
-        meter.end_version()
-        return meter.metrics(counts, prompts)
+            books.completed([])
+        books.end_version()
+        return books.metrics(counts, prompts)
 
-    assert "fully_async/rollouter/version_time" not in meter.metrics(counts, prompts), "no version has ended"
+    assert "fully_async/rollouter/version_time" not in books.metrics(counts, prompts), "no version has ended"
     first, second = version(6.0, 2.0, 3), version(1.0, 1.0, 1)
     of = "fully_async/rollouter"
     assert [first[f"{of}/{name}"] for name in ("version_time", "active_time", "idle_ratio")] == [8.0, 6.0, 0.25]

@@ -16,13 +16,26 @@ from trace_processor import loaded
 
 from recipe.async_engine.config.plan import derive
 from recipe.async_engine.record.event_file import EventFile, events_of, files, read
-from recipe.async_engine.record.events import GROUPS, ROLLOUT, TRAINER, Class, Devices, Event, Lane, TokenBooks, ignore
+from recipe.async_engine.record.events import (
+    GROUPS,
+    JOINED,
+    LOST,
+    ROLLOUT,
+    SAMPLED,
+    TRAINER,
+    Class,
+    Devices,
+    Event,
+    Lane,
+    TokenBooks,
+    ignore,
+)
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.record_stage import RecordStage
-from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, JOINED, LOST, SAMPLED, Recording, is_kept
+from recipe.async_engine.trainer.recording import GROUPS_IN_FULL, Recording, is_kept
 from recipe.report.__main__ import main as report
+from recipe.report.account import account_of
 from recipe.report.run import load
-from recipe.report.settled import account_of
 
 SOON = 30.0
 DEVICES = Devices({TRAINER: 1, ROLLOUT: 1})
@@ -177,7 +190,7 @@ def test_run_without_a_record_goes_on_and_has_no_account(events: bool, tmp_path:
     config = {"trainer": trainer, "actor_rollout_ref": rollout, "async_training": {"events": events}}
     timeline = Timeline(time.monotonic)
     stage = RecordStage(OmegaConf.create(config), derive(config), timeline, list, list)
-    assert stage.tell is ignore
+    assert timeline.listener is ignore
     stage.end(None, failed=False)
     assert stage.recorded is None
     assert files(tmp_path) == []

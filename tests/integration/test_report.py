@@ -36,7 +36,7 @@ from recipe.report.page import what_happened
 from recipe.report.run import load, speeds
 
 STEPS, STEP_S = 6, 4
-CHARTS = 15
+CHARTS = 14
 
 
 def run_of(

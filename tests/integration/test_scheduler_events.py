@@ -28,14 +28,14 @@ def running() -> Iterator[list[RolloutScheduler]]:
 def whys(scheduler: RolloutScheduler) -> list[str]:
     """What its lane has been since it was asked last."""
     settled(scheduler)
-    return [span.what for span in scheduler.lane.take()]
+    return [span.what for span in scheduler._books.lane.take()]
 
 
 def test_lane_says_why_nothing_begins(running: list[RolloutScheduler]) -> None:
     pool = ScriptedPool()
     scheduler = new_scheduler(new_ledger(b=1, bound=0, depth=0, target=2), make_source(8), pool)
     running.append(scheduler)
-    scheduler.lane.take()
+    scheduler._books.lane.take()
     scheduler.start()
     first = pool.of(0)
     # There are slots for more, and the gate has none.
@@ -66,7 +66,7 @@ def test_lane_says_whether_slots_or_something_else_keeps_others_from_beginning(
     pool = ScriptedPool()
     scheduler = new_scheduler(new_ledger(b=1, bound=8, depth=8, target=4), make_source(3), pool, slots=2)
     running.append(scheduler)
-    scheduler.lane.take()
+    scheduler._books.lane.take()
     scheduler.start()
     pool.of(1)
     assert whys(scheduler)[-1] == Why.GENERATING

@@ -15,7 +15,6 @@ from recipe.async_engine.record.events import (
     ENDS,
     LOG_PROBS,
     NOWHERE,
-    RANKS,
     ROLLOUT,
     RUN,
     SCHEDULER,
@@ -176,7 +175,6 @@ def scene(what: Class) -> tuple[list[Event], str]:
         return [*free, *lane(SCHEDULER, (Why.GENERATING, 0, 6), (BY_WHY[what], 6, 10))], ENGINE
     scenes: dict[Class, tuple[list[Event], str]] = {
         Class.TRAINING: (lane(TRAINER, ("wait", 0, 6), ("update", 6, 10)), TRAINER),
-        Class.WAIT_RANKS: ([*update, Event(RANKS, "wait", 0, 8, 0.5)], TRAINER),
         Class.WAIT_REWARD: (
             [
                 *lane(TRAINER, ("update", 0, 6), ("wait", 6, 10)),

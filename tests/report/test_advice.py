@@ -13,7 +13,6 @@ from recipe.async_engine.core.prompt_manager import Why
 from recipe.async_engine.record.events import (
     EMPTY,
     LOG_PROBS,
-    RANKS,
     ROLLOUT,
     SCHEDULER,
     TRAINER,
@@ -220,12 +219,6 @@ CAUSES: dict[str, tuple[Step, dict[str, Any], Class, str]] = {
         {},
         Class.WAIT_DRIVER,
         "require_batches",
-    ),
-    "a slow rank": (
-        [(TRAINER, "update", 0, 10), (RANKS, "wait 0.5", 0, 10), *SYNC[2:], (ENGINE, Class.DECODING, 0, 10)],
-        {},
-        Class.WAIT_RANKS,
-        "balance_batch",
     ),
     "slow log-prob servers": (
         [

@@ -6,7 +6,7 @@ work with its share of the engine's places; the shares add up to 1. Nothing is k
 is passed in: seconds, never backwards. Shown by tests/core/test_events.py.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,31 +29,9 @@ class Work(StrEnum):
     OTHER = "other"
 
 
-BEFORE_ITS_FIRST_TOKEN = {
-    Work.NEW: Class.PREFILL,
-    Work.AGAIN: Class.RE_PREFILL,
-    Work.RETRY: Class.RETRY,
-    Work.VALIDATION: Class.VALIDATING,
-    Work.OTHER: Class.PREFILL,
-}
-FROM_THEN_ON = {
-    Work.NEW: Class.DECODING,
-    Work.AGAIN: Class.DECODING,
-    Work.RETRY: Class.RETRY,
-    Work.VALIDATION: Class.VALIDATING,
-    Work.OTHER: Class.DECODING,
-}
+OF_ITS_OWN = {Work.RETRY: Class.RETRY, Work.VALIDATION: Class.VALIDATING}
+"""Work that is one class from a request's arrival to its end; of the rest the first token divides it."""
 TRAINED_WORK = (Work.NEW, Work.AGAIN, Work.RETRY)
-
-
-class LoopHabit:
-    """Whether trajectories of an agent loop go on after an answer, as far as they were seen; None before the first end.
-
-    One that does not has no tools, and what follows its answer is its last words.
-    """
-
-    def __init__(self) -> None:
-        self.goes_on: bool | None = None
 
 
 class AwayActivity:
@@ -61,17 +39,19 @@ class AwayActivity:
 
     Attributes:
         lane: names everything that at least one of them is at, joined by "+".
+        goes_on: of agent loops, as far as they were seen, whether their trajectories go on after an answer. One that
+            does not has no tools, and what follows its answer is its last words.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.lane = Lane(clock, NOWHERE)
         self._at: Counter[Away] = Counter()
-        self._habits: defaultdict[str, LoopHabit] = defaultdict(LoopHabit)
+        self.goes_on: dict[str, bool] = {}
 
     def tool_time(self, loop: str) -> "ToolTime":
         """Of a trajectory of the agent loop with this name."""
-        return ToolTime(self, self._habits[loop])
+        return ToolTime(self, loop)
 
     def change(self, what: Away, by: int) -> None:
         """So many more are at this from now on."""
@@ -95,8 +75,8 @@ class ToolTime:
         seconds: so far, without the stay under way.
     """
 
-    def __init__(self, activity: AwayActivity | None = None, habit: LoopHabit | None = None) -> None:
-        self._activity, self._habit, self.seconds = activity, habit or LoopHabit(), 0.0
+    def __init__(self, activity: AwayActivity | None = None, loop: str = "") -> None:
+        self._activity, self._loop, self.seconds = activity, loop, 0.0
         self._requests, self._since = 0, 0.0
         self._is_between = self._is_in = False
 
@@ -104,7 +84,7 @@ class ToolTime:
         """A request begins."""
         if self._activity is not None and self._is_between:
             self.seconds += self._activity.clock() - self._since
-            self._habit.goes_on = True
+            self._activity.goes_on[self._loop] = True
         self.leave()
         self._requests += 1
 
@@ -114,13 +94,14 @@ class ToolTime:
         if self._activity is None or self._requests > 0:
             return
         self._is_between, self._since = True, self._activity.clock()
-        if self._habit.goes_on is not False:
+        if self._activity.goes_on.get(self._loop, True):
             self._activity.change(Away.TOOLS, 1)
             self._is_in = True
 
     def end(self) -> None:
         """The trajectory has come to its end; after its last answer it was in no tool."""
-        self._habit.goes_on = bool(self._habit.goes_on)
+        if self._activity is not None:
+            self._activity.goes_on.setdefault(self._loop, False)
         self.leave()
 
     def leave(self) -> None:
@@ -139,7 +120,11 @@ class _Request:
 
     @property
     def kind(self) -> Class:
-        return (FROM_THEN_ON if self.answers else BEFORE_ITS_FIRST_TOKEN)[self.work]
+        if self.work in OF_ITS_OWN:
+            return OF_ITS_OWN[self.work]
+        if self.answers:
+            return Class.DECODING
+        return Class.RE_PREFILL if self.work is Work.AGAIN else Class.PREFILL
 
 
 class EngineActivity:

@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from pydantic_core import from_json
 
 from recipe.async_engine.config.sections import lookup
 from recipe.async_engine.core.snapshots import RESUMED_PARTS, not_carried
-from recipe.async_engine.record.schema import said
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +31,6 @@ CHANGE = {
     "rest": "Resume from another checkpoint, or begin anew with its weights: async_training.start_from={folder} and "
     "trainer.resume_mode=disable.",
 }
-
-
-class Manifest(TypedDict):
-    """verl's, of a checkpoint of Megatron's (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
-
-    contents: dict[str, Any]
-
-
-MANIFESTS = TypeAdapter(Manifest)
 
 
 def trained_models(has_critic: bool) -> dict[str, str]:
@@ -101,12 +90,15 @@ def _absent(folder: Path, strategy: str, ranks: int) -> Iterator[tuple[str, str]
 
 
 def _contents(folder: Path) -> dict[str, Any]:
+    """What verl's manifest of a checkpoint of Megatron's has (utils/checkpoint/megatron_checkpoint_manager.py:470)."""
     file = folder / MANIFEST
     try:
-        return MANIFESTS.validate_json(file.read_bytes())["contents"]
+        contents = from_json(file.read_bytes())["contents"]
+        if not isinstance(contents, dict):
+            raise TypeError("its contents are no object")
+        return contents
     except FileNotFoundError:
         return {}
-    except (OSError, ValidationError) as error:
-        why = said(error) if isinstance(error, ValidationError) else str(error)
-        logger.warning("%s cannot be read: %s", file, why)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        logger.warning("%s cannot be read: %r", file, error)
         return {}

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json
 
-from recipe.async_engine.record.events import GROUPS, RUN, TOKENS, TRAJECTORIES, WEIGHTS, Event
+from recipe.async_engine.record.events import (
+    BEGINS,
+    ENDS,
+    GROUPS,
+    JOINED,
+    LOST,
+    RUN,
+    SAMPLED,
+    TOKENS,
+    TRAJECTORIES,
+    WEIGHTS,
+    Event,
+)
 from recipe.async_engine.record.schema import LIMIT, BadFile, OtherFormat
 
 logger = logging.getLogger(__name__)
@@ -131,7 +144,14 @@ NEEDS = {
 MOST_OF = {"version": 1 << 30, "group": 1 << 37, "trajectory": 1 << 20, "tokens": 1 << 40}
 OFF_BY_S = 1.0
 """An event may begin before the run, or end before it begins, by this much: clocks of several hosts are compared."""
-NAMES_DEVICE = ("lost", "joined", "begins", "ends", "sampled")
+NAMES_DEVICE = (BEGINS, ENDS, LOST, JOINED, SAMPLED)
+
+
+BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
+"""What Arrow raises of a stream that is none."""
+CUT = re.compile(r"only (read )?\d+|be able to read")
+"""What Arrow says of a message whose end is not there."""
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Recorded(NamedTuple):
@@ -152,137 +172,90 @@ def read(path: str | os.PathLike[str]) -> Recorded:
         OtherFormat: it is of another version.
         BadFile: it cannot be read.
     """
-    name = os.fspath(path)
-    notes = []
+    tail, notes = Tail(path), []
     try:
-        with pa.OSFile(name) as file:
-            if not _has_begun(file):
-                return Recorded({}, COLUMNS.empty_table(), [])
-            stream = pa.ipc.open_stream(file)
-            header = _header(name, stream.schema)
-            batches, left_out, damage = _whole(stream)
-    except BROKEN as error:
-        raise BadFile(f"{name} cannot be read: {error}") from None
-    if damage is not None:
-        whole = sum(map(len, batches)) + left_out
-        notes.append(f"{name}: what comes after {whole} events is cut off or damaged, and left out ({damage})")
-    if left_out:
-        notes.append(f"{name}: {left_out} events are none, and are left out")
-    return Recorded(header, pa.Table.from_batches(batches, schema=COLUMNS), notes)
-
-
-def _has_begun(file: pa.NativeFile) -> bool:
-    """Whether the stream's schema is there as a whole; a run may have ended before."""
-    try:
-        return pa.ipc.read_message(file) is not None
-    except EOFError:
-        return False
-    except pa.ArrowInvalid as error:
-        if CUT.search(str(error)):
-            return False
-        raise
-    finally:
-        file.seek(0)
-
-
-BROKEN = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError, OverflowError)
-"""What Arrow raises of a stream that is none."""
-Whole = tuple[list[pa.RecordBatch], int, Exception | None]
-
-
-def _whole(stream: Any) -> Whole:
-    """The batches up to the first that is not whole, how many of their events are none, and what ended it."""
-    batches: list[pa.RecordBatch] = []
-    left_out = 0
-    while True:
-        try:
-            batch, none = _sound(stream.read_next_batch())
-        except StopIteration:
-            return batches, left_out, None
-        except BROKEN as error:
-            return batches, left_out, error
-        batches.append(batch)
-        left_out += none
-
-
-CUT = re.compile(r"only (read )?\d+|be able to read")
-"""What Arrow says of a message whose end is not there."""
-
-
-def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-    """The events of a batch without those that are none, and their number; raises what `BROKEN` has."""
-    batch.validate(full=True)
-    columns = {name: batch.column(name) for name in COLUMNS.names}
-    start, end, share = columns["start"], columns["end"], columns["share"]
-    # Comparisons with NaN are false, and those with null are null.
-    holds = pc.and_(pc.greater(start, -OFF_BY_S), pc.less(end, LIMIT))
-    holds = pc.and_(holds, pc.less_equal(start, pc.add(end, OFF_BY_S)))
-    holds = pc.and_(holds, pc.and_(pc.greater_equal(share, 0.0), pc.less_equal(share, 1.01)))
-    holds = pc.and_(holds, pc.and_(pc.is_valid(columns["lane"]), pc.is_valid(columns["what"])))
-    for name, most in MOST_OF.items():
-        fits = pc.and_(pc.greater_equal(columns[name], 0), pc.less(columns[name], most))
-        holds = pc.and_(holds, pc.fill_null(fits, True))
-    for lane, names in NEEDS.items():
-        for name in names:
-            holds = pc.and_(holds, pc.or_(pc.not_equal(columns["lane"], lane), pc.is_valid(columns[name])))
-    of_device = pc.and_(pc.equal(columns["lane"], RUN), pc.is_in(columns["what"], pa.array(NAMES_DEVICE)))
-    holds = pc.and_(holds, pc.or_(pc.invert(of_device), pc.is_valid(columns["text"])))
-    is_age = pc.match_substring_regex(columns["what"], r"^-?[0-9]{1,9}$")
-    holds = pc.fill_null(pc.and_(holds, pc.or_(pc.not_equal(columns["lane"], TOKENS), is_age)), False)
-    found = pa.RecordBatch.from_arrays([columns[name] for name in COLUMNS.names], schema=COLUMNS).filter(holds)
-    return found, batch.num_rows - found.num_rows
+        events = tail.table()
+        with open(path, "rb") as file:
+            file.seek(tail.at)
+            rest = file.read(len(END_OF_STREAM))
+    except OSError as error:
+        raise BadFile(f"{os.fspath(path)} cannot be read: {error}") from None
+    if tail.header is None:
+        if tail.damage is not None:
+            raise BadFile(tail.damage)
+        return Recorded({}, events, [])
+    if rest not in (b"", END_OF_STREAM):
+        whole = events.num_rows + tail.left_out
+        why = tail.damage or "its end is not there"
+        notes.append(f"{path}: what comes after {whole} events is cut off or damaged, and left out ({why})")
+    if tail.left_out:
+        notes.append(f"{path}: {tail.left_out} events are none, and are left out")
+    return Recorded(tail.header, events, notes)
 
 
 class Tail:
-    """The events of a file that is being written, as they come; nothing is read past what is damaged.
+    """The events of a file that may still be written, as they come; nothing is read past what is damaged.
 
     Attributes:
+        at: up to which byte it has been read.
+        header: as it was written; None before it is there.
         damage: what is wrong with the file, if anything.
+        left_out: rows so far that are no events.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._at = os.fspath(path), 0
+        self._path, self.at = os.fspath(path), 0
         self._schema: pa.Schema | None = None
+        self.header: dict[str, Any] | None = None
         self.damage: str | None = None
+        self.left_out = 0
 
     def new(self) -> list[Event]:
+        """The events of :meth:`table`."""
+        return events_of(self.table())
+
+    def table(self) -> pa.Table:
         """Those that have come since it was asked last, as far as they are whole.
 
         Raises:
             OtherFormat: the file is of another version.
+            OSError: there is no such file.
         """
-        events: list[Event] = []
-        if self.damage is not None:
-            return events
+        batches: list[pa.RecordBatch] = []
         with pa.OSFile(self._path) as file:
-            file.seek(self._at)
-            while (message := _message(file)) is not None:
+            file.seek(self.at)
+            while self.damage is None:
                 try:
+                    if (message := _message(file)) is None:
+                        break
                     # Arrow reads whatever it is given as what it is asked for.
                     if message.type != ("schema" if self._schema is None else "record batch"):
                         raise BadFile(f"{message.type} is nothing that comes here")
                     if self._schema is None:
                         schema = pa.ipc.read_schema(message)
-                        _header(self._path, schema)
-                        self._schema = schema
+                        self.header, self._schema = _header(self._path, schema), schema
                     else:
-                        batch, _ = _sound(pa.ipc.read_record_batch(message, self._schema))
-                        events += events_of(pa.Table.from_batches([batch]))
+                        batch, none = _sound(pa.ipc.read_record_batch(message, self._schema))
+                        batches.append(batch)
+                        self.left_out += none
+                    self.at = file.tell()
                 except OtherFormat:
                     raise
                 except (*BROKEN, BadFile) as error:
                     self.damage = f"{self._path} cannot be read from here on: {error}"
-                    break
-                self._at = file.tell()
-        return events
+        return pa.Table.from_batches(batches, schema=COLUMNS)
 
 
 def _message(file: pa.NativeFile) -> pa.Message | None:
     """The next message of a stream, None if it is not whole or there is none."""
     try:
         return pa.ipc.read_message(file)
-    except BROKEN:
+    except EOFError:
         return None
+    except BROKEN as error:
+        if CUT.search(str(error)):
+            return None
+        raise
 
 
 def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
@@ -290,14 +263,39 @@ def _header(path: str, schema: pa.Schema) -> dict[str, Any]:
     if (found := metadata.get(FORMAT, b"none").decode(errors="replace")) != str(VERSION):
         raise OtherFormat(f"{path} has events of version {found}; this package reads version {VERSION}")
     if not schema.equals(COLUMNS):
-        raise BadFile(f"{path} cannot be read: its columns are not those of version {VERSION}")
+        raise BadFile(f"its columns are not those of version {VERSION}")
     try:
         header = from_json(metadata.get(HEADER, b""))
     except ValueError as error:
-        raise BadFile(f"{path} cannot be read: its header is no JSON ({error})") from None
+        raise BadFile(f"its header is no JSON ({error})") from None
     if not isinstance(header, dict):
-        raise BadFile(f"{path} cannot be read: its header is no object")
+        raise BadFile("its header is no object")
     return header
+
+
+def _sound(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+    """The events of a batch without those that are none, and their number; raises what `BROKEN` has."""
+    batch.validate(full=True)
+    of = {name: batch.column(name) for name in COLUMNS.names}
+    lane, what = of["lane"], of["what"]
+    names_device = pc.and_(pc.equal(lane, RUN), pc.is_in(what, pa.array(NAMES_DEVICE)))
+    # Comparisons with NaN are false, and those with null are null.
+    conditions = [
+        pc.and_(pc.greater(of["start"], -OFF_BY_S), pc.less(of["end"], LIMIT)),
+        pc.less_equal(of["start"], pc.add(of["end"], OFF_BY_S)),
+        pc.and_(pc.greater_equal(of["share"], 0.0), pc.less_equal(of["share"], 1.01)),
+        pc.and_(pc.is_valid(lane), pc.is_valid(what)),
+        pc.or_(pc.invert(names_device), pc.is_valid(of["text"])),
+        pc.or_(pc.not_equal(lane, TOKENS), pc.match_substring_regex(what, r"^-?[0-9]{1,9}$")),
+    ]
+    for name, most in MOST_OF.items():
+        fits = pc.and_(pc.greater_equal(of[name], 0), pc.less(of[name], most))
+        conditions.append(pc.fill_null(fits, True))
+    for of_lane, names in NEEDS.items():
+        conditions += [pc.or_(pc.not_equal(lane, of_lane), pc.is_valid(of[name])) for name in names]
+    holds = pc.fill_null(reduce(pc.and_, conditions), False)
+    found = pa.RecordBatch.from_arrays([*of.values()], schema=COLUMNS).filter(holds)
+    return found, batch.num_rows - found.num_rows
 
 
 def events_of(table: pa.Table) -> list[Event]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 Clock = Callable[[], float]
 
 TRAINER, SCHEDULER, RUN = "trainer", "scheduler", "run"
-ROLLOUT, LOG_PROBS, AGENTS, RANKS = "rollout", "log-probs", "agents", "ranks"
+ROLLOUT, LOG_PROBS, AGENTS = "rollout", "log-probs", "agents"
 TRAJECTORIES, GROUPS, WEIGHTS, TOKENS = "trajectories", "groups", "weights", "tokens"
 
 
@@ -55,7 +55,6 @@ class Class(StrEnum):
     RE_PREFILL = "re_prefill"
     RETRY = "retry"
     LOST = "lost_with_replica"
-    WAIT_RANKS = "wait_slowest_rank"
     WAIT_BATCH = "wait_batch"
     WAIT_REWARD = "wait_reward"
     WAIT_LOG_PROBS = "wait_log_probs"
@@ -202,8 +201,10 @@ RECORDED = "recorded"
 """Where the trainer's state has the `Recorded`, for whoever writes the summary."""
 SCORES = "scores"
 """A phase of the trainer's timeline: it waits for log-prob servers."""
-BEGINS, ENDS = "begins", "ends"
-"""On the run's lane: a device's life begins later than the run, or ends before it."""
+BEGINS, ENDS, LOST, JOINED = "begins", "ends", "lost", "joined"
+"""On the run's lane, of the device that `text` names: its life begins later than the run, or ends before it; it died,
+or came in a lost one's place.
+"""
 
 
 @dataclass(frozen=True)

@@ -74,55 +74,41 @@ class Header(BaseModel):
 
 
 class Failure(TypedDict, total=False):
-    """What ended a run."""
-
     name: str
     message: str
 
 
 class AccountSummary(TypedDict, total=False):
-    """Of a run's account, as far as it is read back."""
-
     duration: Seconds
     closes: bool
     tokens: dict[str, Long] | None
 
 
 class Resumed(TypedDict, total=False):
-    """Of a run that was resumed."""
-
     step: Long
 
 
 class Validated(TypedDict, total=False):
-    """Scores of the first and the last validation."""
-
     first: Finite | None
     last: Finite | None
 
 
 class Staleness(TypedDict, total=False):
-    """Of what was trained, in versions."""
-
     max: Long
 
 
 class Rehearsal(TypedDict, total=False):
-    """What a run went on with in place of its own settings."""
-
     fallbacks: list[str]
 
 
 class Alarm(TypedDict):
-    """One that rang in a run: how often, in which unit, and what was said last."""
-
     count: Long
     unit: str
     said: str
 
 
 class Summary(TypedDict, total=False):
-    """Of ``summary.json``, what is read back."""
+    """Of ``summary.json``, what is read back; docs/run-record.md has the meaning of each key."""
 
     format: Long
     began: Moment
@@ -170,6 +156,8 @@ def said(error: ValidationError) -> str:
 def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, list[str]]:
     """The content without the parts that are of no such type, and what was left out; ``what`` names the file.
 
+    The parts are taken out of the content in place.
+
     Raises:
         BadFile: nothing is left, or what cannot be missed is not there.
     """
@@ -180,26 +168,19 @@ def sound_part(adapter: TypeAdapter[T], content: Any, what: str) -> tuple[T, lis
         except ValidationError as error:
             notes.append(said(error))
             for each in error.errors():
-                if (keys := _leads_to(content, each["loc"])) == ():
+                if not _left_out(content, each["loc"]):
                     raise BadFile(f"{what} cannot be read: {'; '.join(notes)}") from None
-                content = _removed(content, keys)
 
 
-def _leads_to(content: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a place that an error names, the part that is there; its last ones may name a type, or what is missing."""
-    for number, key in enumerate(place):
+def _left_out(content: Any, place: tuple[Any, ...]) -> bool:
+    """Take out the part at a place that an error names, whose last ones may name a type or what is missing."""
+    parent: dict[Any, Any] = {}
+    last = None
+    for key in place:
         if not (isinstance(content, dict) and key in content):
-            return place[:number]
-        content = content[key]
-    return place
-
-
-def _removed(content: Any, keys: tuple[Any, ...]) -> Any:
-    if keys[0] not in content:
-        return content
-    if len(keys) == 1:
-        return {key: value for key, value in content.items() if key != keys[0]}
-    return {**content, keys[0]: _removed(content[keys[0]], keys[1:])}
+            break
+        parent, last, content = content, key, content[key]
+    return parent.pop(last, parent) is not parent
 
 
 def header_of(content: Mapping[str, Any], what: str) -> tuple[Header, list[str]]:

@@ -57,7 +57,6 @@ class SchedulerSettings:
         slots_with_tools: as many may be under way while some of them are at tools instead; None: no more.
         max_retries: attempts of one trajectory beyond the first.
         max_consecutive_failures: groups that may fail in a row before the run ends.
-        places: of the slots, those that generate at once; None: all of them.
         filter_groups: leave out complete groups whose answers all have the same `filter_metric`: their advantages are
             zero. New prompts take their place.
         on_non_finite: what a group with a number that is none counts as.
@@ -70,7 +69,6 @@ class SchedulerSettings:
     max_retries: int
     max_consecutive_failures: int
     slots_with_tools: int | None = None
-    places: int | None = None
     filter_groups: bool = False
     filter_limit: int = 0
     on_non_finite: OnNonFinite = OnNonFinite.FAIL

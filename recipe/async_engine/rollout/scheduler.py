@@ -45,7 +45,7 @@ from recipe.async_engine.core.groups import (
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
 from recipe.async_engine.core.slots import Slots
-from recipe.async_engine.record.events import Class, Event, Lane, Tell, TokenBooks, ignore
+from recipe.async_engine.record.events import Event, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import (
@@ -58,11 +58,9 @@ from recipe.async_engine.rollout.group_run import (
 )
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
 from recipe.async_engine.rollout.loop_thread import LoopThread
-from recipe.async_engine.rollout.meter import RolloutMeter
 from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource, failure_of
 from recipe.async_engine.rollout.run_events import of_attempt, of_group
 from recipe.async_engine.rollout.soundness import NonFinite
-from recipe.async_engine.rollout.token_books import AnswerTokens
 from recipe.async_engine.rollout.trajectory_events import TrajectoryGenerated, TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
 
@@ -88,13 +86,12 @@ class RolloutScheduler:
         settings: SchedulerSettings,
         timeline: Timeline,
         rescore: bool = False,
-        tell: Tell = ignore,
         group_ended: Callable[[BaseException | None], AlarmLimit | None] = lambda error: None,
     ) -> None:
         """``rescore``: have log-prob servers score each group that waits by the newest version.
 
-        ``tell``: is told what became of trajectories and groups, on any thread. ``group_ended``: is told of each group
-        that is complete (None) or failed for good (its error), and returns what the run is to end with, if anything.
+        ``timeline``: is told what becomes of trajectories and groups. ``group_ended``: is told of each group that is
+        complete (None) or failed for good (its error), and returns what the run is to end with, if anything.
         """
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
@@ -103,11 +100,11 @@ class RolloutScheduler:
         self._pool = pool
         self._settings = settings
         self._timeline = timeline
-        self._meter = RolloutMeter(timeline, settings.places or settings.slots, settings.turns)
+        self._books = timeline.rollout
+        if settings.turns:
+            self._books.wait_for_turns()
         self._rescore = rescore
-        self._tell, self._group_ended = tell, group_ended
-        self.lane = Lane(time.monotonic, Class.START_UP)
-        self.answer_tokens = AnswerTokens()
+        self._group_ended = group_ended
         self._closing = False
         self._changed = Changes()
         self._runs: dict[int, GroupRun] = {}
@@ -147,14 +144,14 @@ class RolloutScheduler:
         engines = engine_tokens()
         with self._changed:
             live = sum(run.sampled_tokens for run in self._runs.values())
-            return self.answer_tokens.close(live, workers, before, engines)
+            return self._books.close(live, None if workers is None else vars(workers), before, engines)
 
     def open_turn(self) -> None:
         """Begin a generation turn: interrupted trajectories go on, then new ones begin. A drained stream goes on."""
         with self._changed:
             self.manager.open_turn()
             if self._settings.turns:
-                self._meter.begin_turn()
+                self._books.begin_turn()
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
@@ -170,16 +167,16 @@ class RolloutScheduler:
             try:
                 batch = self._wait_for_batch(timeout_s)
             finally:
-                self._timeline.rollout.set(waiting=False)
+                self._books.set(waiting=False)
                 if self._settings.turns:
-                    self._meter.end_turn(len(self.manager.close_turn()))
+                    self._books.end_turn(len(self.manager.close_turn()))
                 self._account()
         self._poke()
         return batch
 
     def _wait_for_batch(self, timeout_s: float) -> list[GroupRun] | None:
         if not self._batch_is_decided():
-            self._timeline.rollout.set(waiting=True)
+            self._books.set(waiting=True)
             self._account()
         in_time = self._changed.wait_until(self._batch_is_decided, time.monotonic() + timeout_s)
         self._raise_error()
@@ -215,7 +212,7 @@ class RolloutScheduler:
             for group_id in group_ids:
                 run = self._runs[group_id]
                 self.tokens.lost += run.cut_tokens
-                self.answer_tokens.cut += run.sampled_tokens
+                self._books.tokens["cut"] += run.sampled_tokens
                 run.group = self.ledger.restart(group_id)
                 run.begin_anew()
                 self.manager.adopt(run.group, run.states)
@@ -227,7 +224,6 @@ class RolloutScheduler:
             for group in self.ledger.leased():
                 run = self._runs.pop(group.id)
                 self.tokens.trained += run.cut_tokens
-                self.answer_tokens.trained += run.sampled_tokens
                 self._tell_all(of_group(run, group, self.ledger.version))
             staleness = self.ledger.mark_trained()
         self._poke()
@@ -300,7 +296,7 @@ class RolloutScheduler:
                 run = self._register(group, saved["row"])
                 run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
                 run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
-                self.answer_tokens.restored += run.sampled_tokens
+                self._books.tokens["restored"] += run.sampled_tokens
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
                     if not run.unfinished:
@@ -315,7 +311,7 @@ class RolloutScheduler:
     def metrics(self) -> dict[str, float]:
         """What the rollout side does at this moment, and how idle it was since the timeline began."""
         with self._changed:
-            did = self._meter.metrics(self.ledger.counts(), self.manager.counts())
+            did = self._books.metrics(self.ledger.counts(), self.manager.counts())
             return {"fully_async/rollouter/slots": self.manager.slots, **self._pool.metrics(), **did}
 
     # The event loop's side.
@@ -480,7 +476,7 @@ class RolloutScheduler:
 
     def _complete(self, run: GroupRun) -> None:
         """Every answer of the group is there, with its reward."""
-        self._meter.completed(run.answers)
+        self._books.completed(run.answers)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
         run.ready_at = time.monotonic()
@@ -504,7 +500,6 @@ class RolloutScheduler:
         group = end(run.group.id, reason)
         self._filter.forget(run.group.id)
         del self._runs[run.group.id]
-        self.answer_tokens.ended(run.sampled_tokens, group.state)
         self._tell_all(of_group(run, group, self.ledger.version, reason))
         # Of the trajectories under way, their workers count them.
         waiting = [record.cut_tokens for n, record in run.records.items() if n not in run.calls]
@@ -548,15 +543,14 @@ class RolloutScheduler:
         if (scored := run.scored[n]) is None:
             return
         with self._changed:
-            self.answer_tokens.arrived(scored, not run.given_up)
+            self._books.arrived(scored, not run.given_up)
             if run.given_up:
                 # It was complete before its worker heard that its group is not wanted.
                 self.tokens.lost += scored.cut_tokens
 
     def _count_scoring(self, change: int) -> None:
         with self._changed:
-            rollout = self._timeline.rollout
-            rollout.set(scoring=rollout.scoring + change)
+            self._books.set(scoring=self._books.scoring + change)
             self._account()
 
     async def _snapshot(self, timeout_s: float) -> dict[str, Any]:
@@ -598,7 +592,7 @@ class RolloutScheduler:
     async def _announced(self) -> int:
         with self._changed:
             version = self.ledger.announce()
-            self._meter.end_version()
+            self._books.end_version()
             ready = self.ledger.in_state(GroupState.READY) if self._rescore else ()
         self._wake.set()
         # Whoever announces a version waits for this, and takes no batch meanwhile.
@@ -627,13 +621,13 @@ class RolloutScheduler:
     # Under the condition variable.
 
     def _account(self) -> None:
-        self._timeline.rollout.set(running=self.manager.running)
-        waits = self._timeline.rollout.waits_for_rewards
-        self.lane.turn_to(self.manager.why(bool(self._prompts.left), waits))
+        self._books.set(running=self.manager.running)
+        waits = self._books.waits_for_rewards
+        self._books.lane.turn_to(self.manager.why(bool(self._prompts.left), waits))
 
     def _tell_all(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._tell(event)
+            self._timeline.tell(event)
 
     def _score(self, groups: Iterable[Group]) -> None:
         """Have the log-prob servers score ready groups by the newest version, those first that are trained first."""

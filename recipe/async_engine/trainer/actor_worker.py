@@ -31,7 +31,6 @@ from verl.workers.engine_workers import TrainingWorker
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.trainer.collectives import CollectiveTime
 from recipe.async_engine.trainer.log_probs import bypass, loglinear
 from recipe.async_engine.trainer.shard_copy import SHARDED, ShardCopy
 from recipe.async_engine.weights import lora_engine
@@ -63,7 +62,6 @@ class ActorWorker(DetachActorWorker):
     checkpoint_engine: Any
     _snapshot: WeightSnapshot | None = None
     _shards: dict[str, ShardCopy] | None = None
-    _collectives: CollectiveTime | None = None
     _device: Any = None
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -82,19 +80,9 @@ class ActorWorker(DetachActorWorker):
         lora_engine.register(get_device_name(), get_vendor())
         super().init_model()
         self._device = get_platform().current_device()
-        module = getattr(self.actor.engine, "module", None) if self.actor is not None else None
-        # Megatron's is a list of parts.
-        if self.world_size > 1 and get_platform().device_name == "cpu" and isinstance(module, torch.nn.Module):
-            self._collectives = CollectiveTime()
-            self._collectives.watch(module)
         engine = getattr(self, "checkpoint_engine", None)
         if self.rank == 0 and getattr(engine, "wire_format", None) == "named_tensors":
             self.checkpoint_engine = SummedSender(engine)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def collective_seconds(self) -> float | None:
-        """What this rank has spent in collectives so far; None where that cannot be said."""
-        return None if self._collectives is None else self._collectives.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def snapshot_weights(self, version: int, wire: Wire) -> None:

@@ -28,9 +28,9 @@ from verl.utils.debug import marked_timer
 from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.plan import batch_size, derive, epoch_prompts, rehearses
 from recipe.async_engine.config.sections import read_settings
+from recipe.async_engine.core.alarms import UnchangedWeights
 from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.scoring import Anchor
-from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.record.contents import lacking
 from recipe.async_engine.record.events import RECORDED, Class
 from recipe.async_engine.record.figures import TRAINER_DOES
@@ -47,8 +47,7 @@ from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation,
 from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
 from recipe.async_engine.trainer.checkpoints import RunState, folder_of, loading
 from recipe.async_engine.trainer.data_sets import data_sets, defaults
-from recipe.async_engine.trainer.exported import PrometheusExporter
-from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage
+from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage, PrometheusExporter
 from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
 from recipe.async_engine.trainer.log_prob_stage import LogProbStage
 from recipe.async_engine.trainer.log_probs.sources import scores_column
@@ -145,7 +144,6 @@ class AsyncPPOTrainer(Startup):
             settings,
             self.timeline,
             rescore,
-            self.record.tell,
             self.alarms.group_ended,
         )
 
@@ -179,7 +177,7 @@ class AsyncPPOTrainer(Startup):
         self.logger = self.trackers = begin_tracking(self.config, self.global_steps, self.timeouts.startup)
         self.validation_generations_logger = self.trackers.generations
         self.scheduler = self._new_scheduler()
-        self.record.follow(self.scheduler)
+        self.record.ask()
         self.scheduler.tokens = self._interrupted_tokens
         self.scheduler.restore_groups(groups)
         self.figures = FiguresStage(
@@ -198,7 +196,6 @@ class AsyncPPOTrainer(Startup):
             self.unchanged,
             self.alarms,
             self.timeline,
-            self.record.during,
             self.fail,
         )
         self._publish_again()

@@ -7,17 +7,64 @@ exporter has is what was told last, by whoever asked. Shown by tests/integration
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+from ray.util.metrics import Gauge
 
 from recipe.async_engine.core.alarms import Alarms
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.record.figures import EXPORTED, ROLLOUT_DOES, SERVERS, SHARE, STEP, TRAINER_DOES
+from recipe.async_engine.record.figures import (
+    EXPORTED,
+    ROLLOUT_DOES,
+    SERVERS,
+    SHARE,
+    STEP,
+    TRAINER_DOES,
+    TRAINER_SHARE,
+    Exported,
+)
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.trainer.exported import PrometheusExporter
 
+logger = logging.getLogger(__name__)
+
+RUN, PHASE = "run", "phase"
 LEDGER_COUNTS: Sequence[str] = ("issued", "trained", "filtered", "failed", "live")
+
+
+class PrometheusExporter:
+    """Tells Ray the figures of one run, with the label `run`, until that fails once; it must live in a Ray process."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._gauges: dict[str, Gauge] = {}
+        self._has_failed = False
+
+    def tell(self, figures: Mapping[str, Any]) -> None:
+        """From now on these are the figures; what is no number is left out."""
+        if self._has_failed:
+            return
+        try:
+            self._tell({key: float(value) for key, value in figures.items() if isinstance(value, Real)})
+        except Exception:  # a run does not end for what is told of it
+            self._has_failed = True
+            logger.exception("Prometheus is told nothing more")
+
+    def _tell(self, figures: Mapping[str, float]) -> None:
+        for key, value in figures.items():
+            if key.startswith(SHARE):
+                phase = {PHASE: key.removeprefix(SHARE)}
+                self._gauge(TRAINER_SHARE, RUN, PHASE).set(value, tags={RUN: self._run, **phase})
+            elif key in EXPORTED:
+                self._gauge(EXPORTED[key], RUN).set(value, tags={RUN: self._run})
+
+    def _gauge(self, exported: Exported, *labels: str) -> Gauge:
+        if exported.name not in self._gauges:
+            self._gauges[exported.name] = Gauge(exported.name, description=exported.meaning, tag_keys=labels)
+        return self._gauges[exported.name]
 
 
 class FiguresStage:
@@ -48,7 +95,7 @@ class FiguresStage:
         }
         figures = {**reported, **self.now(step)}
         self._export(figures)
-        return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._scheduler.lane.what}
+        return {**figures, TRAINER_DOES: self._timeline.doing, ROLLOUT_DOES: self._timeline.rollout.lane.what}
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """These are the metrics of the last step."""
@@ -57,7 +104,7 @@ class FiguresStage:
 
     def now(self, step: int) -> dict[str, float]:
         """In the keys of docs/run-record.md."""
-        shares = self._timeline.glance()
+        shares = self._timeline.shares()
         counts = self._scheduler.counts()
         return {
             STEP: step,

@@ -40,7 +40,6 @@ def scheduler_settings(plan: RunPlan, config: Any, in_turns: bool) -> SchedulerS
         group_size=plan.answers_per_group,
         slots=plan.max_concurrent_trajectories,
         slots_with_tools=plan.max_trajectories_with_tools,
-        places=plan.engine_places,
         max_retries=training.max_group_retries,
         max_consecutive_failures=plan.batch_groups,
         on_non_finite=OnNonFinite(training.on_non_finite),

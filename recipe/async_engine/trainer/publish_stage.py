@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from verl.utils.debug import marked_timer
 
 from recipe.async_engine.config.plan import RunPlan
-from recipe.async_engine.core.alarms import Alarms
-from recipe.async_engine.core.unchanged import UnchangedWeights
+from recipe.async_engine.core.alarms import Alarms, UnchangedWeights
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
@@ -40,8 +39,7 @@ class PublishStage:
         fleet: what gets the weights.
         published: the trainer's copy of the weights published last.
         unchanged: judges whether versions differ, and ``alarms`` is told.
-        timeline: the trainer's.
-        during: what records a part of the way, by its name and the version.
+        timeline: is told of the way.
         fail: called with the error of a version that failed on its way, on another thread.
     """
 
@@ -54,12 +52,11 @@ class PublishStage:
         unchanged: UnchangedWeights,
         alarms: Alarms,
         timeline: Timeline,
-        during: Callable[[str, int], AbstractContextManager[None]],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._plan, self._scheduler, self._fleet = plan, scheduler, fleet
         self._published, self._unchanged, self._alarms = published, unchanged, alarms
-        self._timeline, self._during = timeline, during
+        self._timeline = timeline
         self._drains = plan.settings.weights.at_swap == "drain"
         self._way = Publication(*self._deadline(), fail)
 
@@ -131,17 +128,17 @@ class PublishStage:
     def _bring(self, version: int) -> dict[str, float]:
         """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
         self._timeline.note(f"version {version} is sealed")
-        with self._during("stage", version):
+        with self._timeline.during("stage", version):
             staged = self._fleet.stage(version)
         training = self._plan.settings.async_training
         if self._drains:
-            with self._during("drain", version):
+            with self._timeline.during("drain", version):
                 self._scheduler.pause_until_drained(training.timeouts.drain, fill=training.whole_batches)
-        with self._during("swap", version):
+        with self._timeline.during("swap", version):
             self._fleet.swap(staged)
         # No replica generates: what starts from here on is the new version's.
         self._scheduler.version_announced()
-        with self._during("resume", version):
+        with self._timeline.during("resume", version):
             metrics = self._fleet.resume(staged)
         if self._drains:
             self._scheduler.open_turn()

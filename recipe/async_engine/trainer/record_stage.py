@@ -2,18 +2,15 @@
 """What the run's record of events has of the trainer.
 
 Contract: verl's calls of its worker groups are phases of the timeline, in which the trainer's accelerators compute;
-within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one; the part
-of it that they wait for the slowest one, in the mean, is told apart where a rank can say (`collectives`). With
-``async_training.events=false`` nothing is recorded. Shown by
-tests/integration/test_recording.py and tests/accounts.py.
+within a step everything else is the driver's own work, for which they wait. The ranks of a call count as one. With
+``async_training.events=false`` nothing is recorded. Shown by tests/integration/test_recording.py and tests/accounts.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -26,23 +23,18 @@ from recipe.async_engine.record.events import (
     AGENTS,
     LOG_PROBS,
     NO_TOKENS,
-    RANKS,
     ROLLOUT,
     SCHEDULER,
     TOKENS,
     TRAINER,
-    WEIGHTS,
     Devices,
     Event,
     Recorded,
-    Tell,
     TokenBooks,
-    ignore,
 )
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.batch import token_ages
-from recipe.async_engine.trainer.collectives import mean_wait
 from recipe.async_engine.trainer.recording import Recording
 from recipe.async_engine.weights.replica_set import generates
 
@@ -61,9 +53,6 @@ class RecordStage:
         timeline: the trainer's.
         replicas: rollout and log-prob servers, called again and again: whom to ask what they did.
         agents: the agent-loop workers, likewise.
-
-    Attributes:
-        tell: is told what happens in this process, on any thread.
     """
 
     def __init__(
@@ -74,10 +63,8 @@ class RecordStage:
         replicas: Callable[[], Iterable[RolloutReplica]],
         agents: Callable[[], Iterable[Any]],
     ) -> None:
-        self._timeline, self._ranks = timeline, plan.trainer_ranks
-        self._collective_s: Sequence[float] | None = None
+        self._timeline = timeline
         self._recording: Recording | None = None
-        self.tell: Tell = ignore
         if not plan.settings.async_training.events:
             return
 
@@ -96,12 +83,12 @@ class RecordStage:
             logger.error("there is no record of events, the run goes on: %s", error)
             return
         self._recording.follow(TRAINER, timeline.lane)
-        self.tell = self._recording.tell
+        self._recording.follow(SCHEDULER, timeline.rollout.lane)
+        timeline.listener = self._recording.tell
 
-    def follow(self, scheduler: RolloutScheduler) -> None:
-        """From now on what the scheduler does is recorded, and what the servers do."""
+    def ask(self) -> None:
+        """From now on what the servers do is recorded."""
         if self._recording is not None:
-            self._recording.follow(SCHEDULER, scheduler.lane)
             self._recording.ask()
 
     def end(self, scheduler: RolloutScheduler | None, failed: bool) -> None:
@@ -127,42 +114,13 @@ class RecordStage:
         """What the account of the run is made of, once it has ended; None without a record."""
         return None if self._recording is None else self._recording.recorded
 
-    @contextmanager
-    def during(self, what: str, version: int) -> Iterator[None]:
-        """A part of bringing a version to the replicas."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.tell(Event(WEIGHTS, what, began, time.monotonic(), version=version))
-
     def ages(self, batch: DataProto, version: int) -> None:
         """Record how many tokens of a batch, trained at ``version``, are how old."""
         if self._recording is None:
             return
         now = time.monotonic()
         for age, count in token_ages(batch, version).items():
-            self.tell(Event(TOKENS, str(age), now, now, version=version, tokens=count))
-
-    @contextmanager
-    def ranks_compared(self, collective_seconds: Callable[[], Sequence[float | None]]) -> Iterator[None]:
-        """A call of the actor's ranks, of which each may wait for the slowest one.
-
-        ``collective_seconds``: how long each has been in collectives since it started, None if it does not know.
-        """
-        began = time.monotonic()
-        yield
-        if self._recording is None or self._ranks < 2:
-            return
-        ended = time.monotonic()
-        spent = [seconds for seconds in collective_seconds() if seconds is not None]
-        if len(spent) < self._ranks:
-            # They never can: no further call is to wait for the question.
-            self._ranks = 0
-            return
-        before, self._collective_s = self._collective_s or [0.0] * len(spent), spent
-        wait = mean_wait([now - then for now, then in zip(spent, before, strict=True)])
-        self.tell(Event(RANKS, "wait", began, ended, min(1.0, wait / (ended - began))))
+            self._timeline.tell(Event(TOKENS, str(age), now, now, version=version, tokens=count))
 
 
 def _devices(config: Any, plan: RunPlan) -> Devices:

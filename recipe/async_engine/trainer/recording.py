@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +32,8 @@ from recipe.async_engine.record.events import (
     BEGINS,
     ENDS,
     GROUPS,
+    JOINED,
+    LOST,
     RUN,
     SAMPLED,
     TRAJECTORIES,
@@ -54,9 +56,6 @@ ASKED_IN_ALL = 2_000
 ANSWER_S, AGENTS_ANSWER_S = 2.0, 0.3
 WRITE_S, MANY = 5.0, 5_000
 GROUPS_IN_FULL = 10_000
-
-LOST, JOINED = "lost", "joined"
-"""On the run's lane, `text` says what: a device died, came in a lost one's place, or has sampled `tokens` so far."""
 
 
 def is_kept(group: int) -> bool:
@@ -131,7 +130,7 @@ class Recording:
         """Something was done; times by the clock of this process."""
         if event.lane in (TRAJECTORIES, GROUPS) and event.group is not None and not is_kept(event.group):
             return
-        self._tell(event._replace(start=event.start - self._began, end=event.end - self._began))
+        self._told.append(event._replace(start=event.start - self._began, end=event.end - self._began))
 
     def follow(self, name: str, lane: Lane) -> None:
         """What this lane of this process does from now on is recorded under this name."""
@@ -174,11 +173,10 @@ class Recording:
             devices = [device for device in self._known.values() if device.is_counted]
             if self.deaths or any(device.asked is not None for device in devices):
                 return None
-            sums: dict[str, int] = {}
+            sums: Counter[str] = Counter()
             for device in devices:
-                for name, count in device.tokens.items():
-                    sums[name] = sums.get(name, 0) + count
-        return sums
+                sums.update(device.tokens)
+        return dict(sums)
 
     @contextmanager
     def _locked_soon(self) -> Iterator[bool]:
@@ -209,22 +207,19 @@ class Recording:
     def _now(self) -> float:
         return self._clock() - self._began
 
-    def _tell(self, event: Event) -> None:
-        self._told.append(event)
-
     def _write(self) -> None:
         self._last_write = self._now
         for device in (*self._known.values(), *self._gone):
             if device.down:
                 self._fill(device, Class.DOWN, self._now)
             elif SAMPLED in device.tokens:
-                self._tell(Event(RUN, SAMPLED, self._now, self._now, tokens=device.tokens[SAMPLED], text=device.name))
+                self._note(SAMPLED, device.name, self._now, device.tokens[SAMPLED])
         self._file.write([self._told.popleft() for _ in range(len(self._told))])
 
     def _ask_all(self) -> None:
         for name, lane in self._lanes.items():
             for span in lane.take():
-                self._tell(Event(name, span.what, span.start - self._began, span.end - self._began))
+                self._told.append(Event(name, span.what, span.start - self._began, span.end - self._began))
         parts = dict(self._parts())
         for name, device in list(self._known.items()):
             if name not in parts:
@@ -276,7 +271,7 @@ class Recording:
             start, end = (device.clock.here(time) - self._began for time in (span.start, span.end))
             # Nothing is told twice of a time; what a lost one left is told already.
             if end > known:
-                self._tell(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
+                self._told.append(Event(device.name, span.what, max(start, known), end, span.share, tokens=span.tokens))
                 until = max(until, end)
         device.known_until = until
         device.tokens = answer.tokens
@@ -315,8 +310,8 @@ class Recording:
     def _fill(self, device: _Device, what: Class, until: float) -> None:
         """From where its events end up to then it was this."""
         if until > device.known_until:
-            self._tell(Event(device.name, what, device.known_until, until))
+            self._told.append(Event(device.name, what, device.known_until, until))
             device.known_until = until
 
-    def _note(self, what: str, device: str, at: float) -> None:
-        self._tell(Event(RUN, what, at, at, text=device))
+    def _note(self, what: str, device: str, at: float, tokens: int | None = None) -> None:
+        self._told.append(Event(RUN, what, at, at, tokens=tokens, text=device))

@@ -17,9 +17,8 @@ from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.sections import Timeouts
-from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.alarms import Alarms, UnchangedWeights
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.unchanged import UnchangedWeights
 from recipe.async_engine.record.events import SCORES
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
@@ -110,9 +109,6 @@ class StagedTrainer(SeparateRayPPOTrainer):
 
     # verl's calls of its worker groups.
 
-    def _collective_seconds(self) -> Sequence[float | None]:
-        return self.actor_rollout_wg.collective_seconds()
-
     def _compute_values(self, batch: DataProto) -> DataProto:
         with self.timeline.phase(COMPUTE):
             return super()._compute_values(batch)
@@ -122,7 +118,7 @@ class StagedTrainer(SeparateRayPPOTrainer):
             return super()._compute_ref_log_prob(batch)
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
-        with self.timeline.phase(COMPUTE), self.record.ranks_compared(self._collective_seconds):
+        with self.timeline.phase(COMPUTE):
             return super()._compute_old_log_prob(batch)
 
     def _update_critic(self, batch: DataProto) -> DataProto:
@@ -132,7 +128,7 @@ class StagedTrainer(SeparateRayPPOTrainer):
         return output
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        with self.timeline.phase(UPDATE), self.record.ranks_compared(self._collective_seconds):
+        with self.timeline.phase(UPDATE):
             output = super()._update_actor(batch)
         self.metrics.update(note_update("actor", output, self.alarms))
         metrics = output.meta_info["metrics"]
