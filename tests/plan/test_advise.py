@@ -11,11 +11,11 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from benchmarks.emulation.models import MODELS
 from recipe.async_engine.config.plan import derive
 from recipe.async_engine.config.validation import validate
 from recipe.plan.__main__ import assumed, main
 from recipe.plan.advise import Advice, advise, candidates, parts_of_nodes
-from recipe.plan.device import MODELS
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import Times
 
