@@ -43,7 +43,7 @@ class KeepingTrainer(AsyncPPOTrainer):
         self._keep(self.ledger.version)
         super()._publish_again()
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         kept = {name: batch.batch[name].clone() for name in COLUMNS} | {"version": self.ledger.version}
         torch.save(kept, Path(os.environ["RECORDED"]) / f"batch_{self.global_steps}.pt")
-        return super()._fit_update_actor(batch)
+        return super()._update(batch)

@@ -360,7 +360,7 @@ def turn_part() -> None:
 
 
 def control_part() -> None:
-    from recipe.async_engine.actors.restarts import Restartable
+    from recipe.async_engine.actors.control import Restartable
 
     class Worker:
         """Holds what it is given."""

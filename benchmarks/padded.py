@@ -34,9 +34,9 @@ class PaddedReplica(ModelEngineReplica):
 class PaddedFullyAsync(AsyncPPOTrainer):
     server_class = PaddedReplica
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         time.sleep(float(os.environ["TRAINING_PAD_S"]))
-        return super()._fit_update_actor(batch)
+        return super()._update(batch)
 
     def by_published_weights(self, batch: Any) -> tuple[Any, float]:
         time.sleep(log_prob_pad(len(batch)))

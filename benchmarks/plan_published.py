@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from documents import table
 
-from recipe.plan.device import H100, MODELS, DeviceTimes, shape_of
+from benchmarks.emulation.models import MODELS
+from recipe.plan.device import H100, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import Times
 

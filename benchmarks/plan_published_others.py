@@ -21,7 +21,8 @@ from typing import Any
 from documents import table
 from plan_published import H20
 
-from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, shape_of
+from benchmarks.emulation.models import MODELS
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes, shape_of
 from recipe.plan.simulation import Scenario, Simulation
 from recipe.plan.times import Times
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from recipe.async_engine.features import FEATURES
+from recipe.async_engine.outside import FEATURES
 from recipe.laptop.choice import CPU_ENVIRONMENT
 from recipe.laptop.prefork.run import Prefork
 

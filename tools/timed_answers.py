@@ -68,9 +68,9 @@ class TimedDecodeExtension(EmulatedExtension):
 class SlowUpdate:
     """Mixed into a trainer."""
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         ready = time.monotonic() + float(os.environ["UPDATE_S"])
-        updated = super()._fit_update_actor(batch)
+        updated = super()._update(batch)
         time.sleep(max(0.0, ready - time.monotonic()))
         return updated
 

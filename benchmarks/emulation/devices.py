@@ -22,9 +22,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, shape_of
+from benchmarks.emulation.models import MODELS
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes, shape_of
 
 VARIABLE = "EMULATED_DEVICES"
+SLEEP_S = 0.5
+"""Of putting an engine to sleep, and of waking it, without its weights; an assumption."""
 PROFILES: Mapping[str, DeviceProfile] = {"h100": H100}
 
 Count = Annotated[int, Field(ge=1)]
@@ -36,7 +39,7 @@ class Emulation:
     """The devices of a run.
 
     Attributes:
-        device, model: names in `PROFILES` and `recipe.plan.device.MODELS`.
+        device, model: names in `PROFILES` and `benchmarks.emulation.models.MODELS`.
         replica_devices: that one rollout replica stands for.
         trainer_devices: that one trainer or log-prob rank stands for.
         shared: whether trainer and engines take turns on them, so that an engine sleeps between two loads.
@@ -127,7 +130,7 @@ class Device:
 
     def load_s(self) -> float:
         """Of weights that are loaded in place, with the sleep before them and the waking for them."""
-        turn = self.times.sleep_s() + self.times.wake_s() if self.emulation.shared else 0.0
+        turn = 2 * SLEEP_S * self.times.time_scale if self.emulation.shared else 0.0
         return self.times.load_s() + turn
 
     def end_if_due(self) -> None:

@@ -19,25 +19,14 @@ import logging
 import os
 from collections.abc import Mapping
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.errors import WrongInstallation
+from recipe.async_engine.outside import FEATURES
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "verl.plugins"
 ENTRY_POINT_NAME = "recipe"
 MODULE_NAME = "recipe.async_engine.plugin"
-
-
-class PluginNotLoadedError(RecipeError):
-    """verl does not load this plugin in the present environment."""
-
-
-# Environment variable, what it must be (compared without case and blanks), and the module whose ``install()`` then does
-# it: imported only when asked for, and harmless when called twice.
-FEATURES = (
-    ("VERL_PLATFORM", "cpu", "recipe.laptop.platform.cpu"),
-    ("RECIPE_V1_TRAINERS", "1", "recipe.mains.register"),
-)
 
 
 def install_requested(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -73,16 +62,16 @@ def loading_routes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_loaded(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `PluginNotLoadedError`, with what to change, if verl would not load this in workers so configured."""
+    """Raise `WrongInstallation`, with what to change, if verl would not load this in workers so configured."""
     if loading_routes(environ):
         return
     policy = environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if _entry_point_installed():
-        raise PluginNotLoadedError(
+        raise WrongInstallation(
             f"VERL_USE_EXTERNAL_PLUGINS={policy!r} keeps verl from loading the plugin {ENTRY_POINT_NAME!r}. "
             f"Set it to 'auto' or add {ENTRY_POINT_NAME!r} to its comma-separated names."
         )
-    raise PluginNotLoadedError(
+    raise WrongInstallation(
         f"The entry point {ENTRY_POINT_NAME!r} of group {ENTRY_POINT_GROUP!r} is not installed, so verl would not load "
         "this package in its workers. Run `pip install -e .` in the checkout, or, without installing, put the checkout "
         f"on PYTHONPATH and set VERL_USE_EXTERNAL_MODULES={MODULE_NAME}."

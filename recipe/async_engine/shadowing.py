@@ -13,16 +13,12 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.modes import MODES
-
-
-class ShadowedPackageError(RecipeError):
-    """Another package of the same name comes first on Python's path."""
+from recipe.async_engine.core.errors import WrongInstallation
+from recipe.async_engine.outside import MODES
 
 
 def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
-    """Raise `ShadowedPackageError`, with both places, unless `recipe.<mode>` is this package's, for each mode."""
+    """Raise `WrongInstallation`, with both places, unless `recipe.<mode>` is this package's, for each mode."""
     ours = Path(__file__).resolve().parents[1]
     for mode in modes:
         spec = importlib.util.find_spec(f"recipe.{mode}")
@@ -30,7 +26,7 @@ def check_not_shadowed(modes: Iterable[str] = MODES) -> None:
             continue
         found = Path(next(iter(spec.submodule_search_locations))).resolve()
         if found != ours / mode:
-            raise ShadowedPackageError(
+            raise WrongInstallation(
                 f"recipe.{mode} is two packages here: {found} comes first on Python's path and hides {ours / mode}, "
                 "which belongs to the recipe.async_engine that runs. Start from another directory, or put "
                 f"{ours.parent} first on PYTHONPATH."

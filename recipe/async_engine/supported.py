@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from packaging.specifiers import SpecifierSet
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.errors import WrongInstallation
 
 VERL_SUPPORTED = "==0.9.1"
 VLLM_SUPPORTED = "==0.28.*"
 RAY_SUPPORTED = "==2.60.*"
-
-
-class UnsupportedVersionError(RecipeError):
-    """A workaround meets a release of verl or vLLM that it was not written for."""
 
 
 def is_supported(found: str, supported: str) -> bool:
@@ -26,10 +22,10 @@ def is_supported(found: str, supported: str) -> bool:
 
 
 def require_version(package: str, found: str, supported: str, needed_for: str) -> None:
-    """Raise `UnsupportedVersionError` unless ``found`` meets ``supported``; else ``needed_for`` cannot be done."""
+    """Raise `WrongInstallation` unless ``found`` meets ``supported``; else ``needed_for`` cannot be done."""
     if not is_supported(found, supported):
         allowed = supported.removeprefix("==")
-        raise UnsupportedVersionError(
+        raise WrongInstallation(
             f"{needed_for} is written for {package} {allowed}, but {package} {found} is installed. Install a supported "
             f"release of {package}, or run on an accelerator with VERL_PLATFORM unset."
         )

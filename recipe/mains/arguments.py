@@ -11,7 +11,7 @@ from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verdicts import PLACEHOLDER as MANAGER
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 
 PREFIX = "recipe_"
 CHOSEN = "chosen_by_flag"

@@ -2,7 +2,7 @@
 """Who judges a configuration beside the rules of the engine."""
 
 from recipe.async_engine.config.validation import Judge
-from recipe.plan.memory import rules as memory
+from recipe.plan.memory import estimate as memory
 from recipe.programs import check as programs
 
 JUDGES: tuple[Judge, ...] = (memory, programs)

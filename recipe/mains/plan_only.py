@@ -17,7 +17,7 @@ from recipe.async_engine.config.v1_validation import as_placed, judge_v1
 from recipe.async_engine.config.validation import Findings
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import file_facts, look, plain
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 from recipe.mains.arguments import PREFIX, take_arguments
 from recipe.mains.judges import JUDGES, V1_JUDGES
 from recipe.plan.plan_report import report

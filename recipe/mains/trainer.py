@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from recipe.async_engine.inspection.check import check, plain
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 from recipe.async_engine.record.run_record import RunRecord
 from recipe.async_engine.run.display import Display
 from recipe.async_engine.run.rehearsing import only_rehearse

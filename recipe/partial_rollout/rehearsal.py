@@ -8,8 +8,8 @@ them. There is no other way, so nothing falls back. Shown by tests/e2e/test_rehe
 
 from __future__ import annotations
 
-from recipe.async_engine.trainer.probe import Answer
-from recipe.async_engine.trainer.rehearsal import Rehearsal, RehearsalFailed
+from recipe.async_engine.trainer.probe import Answer, RehearsalFailed
+from recipe.async_engine.trainer.rehearsal import Rehearsal
 from recipe.async_engine.weights.publisher import PublishFailed
 from recipe.partial_rollout.publisher import TurnPublisher
 

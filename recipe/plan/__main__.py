@@ -17,10 +17,10 @@ from pydantic_core import from_json
 
 from recipe.async_engine.record.event_file import files
 from recipe.async_engine.record.schema import BadFile
-from recipe.plan.advise import PER_NODE, Advice, BadRequest, Goal, advise
+from recipe.plan.advise import PER_NODE, Advice, advise, most_staleness
 from recipe.plan.device import PROFILES, DeviceTimes, shape_of
-from recipe.plan.simulation import Scenario, StandsStill
-from recipe.plan.times import Times, estimated, fitted, group_size, scorers, steps_trained
+from recipe.plan.simulation import Scenario
+from recipe.plan.times import CannotPlan, Times, estimated, fitted, group_size, scorers, steps_trained
 from recipe.report.run import Run, about, lacking
 
 SHOWN = 8
@@ -54,18 +54,18 @@ def of_run(run: Run, steps: int) -> Scenario:
 def of_model(folder: Path, options: argparse.Namespace) -> tuple[Scenario, Times]:
     """A scenario and times for nothing but a model's config, lengths and a device."""
     if options.lengths is None:
-        raise BadRequest(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
+        raise CannotPlan(f"{folder} has a model's config.json and no record of a run: give --lengths MEDIAN,SIGMA,MOST")
     try:
         config = from_json((folder / "config.json").read_bytes())
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise BadRequest(f"{folder}/config.json is no JSON object")
+        raise CannotPlan(f"{folder}/config.json is no JSON object")
     shape = shape_of(config)
     if shape is None:
-        raise BadRequest(f"{folder}/config.json has no architecture whose shape is known")
+        raise CannotPlan(f"{folder}/config.json has no architecture whose shape is known")
     if options.device not in PROFILES:
-        raise BadRequest(f"--device {options.device!r} is not known: {sorted(PROFILES)}")
+        raise CannotPlan(f"--device {options.device!r} is not known: {sorted(PROFILES)}")
     median, sigma, most = _lengths(options.lengths)
     draw = random.Random(0)
     tokens = [
@@ -93,9 +93,9 @@ def _lengths(text: str) -> tuple[float, float, float]:
     try:
         median, sigma, most = (float(part) for part in text.split(","))
     except ValueError:
-        raise BadRequest(f"--lengths {text!r}: three numbers, MEDIAN,SIGMA,MOST") from None
+        raise CannotPlan(f"--lengths {text!r}: three numbers, MEDIAN,SIGMA,MOST") from None
     if not (1 <= median <= most < math.inf and 0 <= sigma <= WIDEST):
-        raise BadRequest(f"--lengths {text!r}: 1 <= MEDIAN <= MOST and 0 <= SIGMA <= {WIDEST:g} (of the logarithm)")
+        raise CannotPlan(f"--lengths {text!r}: 1 <= MEDIAN <= MOST and 0 <= SIGMA <= {WIDEST:g} (of the logarithm)")
     return median, sigma, most
 
 
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         found, estimate = _found(options)
-    except (BadRequest, BadFile, StandsStill, OSError) as error:
+    except (BadFile, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if options.picture is not None:
@@ -167,14 +167,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
-    goal = Goal(options.goal)
+    most_staleness(options.goal)
     for name, least in (("seeds", 1), ("steps", 6), ("batch", 1), ("replica_size", 1), ("per_node", 1)):
         if getattr(options, name) < least:
-            raise BadRequest(f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}")
+            raise CannotPlan(f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}")
     if options.picture is not None and not options.picture.parent.is_dir():
-        raise BadRequest(f"--picture {options.picture}: there is no folder {options.picture.parent}")
+        raise CannotPlan(f"--picture {options.picture}: there is no folder {options.picture.parent}")
     if not options.run.is_dir():
-        raise BadRequest(f"{options.run} is no folder")
+        raise CannotPlan(f"{options.run} is no folder")
     estimate = not files(options.run) and (options.run / "config.json").is_file()
     if estimate:
         scenario, times = of_model(options.run, options)
@@ -182,11 +182,11 @@ def _found(options: argparse.Namespace) -> tuple[list[Advice], bool]:
         times, run = fitted(options.run)
         sys.stderr.write("".join(f"{note}\n" for note in run.notes))
         if run.devices.shared or run.settings["whole_batches"]:
-            raise BadRequest(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
+            raise CannotPlan(f"{options.run}: splits are for the fully-asynchronous mode; its run has another one")
         scenario = of_run(run, options.steps)
-    found = advise(scenario, times, options.accelerators, goal, range(options.seeds), options.per_node)
+    found = advise(scenario, times, options.accelerators, options.goal, range(options.seeds), options.per_node)
     if not found:
-        raise BadRequest(f"--goal {options.goal}: no candidate is within it")
+        raise CannotPlan(f"--goal {options.goal}: no candidate is within it")
     return [replace(advice, also=assumed(scenario)) for advice in found] if estimate else found, estimate
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe.async_engine.record.events import Class
 from recipe.plan.simulation import Result, Scenario, Simulation
-from recipe.plan.times import Times
+from recipe.plan.times import CannotPlan, Times
 from recipe.report.account import KINDS, Kind
 
 SKIP = 4
@@ -25,27 +26,15 @@ MOST = 16_384
 """Accelerators; a candidate of as many takes minutes to be simulated."""
 
 
-class BadRequest(ValueError):
-    """What was asked for cannot be planned; the message names it."""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """``throughput``, ``cost`` (trained tokens an accelerator-second), or ``staleness<=N`` (throughput within that)."""
-
-    text: str = "throughput"
-
-    def __post_init__(self) -> None:
-        if self.text not in ("throughput", "cost") and self.most_staleness is None:
-            raise BadRequest(f"--goal {self.text!r} is not known: throughput, cost, or staleness<=N with a number N")
-
-    @property
-    def most_staleness(self) -> float | None:
-        name, _, number = self.text.partition("<=")
-        try:
-            return float(number) if name == "staleness" else None
-        except ValueError:
-            return None
+def most_staleness(goal: str) -> float | None:
+    """The limit of a goal: ``throughput``, ``cost`` (tokens an accelerator-second) or ``staleness<=N`` (throughput)."""
+    if goal in ("throughput", "cost"):
+        return None
+    name, _, number = goal.partition("<=")
+    with suppress(ValueError):
+        if name == "staleness":
+            return float(number)
+    raise CannotPlan(f"--goal {goal!r} is not known: throughput, cost, or staleness<=N with a number N")
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ def candidates(base: Scenario, accelerators: int) -> list[Scenario]:
     """
     size, rows = base.replica_size, base.batch_groups * base.answers
     if not 1 + size <= accelerators <= MOST:
-        raise BadRequest(
+        raise CannotPlan(
             f"--accelerators {accelerators}: at least {1 + size}, one to train and {size} for a replica, and at most "
             f"{MOST}"
         )
@@ -152,19 +141,18 @@ def _fit(counts: tuple[int, int], parts: tuple[int, int], nodes: int, per_node: 
 
 
 def advise(
-    base: Scenario, times: Times, accelerators: int, goal: Goal, seeds: Iterable[int], per_node: int = PER_NODE
+    base: Scenario, times: Times, accelerators: int, goal: str, seeds: Iterable[int], per_node: int = PER_NODE
 ) -> list[Advice]:
     """All candidates, the best first; a node has ``per_node`` accelerators."""
-    seeds = list(seeds)
+    seeds, limit = list(seeds), most_staleness(goal)
     found = [
         _judge(scenario, [Simulation(scenario, times, seed).run() for seed in seeds], per_node)
         for scenario in candidates(base, accelerators)
     ]
-    limit = goal.most_staleness
     fit = [advice for advice in found if limit is None or advice.staleness <= limit]
 
     def worth(advice: Advice) -> float:
-        return advice.tokens_per_s / (advice.accelerators if goal.text == "cost" else 1)
+        return advice.tokens_per_s / (advice.accelerators if goal == "cost" else 1)
 
     return sorted(fit, key=worth, reverse=True)
 

@@ -8,22 +8,22 @@ peaks is an efficiency of its profile. Shown by tests/plan/test_device.py.
 
 Sources of `H100`:
 
-- peaks: NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s, PCIe 5.0 x16
-  (64 GB/s each way); DGX H100 data sheet: one 400 Gb/s network port an accelerator (50 GB/s).
+- peaks: NVIDIA H100 SXM5 data sheet: 989.4 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s; DGX H100 data
+  sheet: one 400 Gb/s network port an accelerator (50 GB/s).
 - `training_efficiency`: Megatron-LM's README reports 41% (2.1B) to 47% (462B) of peak for pre-training on H100, counted
   as here: 6 FLOPs a parameter and token, whatever is recomputed.
-- all other efficiencies, `link_latency_s`, `step_overhead_s`, `update_overhead_s` and `sleep_overhead_s` are
-  assumptions. Nothing here was measured on a device: fit them with a run of yours before you rely on seconds.
+- all other efficiencies, `link_latency_s`, `step_overhead_s` and `update_overhead_s` are assumptions. Nothing here
+  was measured on a device: fit them with a run of yours before you rely on seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from recipe.async_engine.config.model_shape import ModelShape, shape_of
 
-__all__ = ["H100", "MODELS", "DeviceProfile", "DeviceTimes", "ModelShape", "active_parameters", "shape_of"]
+__all__ = ["H100", "DeviceProfile", "DeviceTimes", "ModelShape", "active_parameters", "shape_of"]
 
 # Bytes of fp32 state that AdamW moves a parameter: weight, gradient and two moments in, all but the gradient out.
 OPTIMIZER_BYTES = 28
@@ -37,22 +37,19 @@ class DeviceProfile:
         flops: FLOP/s in the dtype of the model.
         memory_bandwidth: bytes/s of device memory.
         link_bandwidth: bytes/s to an accelerator on another node.
-        host_bandwidth: bytes/s to host memory, each way.
         link_latency_s: of a transfer, whatever its size.
         decode_efficiency: of `memory_bandwidth` in decode steps.
         prefill_efficiency: of `flops` in forward passes (prefill, log-probs) and in the arithmetic of decode steps.
         training_efficiency: of `flops` in updates.
-        link_efficiency: of `link_bandwidth` and `host_bandwidth`.
+        link_efficiency: of `link_bandwidth`.
         step_overhead_s: of an engine step: scheduling, launches, sampling.
         update_overhead_s: of an update: launches, gradient norm.
-        sleep_overhead_s: of putting an engine to sleep or waking it, beside what moves to or from the host.
     """
 
     name: str
     flops: float
     memory_bandwidth: float
     link_bandwidth: float
-    host_bandwidth: float
     link_latency_s: float
     decode_efficiency: float
     prefill_efficiency: float
@@ -60,7 +57,6 @@ class DeviceProfile:
     link_efficiency: float
     step_overhead_s: float
     update_overhead_s: float
-    sleep_overhead_s: float
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,7 +78,6 @@ H100 = DeviceProfile(
     flops=989.4e12,
     memory_bandwidth=3.35e12,
     link_bandwidth=50e9,
-    host_bandwidth=64e9,
     link_latency_s=0.02,
     decode_efficiency=0.7,
     prefill_efficiency=0.5,
@@ -90,48 +85,9 @@ H100 = DeviceProfile(
     link_efficiency=0.8,
     step_overhead_s=0.002,
     update_overhead_s=0.05,
-    sleep_overhead_s=0.5,
 )
 
-# The fields of the published config.json files that a shape is made of.
 PROFILES = {"h100": H100}
-
-MODELS = {
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -182,9 +138,6 @@ class DeviceTimes:
     def model_bytes(self) -> int:
         return self.shape.parameters * self.weight_bytes
 
-    def scaled(self, time_scale: float) -> DeviceTimes:
-        return replace(self, time_scale=self.time_scale * time_scale)
-
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Of one step that gives each of `batch` sequences a token; they have `context_tokens` in all before it.
 
@@ -230,16 +183,6 @@ class DeviceTimes:
         """Of a replica's taking of weights that have come: read once and written once in its own memory."""
         rate = self.device.memory_bandwidth * self.device.decode_efficiency * self.devices
         return self.time_scale * 2 * self.model_bytes / rate
-
-    def sleep_s(self, keeps_weights: bool = False) -> float:
-        """Of putting a replica to sleep; its cache is given up, its weights go to the host if they are kept."""
-        moved = self.model_bytes / self.devices if keeps_weights else 0.0
-        rate = self.device.host_bandwidth * self.device.link_efficiency
-        return self.time_scale * (moved / rate + self.device.sleep_overhead_s)
-
-    def wake_s(self, keeps_weights: bool = False) -> float:
-        """Of waking a replica, with the weights that it kept on the host or without any."""
-        return self.sleep_s(keeps_weights)
 
     def _forward_flops(self, tokens: int, pairs: int) -> float:
         """Of `tokens` that attend to `pairs` tokens in all: 2 a parameter, and 4 a pair, head dimension and layer."""

@@ -23,7 +23,7 @@ from recipe.async_engine.config.rules import rewards
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.validation import Findings
-from recipe.plan.memory import rules as memory
+from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import Item, Part, gib
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

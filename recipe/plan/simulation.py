@@ -24,9 +24,8 @@ from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import ROLLOUT, SCHEDULER, TRAINER, Class, Devices, Event, Lane, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
-from recipe.plan.clock import Clock, Process
-from recipe.plan.engine import Engine, Request
-from recipe.plan.times import Times
+from recipe.plan.engine import Clock, Engine, Process, Request
+from recipe.plan.times import CannotPlan, Times
 from recipe.report.account import Account, close
 
 Decided = TypeVar("Decided")
@@ -105,10 +104,6 @@ class _Group:
     answers: list[int] = field(default_factory=list)
 
 
-class StandsStill(RuntimeError):
-    """A run that is simulated comes to no end: with what it is given it never has a batch."""
-
-
 class Simulation:
     """See the module's contract.
 
@@ -155,11 +150,11 @@ class Simulation:
         self._books = {"sampled": 0, "trained": 0}
 
     def run(self) -> Result:
-        """Simulate it to its end; raises `StandsStill` where it has none."""
+        """Simulate it to its end; raises `CannotPlan` where it has none, since it never has a batch."""
         self.begin()
         self.clock.run(lambda: self._over)
         if not self._over:
-            raise StandsStill(
+            raise CannotPlan(
                 f"the simulated run stands still at {self.clock.now:g} s, with {self.ledger.counts()} and "
                 f"{self.scenario}: the times and settings of its record cannot be those of a run"
             )

@@ -76,8 +76,8 @@ class Times:
         return draw.choice(self.rewards)
 
 
-class CannotFit(BadFile):
-    """A record does not have what a fit needs."""
+class CannotPlan(BadFile):
+    """What was asked for cannot be planned, or a record does not have what that needs; the message names it."""
 
 
 OLDER = ("reward_workers", "concurrent_samples_per_replica", "max_num_seqs", "staging")
@@ -88,29 +88,29 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     """The times of the run in ``folder``, from its record alone.
 
     Raises:
-        CannotFit: no answer, no update or no sync is in its record, or not how the run was set.
+        CannotPlan: no answer, no update or no sync is in its record, or not how the run was set.
         BadFile: it cannot be read.
     """
     run = load(folder)
     if absent := unsaid(run.settings, but=OLDER):
         also = "".join(f"; {note}" for note in run.notes)
-        raise CannotFit(f"the record in {folder} does not have these settings of its run: {', '.join(absent)}{also}")
+        raise CannotPlan(f"the record in {folder} does not have these settings of its run: {', '.join(absent)}{also}")
     answers = _answers(run)
     lengths = [tokens for group in answers.values() for tokens, *_ in group]
     updates, synced = _phases(run, "update"), [event for event in run.events if event.lane == WEIGHTS]
     if not lengths or not updates or not synced:
         missing = "answer" if not lengths else "update" if not updates else "weight sync"
-        raise CannotFit(f"{folder} has no {missing} in its record: let the run train some steps first")
+        raise CannotPlan(f"{folder} has no {missing} in its record: let the run train some steps first")
     replicas = max(1, run.settings["rollout_replicas"])
     places = run.settings["engine_places"] / replicas
     if min(run.settings["engine_places"], run.settings["max_concurrent_trajectories"]) < replicas:
-        raise CannotFit(f"the record in {folder} has fewer places or trajectories than its {replicas} engines")
+        raise CannotPlan(f"the record in {folder} has fewer places or trajectories than its {replicas} engines")
     used = _place_seconds(run.pieces, places)
     ends = [(tokens, end) for group in answers.values() for tokens, _, end in group]
     prompt = _prompt(run)
     steps = fit_steps(run.events, ends, places, replicas, prompt)
     if steps is None:
-        raise CannotFit(f"{folder} has no tokens of its engines in its record")
+        raise CannotPlan(f"{folder} has no tokens of its engines in its record")
     step = used[Class.DECODING] / max(1, sum(lengths) - len(lengths))
     first = used[Class.PREFILL] / len(lengths)
     overhead = [end - start - first - step * (tokens - 1) for group in answers.values() for tokens, start, end in group]
@@ -118,7 +118,7 @@ def fitted(folder: Path) -> tuple[Times, Run]:
     latency = max(0.0, min(overhead))
     agents = _agents_s(run, used, len(lengths), places, replicas)
     if not pc.sum(about(run.groups, "trained")["tokens"]).as_py():
-        raise CannotFit(f"{folder} has no trained group in its record: let the run train some steps first")
+        raise CannotPlan(f"{folder} has no trained group in its record: let the run train some steps first")
     parts = {what: [event.end - event.start for event in synced if event.what == what] for what in ("stage", "swap")}
     resumes = [event.end - event.start for event in synced if event.what == "resume"]
     swap = statistics.median(parts["swap"] or [0.0]) + statistics.median(resumes or [0.0])

@@ -16,7 +16,7 @@ from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.engines import early_ends
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.validation import judge
-from recipe.plan.memory import rules as memory
+from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"

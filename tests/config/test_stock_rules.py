@@ -12,7 +12,7 @@ from recipe.async_engine.config.rules import stock
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.verl_types import well_formed
-from recipe.plan.memory.generation import standalone_share
+from recipe.plan.memory.engines import standalone_share
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("nnodes", "n_gpus_per_node")

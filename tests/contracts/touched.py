@@ -55,7 +55,7 @@ HELD = {
     ("weights.nccl_engine", "collective.get_group_handle(self.name)"): NCCL_GROUP,
     ("weights.publisher", "record.replica"): REPLICA,
     ("engines.manager", "replica"): REPLICA,
-    ("actors.clean_up", "replica"): REPLICA,
+    ("actors.replacement", "replica"): REPLICA,
     ("recipe.partial_rollout.publisher", "record.replica"): REPLICA,
     ("log_prob_servers.adapter", "self.worker"): TRAINER_RANK,
     ("log_prob_servers.worker", "self.server_adapter.worker"): TRAINER_RANK,

@@ -7,8 +7,6 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipe.async_engine.core.rehearsed import (
     FELL_BACK,
@@ -16,7 +14,6 @@ from recipe.async_engine.core.rehearsed import (
     Check,
     Rehearsed,
     agreement,
-    common_prefix,
     table,
 )
 
@@ -59,13 +56,6 @@ def test_nan_agrees_with_nothing_and_no_tokens_with_each_other() -> None:
     assert not agreement([(math.nan, -1.0), (-1.0, -1.0)], "bfloat16").holds
     assert not agreement([(-1.0, math.nan)], "bfloat16").holds
     assert agreement([], "float32").holds
-
-
-@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_common_prefix_is_the_longest(one: list[int], other: list[int]) -> None:
-    count = common_prefix(one, other)
-    assert one[:count] == other[:count]
-    assert one[: count + 1] != other[: count + 1] or count == min(len(one), len(other))
 
 
 def test_table_names_each_check_and_the_setting_that_the_run_goes_on_with() -> None:

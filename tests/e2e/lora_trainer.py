@@ -66,10 +66,10 @@ class Recording:
             self._dump(self.ledger.version)
         super()._publish_again()
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         kept = {name: batch.batch[name].clone() for name in (*COLUMNS, *VERSIONS) if name in batch.batch}
         torch.save(kept | {"version": self.ledger.version}, self._folder / f"batch_{self.global_steps}.pt")
-        return super()._fit_update_actor(batch)
+        return super()._update(batch)
 
 
 class Apart(Recording, AsyncPPOTrainer):

@@ -127,11 +127,11 @@ class Planting(AsyncPPOTrainer):
         self._taken_at = time.monotonic()
         return groups
 
-    def _validate(self, *args: Any, **kwargs: Any) -> Any:
+    def _validate_now(self) -> Any:
         with noted("validate"):
             if os.environ.get("CAUSE") == "validate":
                 time.sleep(planted_s())
-            return super()._validate(*args, **kwargs)
+            return super()._validate_now()
 
     def _save_training_side(self) -> None:
         if os.environ.get("CAUSE") == "save":
@@ -141,10 +141,6 @@ class Planting(AsyncPPOTrainer):
     def _save_checkpoint(self) -> None:
         with noted("save"):
             super()._save_checkpoint()
-
-    def _finish_saving(self) -> None:
-        with noted("save"):
-            super()._finish_saving()
 
     def _assemble(self, groups: Any) -> Any:
         if os.environ.get("CAUSE") == "driver":

@@ -19,7 +19,7 @@ import torch
 
 from recipe.async_engine.core.columns import SCORES
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.log_prob_stage import LogProbStage
+from recipe.async_engine.trainer.log_probs.proximal import ProximalLogProbs
 
 COLUMNS = (
     "input_ids",
@@ -49,15 +49,15 @@ def kill(replica: Any) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class KeepingStage(LogProbStage):
+class KeepingStage(ProximalLogProbs):
     """Keeps the entropies of a batch, and what the trainer computes of it, as asked."""
 
-    def report_entropy(self, batch: Any, metrics: dict[str, Any]) -> None:
-        self.kept = {"entropy": batch.batch["entropys"].clone()}
+    def report_entropy(self, batch: Any, entropy: torch.Tensor, metrics: dict[str, Any]) -> None:
+        self.kept = {"entropy": entropy.clone()}
         if os.environ.get("RECOMPUTE_TOO"):
-            log_probs, entropy = self.recompute(batch, {}, {})
-            self.kept |= {"recomputed_log_probs": log_probs, "recomputed_entropy": entropy}
-        super().report_entropy(batch, metrics)
+            log_probs, again = self.recompute(batch, {}, {})
+            self.kept |= {"recomputed_log_probs": log_probs, "recomputed_entropy": again}
+        super().report_entropy(batch, entropy, metrics)
 
 
 class Recording:
@@ -83,11 +83,11 @@ class Recording:
             batch.non_tensor_batch[SCORES][:: int(os.environ["LOSE_SCORES"])] = None
         return batch
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         kept = {name: batch.batch[name].clone() for name in (*COLUMNS, *VERSIONS) if name in batch.batch}
         kept |= self.log_probs.kept | {"version": self.ledger.version}
         torch.save(kept, Path(os.environ["RECORDED"]) / f"{self.global_steps}.pt")
-        return super()._fit_update_actor(batch)
+        return super()._update(batch)
 
 
 class RecordingApart(Recording, AsyncPPOTrainer):

@@ -34,7 +34,7 @@ class WrongBatchOrder(AsyncPPOTrainer):
 class DoubleUpdate(AsyncPPOTrainer):
     """A batch is trained twice."""
 
-    def _fit_update_actor(self, batch: Any) -> Any:
+    def _update(self, batch: Any) -> Any:
         if self.global_steps == WRONG_STEP:
-            super()._fit_update_actor(batch)
-        return super()._fit_update_actor(batch)
+            super()._update(batch)
+        return super()._update(batch)

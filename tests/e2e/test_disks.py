@@ -126,7 +126,7 @@ def test_full_or_read_only_disk_ends_a_run_with_its_cause_and_costs_no_complete_
         run.wait_for_steps(2)
         with full(disk):
             run.signal("rollout server", STOP)
-            ends_with(run, "Stalled", STALL_S)
+            ends_with(run, "nothing has begun or ended", STALL_S)
     assert max(committed_steps(disk)) == saved
 
     with drilled(FULLY_ASYNC, overrides(every=1, steps=saved + 2), disk) as run:

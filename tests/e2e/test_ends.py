@@ -33,7 +33,7 @@ def test_death_of_rays_control_process_ends_the_run(task: TaskPaths, tmp_path: P
         ended = run.end_within(CONTROL_S + END_S)
     assert ended.returncode == 1
     error = ended.summary["error"]
-    assert error["name"] in ("ControlProcessLost", "ProcessLost")
+    assert error["name"] == "CannotGoOn"
     assert "control process" in error["message"]
 
 
@@ -60,6 +60,6 @@ def test_loss_of_the_node_with_the_trainers_rank_ends_the_run(task: TaskPaths, t
             logger.info("%.1f s from the kill to the end", time.time() - began)
     assert status == 1, run.said()[-3000:]
     error = json.loads((folder / "summary.json").read_text())["error"]
-    assert error["name"] == "PartLost"
+    assert error["name"] == "CannotGoOn"
     assert error["message"].startswith("training worker 0 (")
-    assert f"RunFailed: PartLost: {error['message']}" in run.said()
+    assert f"RunFailed: CannotGoOn: {error['message']}" in run.said()

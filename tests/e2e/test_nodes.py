@@ -180,7 +180,7 @@ def test_on_four_nodes_partial_rollout_learns_without_one_that_had_agent_loops_a
             nodes.kill(with_rank)
             ended = run.end_within(LONG_S)
     assert ended.returncode == 1
-    assert ended.summary["error"]["name"] == "PartLost", ended.summary["error"]
+    assert ended.summary["error"]["name"] == "CannotGoOn", ended.summary["error"]
     assert "training worker 1 (" in ended.summary["error"]["message"]
 
 

@@ -56,4 +56,4 @@ def test_run_whose_nodes_cannot_reach_each_other_ends_in_time_and_shares_no_memo
     assert lost
     last = next(line for line in reversed(said.splitlines()) if "RunFailed: " in line)
     logger.info("%s", last)
-    assert "PartLost: " in last or "NoReplicaLeft: " in last, last
+    assert "CannotGoOn: " in last or "NoReplicaLeft: " in last, last

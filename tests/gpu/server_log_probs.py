@@ -84,7 +84,7 @@ def sequences(device: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 def differences(adapter: Any, device: str, seed: int) -> dict[str, float]:
     """From fp32's log-probs and entropies of a seed's model: mean and largest, the engine's and Hugging Face's."""
-    from recipe.async_engine.log_prob_servers.sequences import from_batch, to_batch
+    from recipe.async_engine.log_prob_servers.worker import from_batch, to_batch
 
     rows = sequences(device, LENGTHS)
     scored = from_batch(adapter.score(to_batch(rows, temperature=1.0)))
@@ -122,7 +122,7 @@ def has_flash_attention(device: str) -> bool:
 
 def tokens_per_second(adapter: Any, device: str) -> dict[str, float]:
     """And the share of the device's peak, which ``PEAK_TFLOPS`` names; a pass takes two operations a parameter."""
-    from recipe.async_engine.log_prob_servers.sequences import to_batch
+    from recipe.async_engine.log_prob_servers.worker import to_batch
 
     rows = sequences(device, (2048,) * (1 if device == "cpu" else 16))
     batch = to_batch(rows, temperature=1.0)

@@ -37,7 +37,7 @@ ON_A_DEVICE = (
     "verl.checkpoint_engine.nccl_checkpoint_engine",
     *(f"{WEIGHTS}.{name}" for name in ("nccl_engine", "arena", "snapshot", "checksum", "staged")),
     "recipe.async_engine.engines.vllm.staged_model",
-    "recipe.async_engine.log_prob_servers.staged_shards",
+    "recipe.async_engine.log_prob_servers.adapter",
 )
 """Modules whose ``torch`` is an accelerator's."""
 MEET_S = 0.005

@@ -30,7 +30,7 @@ from verl.workers.config import FSDPEngineConfig, HFModelConfig, McoreEngineConf
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
-from recipe.async_engine.log_prob_servers.sequences import from_batch, to_batch
+from recipe.async_engine.log_prob_servers.worker import from_batch, to_batch
 from recipe.async_engine.weights.staged import StagingRefused
 
 VOCABULARY = 64

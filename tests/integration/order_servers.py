@@ -22,7 +22,7 @@ from order_fleet import LAYERS, ON_DEVICE, Actor, Member, Process, communicators
 from ray.exceptions import RayActorError
 
 from recipe.async_engine.core.scoring import ScoringSettings
-from recipe.async_engine.log_prob_servers import staged_shards
+from recipe.async_engine.log_prob_servers import adapter
 from recipe.async_engine.log_prob_servers.adapter import ModelEngineServerAdapter, WorkerSettings
 from recipe.async_engine.log_prob_servers.service import EngineLost, ScoringService
 from recipe.async_engine.log_prob_servers.worker import ModelEngineWorker
@@ -47,7 +47,7 @@ class HostGroup:
 
 on_host = partial(
     patch.object,
-    staged_shards,
+    adapter,
     "dist",
     SimpleNamespace(
         ProcessGroup=HostGroup,
@@ -98,7 +98,7 @@ class ServerRank(Member, ModelEngineWorker):
         self.rows = Rows(process, rank, len(group.devices))
         self.server_adapter = object.__new__(ModelEngineServerAdapter)
         self.server_adapter.replica_rank = 0
-        self.server_adapter._staged = staged_shards.StagedShards(self.rows, group)
+        self.server_adapter._staged = adapter.StagedShards(self.rows, group)
         self._settings = WorkerSettings(None, timeout_s=settings["timeout_s"])
         self.communicator: Any = None
 

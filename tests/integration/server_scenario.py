@@ -37,9 +37,9 @@ from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.log_prob_servers.adapter import WorkerSettings
-from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
+from recipe.async_engine.log_prob_servers.client import ScoringClient
 from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica
-from recipe.async_engine.log_prob_servers.sequences import Segment
+from recipe.async_engine.log_prob_servers.service import Segment, Unscored
 from recipe.async_engine.run.ray_start import start_own
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.laptop.choice import CPU_ENVIRONMENT

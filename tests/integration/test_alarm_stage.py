@@ -3,46 +3,33 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from verl import DataProto
-from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
 from recipe.async_engine.core.alarms import AlarmLimit, Alarms, UnchangedWeights
-from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_validation
-from recipe.async_engine.trainer.staged import StagedTrainer
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 
 NAN, INF = float("nan"), float("inf")
 END, PAD, TEXT = 2, 0, 7
 
 
-class Reporting(SeparateRayPPOTrainer):
-    """In place of the base's calls of the workers; ``norms`` are what they report."""
+class Trainer(AsyncPPOTrainer):
+    """A loop whose workers report ``norms`` of an update."""
 
     norms: Any = (1.0,)
 
-    def report(self, model: str) -> DataProto:
-        metrics = {f"{model}/grad_norm": list(self.norms), f"{model}/lr": 1e-6}
-        return DataProto.from_single_dict(data={}, meta_info={"metrics": metrics})
-
-    def _update_actor(self, batch: Any) -> DataProto:
-        return self.report("actor")
-
-    def _update_critic(self, batch: Any) -> DataProto:
-        return self.report("critic")
-
-
-class Trainer(StagedTrainer, Reporting):
-    """verl's updates without its processes."""
-
     def __init__(self) -> None:
         self.metrics, self.alarms = {}, Alarms({"skipped_updates": 3, "zero_gradients": 4})
-        self.timeline, self.unchanged = Timeline(time.monotonic), UnchangedWeights()
+        self.unchanged = UnchangedWeights()
+
+    def updates(self, model: str) -> None:
+        metrics = {f"{model}/grad_norm": list(self.norms), f"{model}/lr": 1e-6}
+        self._updated(model, DataProto.from_single_dict(data={}, meta_info={"metrics": metrics}))
 
 
 def rang(alarms: Alarms) -> dict[str, int]:
@@ -52,34 +39,33 @@ def rang(alarms: Alarms) -> dict[str, int]:
 def test_skipped_updates_are_counted_by_model_and_so_many_in_a_row_end_the_run() -> None:
     trainer = Trainer()
     trainer.norms = [1.0, NAN]
-    trainer._update_actor(None)
-    trainer._update_critic(None)
+    trainer.updates("actor")
+    trainer.updates("critic")
     assert trainer.metrics == {"actor/skipped_updates": 1, "critic/skipped_updates": 1}
     trainer.norms = [INF]
-    trainer._update_actor(None)
+    trainer.updates("actor")
     trainer.alarms.check()
-    trainer._update_actor(None)
+    trainer.updates("actor")
     with pytest.raises(AlarmLimit, match=r"^3 updates in a row, .*skipped_updates=3 allows: .* gradient of the actor"):
         trainer.alarms.check()
     trainer.norms = (2.5,)
-    trainer._update_critic(None)
+    trainer.updates("critic")
     assert rang(trainer.alarms) == {"skipped_updates": 3, "critic_skipped_updates": 1}
 
 
 @pytest.mark.parametrize(("model", "name"), [("actor", "zero_gradients"), ("critic", "critic_zero_gradients")])
 def test_steps_whose_gradients_are_all_exactly_0_are_an_alarm(model: str, name: str) -> None:
     trainer = Trainer()
-    update = getattr(trainer, f"_update_{model}")
     for norms in ([0.0, 0.0], [0.0], [0.0, 1e-12], [0.0, NAN]):
         trainer.norms = norms
-        update(None)
+        trainer.updates(model)
     assert name not in rang(trainer.alarms)
     trainer.norms = [0.0, 0.0]
     for _ in range(3):
-        update(None)
+        trainer.updates(model)
     assert rang(trainer.alarms)[name] == 3
     trainer.alarms.check()
-    update(None)
+    trainer.updates(model)
     with pytest.raises(AlarmLimit, match=r"zero_gradients=4"):
         trainer.alarms.check()
 

@@ -33,7 +33,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from recipe.async_engine.config.rules import algorithm, names
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
-from recipe.async_engine.trainer.log_probs import bypass, loglinear
+from recipe.async_engine.trainer.log_probs.losses import BYPASS, LOGLINEAR
 
 ACTOR = "actor_rollout_ref.actor"
 GENERATOR = torch.Generator().manual_seed(0)
@@ -142,7 +142,7 @@ def runs_loss(mode: str, **policy_loss: Any) -> bool:
     return bool(torch.isfinite(loss) and torch.isfinite(current.grad).all())
 
 
-@pytest.mark.parametrize("mode", sorted(set(POLICY_LOSS_REGISTRY) - {bypass.LOSS, loglinear.LOSS}))
+@pytest.mark.parametrize("mode", sorted(set(POLICY_LOSS_REGISTRY) - {BYPASS, LOGLINEAR}))
 def test_losses_run_as_soon_as_nothing_is_refused(mode: str) -> None:
     name = f"{ACTOR}.policy_loss.loss_mode"
     source = {"async_training.proximal_log_probs": "bypass"} if mode == "bypass_mode" else {}
@@ -153,7 +153,7 @@ def test_losses_run_as_soon_as_nothing_is_refused(mode: str) -> None:
 
 def test_losses_that_follow_from_the_source_of_log_probs_are_refused_by_their_names() -> None:
     name = f"{ACTOR}.policy_loss.loss_mode"
-    for mode in (bypass.LOSS, loglinear.LOSS, "bypass_mode"):
+    for mode in (BYPASS, LOGLINEAR, "bypass_mode"):
         assert refused(**{name: mode}) == {name}
 
 
@@ -193,7 +193,7 @@ def test_corrections_that_are_accepted_run_in_the_trainer_and_in_the_losses(give
     correction = {key: value for key, value in asdict(preset).items() if key not in ("bypass_mode", "_target_")}
     accepted = not refused(**{f"algorithm.rollout_correction.{key}": value for key, value in correction.items()})
     assert accepted == (given not in WRONG)
-    for loss in (bypass.LOSS, loglinear.LOSS):
+    for loss in (BYPASS, LOGLINEAR):
         assert runs_loss(loss, rollout_correction=correction) == accepted, loss
     try:
         batch, _ = compute_rollout_correction_and_add_to_batch(batch_of({}), OmegaConf.create(correction))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_engine.core.errors import CheckpointError
 from recipe.async_engine.record.durable import REMOVED
 from recipe.async_engine.trainer import checkpoints
-from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointError, candidates, problem
+from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, candidates, problem
 
 FILES = ("rollout_state.pt", "data.pt", "actor/model.pt", "actor/huggingface/config.json")
 

@@ -23,7 +23,7 @@ from recipe.async_engine.config.validation import RULES
 from recipe.async_engine.config.verl_types import ACTOR, EXPECTED, ROLLOUT
 from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 from recipe.laptop.task.tokenizer import build_tokenizer
 from recipe.mains import run
 from recipe.mains.judges import JUDGES

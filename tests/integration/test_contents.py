@@ -13,10 +13,11 @@ from checkpointed import plan, snapshot
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
 
-from recipe.async_engine.core.errors import SnapshotError
+from recipe.async_engine.core.errors import CheckpointError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
 from recipe.async_engine.record.contents import MANIFEST, lacking, without_weights
-from recipe.async_engine.trainer.checkpoints import CheckpointError, RunState, loading
+from recipe.async_engine.trainer.checkpoints import RunState
+from recipe.async_engine.trainer.save_stage import loading
 
 ALL = ["model", "optimizer", "extra"]
 STEMS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}

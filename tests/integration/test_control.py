@@ -12,8 +12,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from recipe.async_engine.actors.control import sign_of_life, with_control
-from recipe.async_engine.actors.restarts import Restartable
+from recipe.async_engine.actors.control import Restartable, sign_of_life, with_control
 from recipe.async_engine.core.scoring import ScoringSettings
 from recipe.async_engine.engines.load_balancer import HELD as HELD_ROUTES
 from recipe.async_engine.engines.load_balancer import CountingBalancer

@@ -16,11 +16,11 @@ from recipe.async_engine.config.rules import algorithm
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.names import names
 from recipe.async_engine.config.sections import read_settings
-from recipe.async_engine.trainer.log_probs import bypass, loglinear
+from recipe.async_engine.trainer.log_probs.losses import BYPASS, LOGLINEAR
 from recipe.async_engine.trainer.verl_settings import derive_loss
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-OURS = {bypass.LOSS, loglinear.LOSS}
+OURS = {BYPASS, LOGLINEAR}
 LOSSES = sorted(set(POLICY_LOSS_REGISTRY) - OURS - {"bypass_mode"})
 BETA = 0.3
 

@@ -22,7 +22,7 @@ from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
 from recipe.async_engine.trainer import checkpoints, rollout_state
 from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, RunState
-from recipe.async_engine.trainer.from_plan import new_ledger
+from recipe.async_engine.trainer.rollout_state import new_ledger
 from recipe.plan.__main__ import main as plan
 from recipe.report.__main__ import main as report
 

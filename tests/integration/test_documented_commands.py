@@ -23,10 +23,10 @@ from recipe.async_engine.config.v1_validation import as_placed, judge_v1
 from recipe.async_engine.config.validation import judge
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.inspection.verl_check import verl_problems
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 from recipe.mains.arguments import PREFIX, take_arguments
 from recipe.mains.judges import JUDGES, V1_JUDGES
-from recipe.plan.memory import rules as memory
+from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
 
 ROWS = 7000

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from verl import DataProto
 
 from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.finite_stage import LEFT_OUT, NothingFinite, leave_out
-from recipe.async_engine.trainer.staged import StagedTrainer
+from recipe.async_engine.trainer.verl_trainer import VerlTrainer
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
@@ -25,11 +26,11 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)})
 
 
-class Trainer(StagedTrainer):
+class Stages(VerlTrainer):
     """verl's stages without its processes."""
 
     def __init__(self) -> None:
-        self.metrics, self.timing_raw, self.alarms = {}, {}, Alarms({})
+        self.metrics, self.timing_raw = {}, {}
         self.reward_tensor = torch.zeros(4, 3)
         self.reward_tensor[:, 0] = torch.tensor([1.0, 0.0, 1.0, 0.0])
         self.reward_extra_infos_dict = {}
@@ -42,6 +43,16 @@ class Trainer(StagedTrainer):
         }
         rollout = {"n": 2}
         self.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": rollout}})
+
+
+class Trainer(AsyncPPOTrainer):
+    """The loop around them."""
+
+    stages: Stages
+
+    def __init__(self) -> None:
+        self.stages = Stages()
+        self.metrics, self.alarms = self.stages.metrics, Alarms({})
 
 
 def test_answer_with_a_number_that_is_none_is_left_out_and_the_others_are_as_they_were() -> None:
@@ -69,7 +80,7 @@ def test_advantages_and_weights_of_the_others_are_finite() -> None:
     trainer, sampled = Trainer(), -torch.rand(4, 3)
     computed = sampled.clone()
     computed[2, 0] = -INF
-    batch = trainer._fit_compute_advantage(batch_of(old_log_probs=computed, rollout_log_probs=sampled))
+    batch = trainer._advantages(batch_of(old_log_probs=computed, rollout_log_probs=sampled))
     assert trainer.metrics[LEFT_OUT] == 1
     assert batch.batch["response_mask"].any(dim=1).tolist() == [True, True, False, True]
     for name in ("advantages", "rollout_is_weights", "old_log_probs"):
@@ -80,10 +91,8 @@ def test_advantages_and_weights_of_the_others_are_finite() -> None:
 
 def test_reward_that_overflows_on_its_way_is_left_out_with_its_group() -> None:
     trainer = Trainer()
-    trainer.reward_tensor[0, 0] = INF
-    batch = trainer._fit_compute_advantage(
-        batch_of(old_log_probs=torch.zeros(4, 3), rollout_log_probs=torch.zeros(4, 3))
-    )
+    trainer.stages.reward_tensor[0, 0] = INF
+    batch = trainer._advantages(batch_of(old_log_probs=torch.zeros(4, 3), rollout_log_probs=torch.zeros(4, 3)))
     assert trainer.metrics[LEFT_OUT] == 2
     assert batch.batch["response_mask"].any(dim=1).tolist() == [False, False, True, True]
 
@@ -91,7 +100,7 @@ def test_reward_that_overflows_on_its_way_is_left_out_with_its_group() -> None:
 def validated(rewards: list[float], **fields: list[Any]) -> dict[str, float]:
     infos = defaultdict(list, {"reward": rewards, **fields})
     uids = ["a", "a", "b", "b"]
-    return Trainer()._val_metrics_update(np.array(["task"] * 4), uids, infos, [np.array([1, 1, 1, 1])])
+    return Stages()._val_metrics_update(np.array(["task"] * 4), uids, infos, [np.array([1, 1, 1, 1])])
 
 
 def test_validation_scores_that_are_none_are_counted_and_their_prompts_left_out_of_the_mean() -> None:

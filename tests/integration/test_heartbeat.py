@@ -19,10 +19,11 @@ from ray.exceptions import RayActorError
 from surroundings import fresh_ray
 
 from recipe.async_engine.actors import watch as watch_of_run
-from recipe.async_engine.actors.watch import PartLost, RunWatch
+from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.sections import Timeouts
+from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.run import heartbeat
-from recipe.async_engine.run.heartbeat import ControlProcessLost, TrainerSilent, control_probe, listen
+from recipe.async_engine.run.heartbeat import control_probe, listen
 from recipe.async_engine.run.runner import Ended
 
 LIMIT_S, SOON_S = 4.0, 60.0
@@ -111,7 +112,7 @@ def test_trainer_that_is_silent_but_answers_is_waited_for(runs: Callable[..., Ru
     heard = run.hear()
     assert next(heard) == 0
     threading.Timer(12.0, ray.kill, [run.actor]).start()
-    with pytest.raises(RayActorError):  # not TrainerSilent, which would have come before
+    with pytest.raises(RayActorError):  # not CannotGoOn, which would have come before
         next(heard)
 
 
@@ -122,7 +123,7 @@ def test_trainer_that_is_stopped_is_not_waited_for(runs: Callable[..., Run]) -> 
     assert [next(heard) for _ in range(4)] == [0, 1, 2, 3]  # and heartbeats
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(TrainerSilent, match=r"async_training\.timeouts\.heartbeat"):
+        with pytest.raises(CannotGoOn, match=r"async_training\.timeouts\.heartbeat"):
             next(heard)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -133,7 +134,7 @@ def test_trainer_in_which_one_call_keeps_pythons_lock_is_not_waited_for(runs: Ca
     heard = run.hear()
     assert [next(heard) for _ in range(4)] == [0, 1, 2, 3]  # and heartbeats
     run.call("keep_the_lock", 600)
-    with pytest.raises(TrainerSilent, match="keeps Python's lock"):
+    with pytest.raises(CannotGoOn, match="keeps Python's lock"):
         next(heard)
 
 
@@ -142,7 +143,7 @@ def test_trainer_that_is_not_started_is_waited_for_until_its_own_deadline() -> N
     events = never.run.options(num_returns="streaming").remote(1, "ends")
     with (
         control_probe(30.0) as control,
-        pytest.raises(TrainerSilent, match=r"async_training\.timeouts\.startup"),
+        pytest.raises(CannotGoOn, match=r"async_training\.timeouts\.startup"),
     ):
         list(listen(events, never.beat.remote, control, Timeouts(startup=2.0, heartbeat=30.0)))
     ray.kill(never)
@@ -150,7 +151,7 @@ def test_trainer_that_is_not_started_is_waited_for_until_its_own_deadline() -> N
 
 def test_what_the_trainers_watch_said_is_the_cause_of_its_processs_end(runs: Callable[..., Run]) -> None:
     run = runs(1, "dies")
-    words = {"name": "Stalled", "message": "who waits for whom"}
+    words = {"name": "CannotGoOn", "message": "who waits for whom"}
     ray.get(run.call("say", words), timeout=SOON_S)
     assert list(run.hear()) == [0, Ended({}, {**words, "traceback": ""})]
 
@@ -158,7 +159,7 @@ def test_what_the_trainers_watch_said_is_the_cause_of_its_processs_end(runs: Cal
 def test_what_the_trainers_watch_said_is_the_cause_also_where_its_end_is_not_seen(runs: Callable[..., Run]) -> None:
     """A stopped fork of the trainer's process, a worker of its data loader for example, keeps its connections."""
     run = runs(3, "waits")
-    words = {"name": "Stalled", "message": "who waits for whom"}
+    words = {"name": "CannotGoOn", "message": "who waits for whom"}
     ray.get(run.call("say", words), timeout=SOON_S)
     pid = ray.get(run.call("pid"), timeout=SOON_S)
     heard = run.hear()
@@ -184,7 +185,7 @@ def test_control_process_that_answers_no_more_ends_the_run(runs: Callable[..., R
     def ask() -> None:
         time.sleep(1000)
 
-    with pytest.raises(ControlProcessLost, match="has not answered for 4 s"):
+    with pytest.raises(CannotGoOn, match="has not answered for 4 s"):
         list(runs(1, "waits").hear(ask))
 
 
@@ -213,7 +214,7 @@ def test_death_of_a_held_actor_ends_the_run_while_it_waits_for_something_else(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     watch.stop()
-    assert isinstance(failed[0], PartLost)
+    assert isinstance(failed[0], CannotGoOn)
     assert str(failed[0]).startswith("training worker 1 died")
     assert str(watch.blamed(error)).startswith("training worker 1 died"), "the other rank's collective may fail first"
     ray.kill(held["training worker 0"])

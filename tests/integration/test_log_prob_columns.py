@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl import DataProto
 
 from recipe.async_engine.config.log_prob_servers import LogProbServers, Proximal
 from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
-from recipe.async_engine.log_prob_servers.part_scores import ResponseScores
-from recipe.async_engine.trainer.log_probs.columns import server_columns
-from recipe.async_engine.trainer.log_probs.mismatch import mismatch_metrics
-from recipe.async_engine.trainer.log_probs.sources import scores_column, source
+from recipe.async_engine.log_prob_servers.client import ResponseScores
+from recipe.async_engine.trainer.log_probs.losses import mismatch_metrics
+from recipe.async_engine.trainer.log_probs.proximal import ProximalLogProbs, scores_column, server_columns
 
 SERVERS = LogProbServers(backend="fsdp2")
 LATEST = LogProbServers(backend="fsdp2", anchor="latest")
@@ -62,29 +63,33 @@ def test_scores_of_another_version_are_refused(row: ResponseScores, servers: Log
 
 def batch_of(rows: list[ResponseScores | None]) -> DataProto:
     mask = (SAMPLED_BY >= 0).long()
-    tensors = {TOKEN_VERSIONS: SAMPLED_BY, "rollout_log_probs": torch.full((2, 4), -1.5), "response_mask": mask}
+    tensors = {TOKEN_VERSIONS: SAMPLED_BY, "responses": SAMPLED_BY, "response_mask": mask}
+    tensors["rollout_log_probs"] = torch.full((2, 4), -1.5)
     return DataProto.from_dict(tensors, non_tensors={SCORES: scores_column(rows)})
 
 
 def test_trainer_computes_only_what_servers_did_not() -> None:
     asked = []
 
-    def recompute(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(batch: DataProto) -> tuple[DataProto, float]:
         asked.append(len(batch))
-        return torch.full((2, 4), -9.0), torch.full((2, 4), 7.0)
+        columns = {"old_log_probs": torch.full((2, 4), -9.0), "entropys": torch.full((2, 4), 7.0)}
+        return DataProto.from_dict(columns), 0.5
 
-    by_servers = source(Proximal.SERVER, recompute, SERVERS)
-    batch = batch_of([scores([2, 2, 3]), None])
-    metrics = by_servers(batch, 5)
+    actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
+    plan = SimpleNamespace(proximal=Proximal.SERVER, settings=SimpleNamespace(servers=SERVERS))
+    stage = ProximalLogProbs(OmegaConf.create({"actor_rollout_ref": {"actor": actor}}), plan, compute)  # type: ignore[arg-type]
+    batch, metrics = batch_of([scores([2, 2, 3]), None]), {}
+    stage.fill(batch, 5, metrics, {})
     assert asked == [2]
     assert batch.batch["old_log_probs"].tolist() == [[-1, -1, -1, 0], [-9] * 4]
     assert batch.batch[SCORED_BY].tolist() == [[2, 2, 3, -1], [5, -1, 5, 5]]
     assert metrics["model_engine_server/fallback_rows"] == 1
     # The next batch is the servers' again.
     batch = batch_of([scores([2, 2, 3]), scores([3, -1, 3, 3])])
-    metrics = by_servers(batch, 5)
+    stage.fill(batch, 5, metrics, {})
     assert asked == [2] and metrics["model_engine_server/fallback_rows"] == 0
-    assert batch.batch["entropys"].tolist() == [[2, 2, 2, 0], [2, 0, 2, 2]]
+    assert metrics["actor/entropy"] == 2.0 and "entropys" not in batch.batch
 
 
 def test_mismatch_is_reported_where_nothing_is_corrected() -> None:

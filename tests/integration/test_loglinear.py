@@ -10,8 +10,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, get_policy_
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig
 
-from recipe.async_engine.trainer.log_probs import bypass, loglinear
-from recipe.async_engine.trainer.log_probs.loglinear import shares
+from recipe.async_engine.trainer.log_probs.losses import BYPASS, LOGLINEAR, shares
 
 GENERATOR = torch.Generator().manual_seed(0)
 BEHAVE = -torch.rand(3, 5, generator=GENERATOR)
@@ -46,7 +45,7 @@ def test_loss_and_gradient_are_those_of_the_decoupled_loss_around_the_interpolat
 ) -> None:
     config, share = actor(rollout_is), shares(VERSIONS, 4)
     current = CURRENT.clone().requires_grad_()
-    loss, metrics = get_policy_loss_fn(loglinear.LOSS)(
+    loss, metrics = get_policy_loss_fn(LOGLINEAR)(
         BEHAVE, current, ADVANTAGES, MASK, config=config, rollout_is_weights=share
     )
     loss.backward()
@@ -67,15 +66,13 @@ def test_loss_and_gradient_are_those_of_the_decoupled_loss_around_the_interpolat
 
 def test_on_policy_tokens_have_the_sampling_policy_as_their_anchor() -> None:
     config, fresh = actor(), torch.zeros(3, 5)
-    loss, _ = get_policy_loss_fn(loglinear.LOSS)(
-        BEHAVE, CURRENT, ADVANTAGES, MASK, config=config, rollout_is_weights=fresh
-    )
+    loss, _ = get_policy_loss_fn(LOGLINEAR)(BEHAVE, CURRENT, ADVANTAGES, MASK, config=config, rollout_is_weights=fresh)
     assert torch.equal(loss, compute_policy_loss_vanilla(BEHAVE, CURRENT, ADVANTAGES, MASK, config=config)[0])
 
 
 def test_bypass_is_plain_ppo_that_reports_the_mismatch() -> None:
     config = actor()
-    loss, metrics = get_policy_loss_fn(bypass.LOSS)(BEHAVE, CURRENT, ADVANTAGES, MASK, config=config)
+    loss, metrics = get_policy_loss_fn(BYPASS)(BEHAVE, CURRENT, ADVANTAGES, MASK, config=config)
     expected, _ = compute_policy_loss_vanilla(BEHAVE, CURRENT, ADVANTAGES, MASK, config=config)
     assert torch.equal(loss, expected)
     ratios = torch.exp(CURRENT - BEHAVE)[MASK.bool()]
@@ -85,7 +82,7 @@ def test_bypass_is_plain_ppo_that_reports_the_mismatch() -> None:
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 @pytest.mark.parametrize("rollout_rs", [None, "token_k1"])
-@pytest.mark.parametrize("name", [bypass.LOSS, loglinear.LOSS])
+@pytest.mark.parametrize("name", [BYPASS, LOGLINEAR])
 def test_micro_batch_without_trainable_tokens_has_the_loss_0_and_the_metrics_of_the_others(
     name: str, rollout_rs: str | None, loss_type: str
 ) -> None:

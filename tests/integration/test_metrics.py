@@ -153,7 +153,8 @@ class Stepping(AsyncPPOTrainer):
         figures = SimpleNamespace(now=nothing, report=nothing, of_step=nothing, log=lambda data, step: None)
         parts = dict.fromkeys(("saving", "publishing", "profiling", "fleet", "reward_loop_manager"), other)
         parts |= dict.fromkeys(("figures", "step_metrics", "logger"), figures)
-        calls = ("_fetched_groups", "_train", "_save_if_instance_expires", "_fit_collect_metrics", "_fit_experimental")
+        self.stages: Any = SimpleNamespace(begin_step=nothing, measure=nothing)
+        calls = ("_fetched_groups", "_train", "_save_if_instance_expires")
         vars(self).update(parts, **dict.fromkeys(calls, nothing))
         vars(self).update(plan=SimpleNamespace(total_steps=1), ledger=SimpleNamespace(batches_left=0, announced=1))
 

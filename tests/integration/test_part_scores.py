@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from recipe.async_engine.core.alignment import Part
-from recipe.async_engine.log_prob_servers.client import Unscored
-from recipe.async_engine.log_prob_servers.part_scores import PartScorer, score
-from recipe.async_engine.log_prob_servers.service import Answer
+from recipe.async_engine.log_prob_servers.client import PartScorer, score
+from recipe.async_engine.log_prob_servers.service import Answer, Unscored
 
 GOOD = np.full((2, 3), -0.5, np.float32)
 

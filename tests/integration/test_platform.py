@@ -26,10 +26,10 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from recipe.async_engine.core.errors import SettingError
+from recipe.async_engine.core.errors import SettingError, WrongInstallation
 from recipe.async_engine.run import detect
 from recipe.async_engine.run.detect import Machine
-from recipe.async_engine.supported import UnsupportedVersionError, is_supported, require_version
+from recipe.async_engine.supported import is_supported, require_version
 from recipe.laptop.choice import CPU_ENVIRONMENT, choose_platform
 from recipe.laptop.platform import cpu, device_module, engines, process_group, vllm_distribution
 
@@ -131,9 +131,9 @@ def test_other_releases_are_refused_by_name() -> None:
     require_version("verl", "0.9.1", "==0.9.1", "This")
     require_version("vllm", "0.28.3+cpu", "==0.28.*", "This")
     for found in ("0.9.10", "0.9.2", "0.9"):
-        with pytest.raises(UnsupportedVersionError, match=f"verl {found} is installed"):
+        with pytest.raises(WrongInstallation, match=f"verl {found} is installed"):
             require_version("verl", found, "==0.9.1", "This")
-    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.28\.\*"):
+    with pytest.raises(WrongInstallation, match=r"vllm 0\.28\.\*"):
         require_version("vllm", "0.29.0", "==0.28.*", "This")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from recipe.async_engine import features
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.core.errors import WrongInstallation
+from recipe.async_engine.outside import MODES
 from recipe.mains.register import VARIABLE
 
 CHECKOUT = Path(__file__).parents[2]
@@ -89,6 +90,7 @@ def test_unasked_plugin_changes_nothing_and_imports_next_to_nothing() -> None:
         "recipe.async_engine.core",
         "recipe.async_engine.core.errors",
         "recipe.async_engine.features",
+        "recipe.async_engine.outside",
         "recipe.async_engine.plugin",
     ]
 
@@ -136,7 +138,7 @@ def test_external_module_counts_as_loaded() -> None:
 
 def test_run_without_the_plugin_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "_entry_point_installed", lambda: False)
-    with pytest.raises(features.PluginNotLoadedError, match=r"pip install -e .*VERL_USE_EXTERNAL_MODULES="):
+    with pytest.raises(WrongInstallation, match=r"pip install -e .*VERL_USE_EXTERNAL_MODULES="):
         features.check_loaded({})
 
 
@@ -149,7 +151,7 @@ def test_policy_for_external_plugins_is_understood_as_verl_does(
     if loaded:
         features.check_loaded(environ)
     else:
-        with pytest.raises(features.PluginNotLoadedError, match="VERL_USE_EXTERNAL_PLUGINS"):
+        with pytest.raises(WrongInstallation, match="VERL_USE_EXTERNAL_PLUGINS"):
             features.check_loaded(environ)
     assert bool(features.loading_routes(environ)) is loaded
 

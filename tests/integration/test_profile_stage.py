@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.trainer import profile_stage
 from recipe.async_engine.trainer.profile_stage import ProfileStage
-from recipe.async_engine.trainer.startup import Startup
+from recipe.async_engine.trainer.verl_trainer import VerlTrainer
 
 
 class Server:
@@ -90,7 +91,7 @@ def test_engine_that_cannot_be_profiled_costs_no_run(
     assert "may not have a trace of this step (start_profile)" in caplog.text
 
 
-class Adapted(Startup):
+class Adapted(VerlTrainer):
     """A trainer of adapters with a KL term, whose reference policy is the actor without them; no process starts."""
 
     def __init__(self, profiled: list[str]) -> None:
@@ -99,10 +100,12 @@ class Adapted(Startup):
             start_profile=lambda **_: profiled.append("start"), stop_profile=lambda **how: profiled.append(str(how))
         )
 
-    def _init_resource_pools(self) -> None:
+        self.resource_pool_manager = SimpleNamespace(resource_pool_spec={})
+
+    def _nothing(self) -> None:
         pass
 
-    _create_worker_classes = _init_worker_groups = _init_resource_pools
+    _create_worker_classes = _init_worker_groups = _nothing
 
     def _init_models(self) -> None:
         self.actor_rollout_wg = self.workers
@@ -110,7 +113,7 @@ class Adapted(Startup):
 
 def test_adapters_with_a_reference_policy_are_profiled_once() -> None:
     trainer = Adapted(profiled := [])
-    trainer.start_training()
-    trainer._start_profiling(True)
-    trainer._stop_profiling(True, run_command=True)
+    trainer.start(Reservations())
+    trainer.profile(start=True)
+    trainer.profile(start=False, run_hook=True)
     assert profiled == ["start", "{'run_command': True}"]

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.trainer.actor_worker import ActorWorker, CopyError, PublishedWeights
+from recipe.async_engine.core.errors import CheckpointError
+from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
 from recipe.async_engine.weights.snapshot import Wire
 
 RANKS_S = 120
@@ -90,7 +91,7 @@ def scenario(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     worker = worker_of()
     kept = published(worker)
-    with pytest.raises(CopyError, match=rf"training rank {rank} has no copy 'published'"), kept.in_use():
+    with pytest.raises(CheckpointError, match=rf"training rank {rank} has no copy 'published'"), kept.in_use():
         pass
     fill(worker, 1.0)
     kept.keep()
@@ -111,10 +112,10 @@ def scenario(rank: int, world: int, folder: str) -> None:
         assert holds(again, 1.0)
     assert holds(again, 3.0)
     check_what_is_sent(worker_of(), rank)
-    with pytest.raises(CopyError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         published(worker_of(rows=8)).load(folder)
     again._world_size = world + 1
-    with pytest.raises(CopyError, match=f"rank_{rank}_of_{world + 1}.pt is not there"):
+    with pytest.raises(CheckpointError, match=f"rank_{rank}_of_{world + 1}.pt is not there"):
         kept.load(folder)
     dist.destroy_process_group()
 

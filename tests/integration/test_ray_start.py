@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from ray._private import services
 
 from recipe.async_engine.actors import sockets
-from recipe.async_engine.actors.sockets import LONGEST_PATH, NoShortPath, UnusableFolder, short
+from recipe.async_engine.actors.sockets import LONGEST_PATH, UnusableFolder, short
 from recipe.async_engine.run.ray_start import FOLDERS, patience, shorten_folders, start_own
 
 CHECKOUT = Path(__file__).parents[2]
@@ -128,13 +128,13 @@ def test_sockets_fit_into_a_folder_of_any_length(deep: Path) -> None:
 def test_link_of_somebody_else_is_not_used(deep: Path, links: Path, tmp_path: Path) -> None:
     (links / str(os.getuid())).mkdir(mode=0o777)
     (links / str(os.getuid())).chmod(0o777)
-    with pytest.raises(NoShortPath, match=r"set TMPDIR, or ray_kwargs\.ray_init\._temp_dir"):
+    with pytest.raises(UnusableFolder, match=r"set TMPDIR, or ray_kwargs\.ray_init\._temp_dir"):
         short(str(deep))
     (links / str(os.getuid())).chmod(0o700)
     link = Path(short(str(deep)))
     link.unlink()
     link.symlink_to(tmp_path)
-    with pytest.raises(NoShortPath):
+    with pytest.raises(UnusableFolder):
         short(str(deep))
 
 

@@ -21,8 +21,8 @@ from recipe.async_engine.core.rehearsed import FAILED, FELL_BACK, LEFT_OUT, PASS
 from recipe.async_engine.engines.vllm.output_watch import Sampled
 from recipe.async_engine.trainer import fleet as fleets
 from recipe.async_engine.trainer import rehearsal as module
-from recipe.async_engine.trainer.probe import Probe
-from recipe.async_engine.trainer.rehearsal import Rehearsal, RehearsalFailed
+from recipe.async_engine.trainer.probe import Probe, RehearsalFailed
+from recipe.async_engine.trainer.rehearsal import Rehearsal
 
 __all__ = ["seam"]
 INLINE, IN_PLACE = "async_training.weights.publish=inline", "async_training.weights.staging=none"
@@ -266,6 +266,6 @@ def test_trainer_that_replays_the_experts_is_not_compared(monkeypatch: pytest.Mo
 
 def test_positions_of_a_model_with_images_have_as_many_rows_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, ())
-    stage.rehearsal._position_rows = 4
+    stage.rehearsal.position_rows = 4
     batch = stage.rehearsal._batch([[1, 2]], [[3]])
     assert torch.equal(batch.batch["position_ids"], torch.arange(3).expand(1, 4, 3))

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.actors import clean_up
-from recipe.async_engine.actors.clean_up import clear_replica, cleared_on_failure
-from recipe.async_engine.actors.replacement import Replacements
+from recipe.async_engine.actors import replacement
+from recipe.async_engine.actors.replacement import Replacements, clear_replica, cleared_on_failure
 from recipe.async_engine.core.errors import NothingFree
 from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.weights.publisher import StagedVersion
@@ -200,7 +199,7 @@ def test_accelerators_that_stay_held_are_told_with_the_deadline(
 ) -> None:
     replica = start_killed_replica()
     with monkeypatch.context() as patch:
-        patch.setattr(clean_up, "remove_placement_group", lambda group: None)
+        patch.setattr(replacement, "remove_placement_group", lambda group: None)
         with pytest.raises(
             TimeoutError, match=r"did not free the resources of a lost replica, placement groups \w+, within 0\.2 s"
         ):

@@ -18,7 +18,7 @@ from surroundings import ray_folder
 from test_config import configured
 from verl.single_controller.ray import RayResourcePool
 
-from recipe.async_engine.actors.clean_up import clear_replica
+from recipe.async_engine.actors.replacement import clear_replica
 from recipe.async_engine.config.placement import Wanted, wanted
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.errors import NothingFree
@@ -88,13 +88,11 @@ class DelayedTrainer(Startup):
         self.config = OmegaConf.create(config)
         self.plan = SimpleNamespace(settings=self_settings)
         self.timeouts = SimpleNamespace(startup=SOON_S, weight_sync=SOON_S)
-        self.resource_pool_manager = SimpleNamespace(resource_pool_spec={"trainer_pool": [8]})
         self.taken, self.rollout_is_placed = taken, threading.Event()
 
     def start_training(self) -> None:
         assert self.rollout_is_placed.wait(SOON_S)
-        self._init_resource_pools()
-        (pool,) = self.resource_pool_manager.resource_pool_dict.values()
+        pool = self.reservations.pool("trainer_pool")
         self.taken.append(pool)
         pool.get_placement_groups(device_name="cpu")
 

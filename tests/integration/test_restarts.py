@@ -12,7 +12,7 @@ import time
 import numpy as np
 import ray
 
-from recipe.async_engine.actors.restarts import Restartable, is_up_again, was_restarted
+from recipe.async_engine.actors.control import Restartable, is_up_again, was_restarted
 
 SOON = 60.0
 LARGE = 1 << 20

@@ -22,7 +22,7 @@ from surroundings import has_ended
 from tensordict import TensorDict
 from verl import DataProto
 
-from recipe.async_engine.actors import restarts
+from recipe.async_engine.actors import control
 from recipe.async_engine.actors.worker_set import WorkerDied
 from recipe.async_engine.rewards import dispatch as dispatch_module
 from recipe.async_engine.rewards.dispatch import InTransit, NoRewardWorker, least_busy_worker
@@ -183,7 +183,7 @@ async def test_without_any_worker_the_call_says_so() -> None:
 
 
 async def test_calls_wait_for_a_worker_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(control, "ASK_AGAIN_S", 0.01)
     worker = Worker(ActorUnavailableError("", None), ActorUnavailableError("", None), None)
     dispatch = least_busy_worker([Handle(worker)])
     tasks = await begin(dispatch, 2)

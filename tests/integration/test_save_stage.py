@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 
 from recipe.async_engine.config.sections import AsyncTraining
 from recipe.async_engine.core.alarms import Alarms
+from recipe.async_engine.core.errors import CheckpointError
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.trainer import checkpoints, rollout_state
-from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, CheckpointTimeout, RunState
+from recipe.async_engine.trainer.checkpoints import MARKER, TRACKER, RunState
 from recipe.async_engine.trainer.save_stage import SaveStage
 from recipe.partial_rollout.trainer import PartialRolloutTrainer
 
@@ -112,7 +113,7 @@ def test_late_one_ends_the_run_by_its_deadline_and_leaves_nothing_that_is_taken_
     saving = saving_in(tmp_path, limit_s=0.2)
     saving.begin(2)
     assert store.asked.wait(SOON)
-    with pytest.raises(CheckpointTimeout, match=r"step 2 was not written within 0\.2 s \(async_training\.timeouts\."):
+    with pytest.raises(CheckpointError, match=r"step 2 was not written within 0\.2 s \(async_training\.timeouts\."):
         saving.stage.finish()
     assert not (tmp_path / "global_step_2" / MARKER).exists()
     store.may_answer.set()

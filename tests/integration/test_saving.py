@@ -14,9 +14,10 @@ import pytest
 from checkpointed import plan, snapshot
 from omegaconf import OmegaConf
 
+from recipe.async_engine.core.errors import CheckpointError
 from recipe.async_engine.record.owner import FolderTaken
 from recipe.async_engine.trainer import checkpoints
-from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, CheckpointError, RunState
+from recipe.async_engine.trainer.checkpoints import MARKER, ROLLOUT_STATE, TRACKER, RunState
 
 
 def run_state(root: Path, **trainer: Any) -> RunState:

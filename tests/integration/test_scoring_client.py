@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from remote_fakes import Handle
 
-from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
-from recipe.async_engine.log_prob_servers.service import Answer, ScoringFailed, VersionUnavailable
+from recipe.async_engine.log_prob_servers.client import ScoringClient
+from recipe.async_engine.log_prob_servers.service import Answer, Unscored
 
 SOON = 10.0
 
@@ -64,7 +64,7 @@ async def test_equal_servers_share_the_work() -> None:
     assert [len(server.asked) for server in servers] == [5, 5]
 
 
-@pytest.mark.parametrize("error", [VersionUnavailable("version 3 is not here"), ScoringFailed("out of memory")])
+@pytest.mark.parametrize("error", [Unscored("version 3 is not here"), Unscored("out of memory")])
 async def test_another_server_is_asked_once_and_the_first_one_stays(error: Exception) -> None:
     first, second = Server("first", remote(error)), Server("second")
     client = client_of(first, second)
@@ -81,7 +81,7 @@ async def test_server_that_is_gone_is_asked_no_more() -> None:
 
 
 async def test_what_each_server_said_is_in_the_error_if_none_answers() -> None:
-    first = Server("first", remote(VersionUnavailable("the newest is 2")), ActorDiedError())
+    first = Server("first", remote(Unscored("the newest is 2")), ActorDiedError())
     client = client_of(first, Server("second", ActorDiedError()))
     with pytest.raises(Unscored, match=r"version 3: first: the newest is 2; second died"):
         await client.score("x", 10, 3, 0)

@@ -12,9 +12,8 @@ import pytest
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 from recipe.async_engine.log_prob_servers.service import (
     EngineLost,
-    ScoringFailed,
     ScoringService,
-    VersionUnavailable,
+    Unscored,
 )
 
 SOON = 10.0
@@ -228,9 +227,9 @@ async def test_failed_load_sends_its_requests_elsewhere_and_the_old_version_goes
     doomed = generation.ask("doomed", 1)
     await asyncio.sleep(0)
     generation.service.load_failed("the stream was cut off")
-    with pytest.raises(VersionUnavailable, match="version 1 did not come: the stream was cut off"):
+    with pytest.raises(Unscored, match="version 1 did not come: the stream was cut off"):
         await generation.answer(doomed)
-    with pytest.raises(VersionUnavailable, match="version 1 is not here"):
+    with pytest.raises(Unscored, match="version 1 is not here"):
         await generation.answer(generation.ask("too early", 1))
     assert (await generation.answer(generation.ask("still", 0))).version == 0
 
@@ -238,7 +237,7 @@ async def test_failed_load_sends_its_requests_elsewhere_and_the_old_version_goes
 async def test_engine_error_costs_its_batch_only(generation: Harness) -> None:
     await generation.load(0)
     generation.engine.script = [MemoryError("too long")]
-    with pytest.raises(ScoringFailed, match="MemoryError: too long") as caught:
+    with pytest.raises(Unscored, match="MemoryError: too long") as caught:
         await generation.answer(generation.ask("long", 0))
     assert isinstance(caught.value.__cause__, MemoryError)
     assert (await generation.answer(generation.ask("short", 0))).scores == "short by 0"
@@ -281,7 +280,7 @@ async def test_refused_weights_score_nothing_and_the_next_ones_do(generation: Ha
         assert (await generation.answer(generation.ask("moves", 1))).version == 1
     generation.service.refuse(1, "it has another checksum")
     for version in (0, 1):
-        with pytest.raises(VersionUnavailable):
+        with pytest.raises(Unscored):
             await generation.answer(generation.ask("asks", version))
     await generation.load(2)
     assert (await generation.answer(generation.ask("d", 2))).scores == "d by 2"
@@ -294,7 +293,7 @@ async def test_requests_that_wait_for_refused_weights_or_are_scored_by_them_go_e
     waits = generation.ask("b", 1)
     await asyncio.sleep(0)
     generation.service.refuse(1, "it has another checksum")
-    with pytest.raises(VersionUnavailable, match="another checksum"):
+    with pytest.raises(Unscored, match="another checksum"):
         await generation.answer(waits)
     held.set()
     assert (await generation.answer(scored[0])).version == 0, "the weights before it were right"
@@ -302,7 +301,7 @@ async def test_requests_that_wait_for_refused_weights_or_are_scored_by_them_go_e
     held, scored = await generation.hold("c", version=2)
     generation.service.refuse(2, "it has another checksum")
     held.set()
-    with pytest.raises(ScoringFailed, match="version 2 were refused"):
+    with pytest.raises(Unscored, match="version 2 were refused"):
         await generation.answer(scored[0])
 
 
@@ -312,7 +311,7 @@ async def test_engine_that_gives_too_few_scores_costs_its_batch_only(generation:
     held, tasks = await generation.hold("a", "b")
     held.set()
     for task in tasks:
-        with pytest.raises(ScoringFailed, match="2 sequences could not be scored: ValueError: the engine gave 1"):
+        with pytest.raises(Unscored, match="2 sequences could not be scored: ValueError: the engine gave 1"):
             await generation.answer(task)
     generation.engine.gives = None
     assert (await generation.answer(generation.ask("c", 0))).scores == "c by 0"

@@ -43,7 +43,7 @@ def test_a_main_beside_another_package_of_a_modes_name_names_both_and_ends(
     ended = run_beside(other, main, folder)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.strip().startswith("ShadowedPackageError")
+    assert ended.stderr.strip().startswith("WrongInstallation")
     assert str(package) in ended.stderr
     assert str(CHECKOUT / "recipe" / shadowed) in ended.stderr
     assert not (folder / "task").exists()

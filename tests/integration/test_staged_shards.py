@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from recipe.async_engine.log_prob_servers.adapter import StagedShards
 from recipe.async_engine.log_prob_servers.fsdp2_shards import FSDP2Shards
-from recipe.async_engine.log_prob_servers.staged_shards import StagedShards
 from recipe.async_engine.weights.staged import Intake, StagingRefused
 
 RANKS_S = 120

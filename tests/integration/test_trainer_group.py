@@ -18,7 +18,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.ray.base import create_colocated_worker_cls, get_master_addr_port
 
 from recipe.async_engine.engines.reservation import Reservations, ReservedReplica
-from recipe.async_engine.trainer.startup import TrainerGroup
+from recipe.async_engine.trainer.verl_trainer import TrainerGroup
 
 
 class Replica(ReservedReplica):

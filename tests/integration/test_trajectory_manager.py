@@ -13,8 +13,8 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from recipe.async_engine.actors import restarts
-from recipe.async_engine.actors.restarts import is_up_again
+from recipe.async_engine.actors import control
+from recipe.async_engine.actors.control import is_up_again
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 
 SOON = 60.0
@@ -23,7 +23,7 @@ DIED, RESTARTING = ActorDiedError(), ActorUnavailableError("", None)
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(control, "ASK_AGAIN_S", 0.01)
 
 
 def manager_of(*workers: Any) -> TrajectoryManager:

@@ -87,4 +87,4 @@ def test_reloaded_layer_computes_the_bits_of_a_stock_layer(seen: dict[str, Any])
 
 
 def test_other_vllm_releases_are_refused(seen: dict[str, Any]) -> None:
-    assert "UnsupportedVersionError" in seen["other_release"] and "0.28.*" in seen["other_release"]
+    assert "WrongInstallation" in seen["other_release"] and "0.28.*" in seen["other_release"]

@@ -17,7 +17,8 @@ from ray.exceptions import ActorUnavailableError
 
 from recipe.async_engine.actors import watch as watch_module
 from recipe.async_engine.actors.stacks import thread_stack, waits
-from recipe.async_engine.actors.watch import STALL_FILE, STATUS, PartLost, RunWatch, StageTimeout, Stalled
+from recipe.async_engine.actors.watch import STALL_FILE, STATUS, RunWatch
+from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.record.timeline import Timeline
 
 LIMIT_S, SOON_S = 0.1, 10.0
@@ -62,9 +63,9 @@ def test_run_that_stands_still_ends_with_a_report(watched: Watched, tmp_path: Pa
     watch = watched.follow()
     wait_for(lambda: watched.failed)
     watch.stop()
-    assert isinstance(watched.failed[0], Stalled)
+    assert isinstance(watched.failed[0], CannotGoOn)
     assert "who waits for whom" in str(watched.failed[0])
-    assert watch.last_words() == {"name": "Stalled", "message": str(watched.failed[0])}
+    assert watch.last_words() == {"name": "CannotGoOn", "message": str(watched.failed[0])}
     wait_for(lambda: (tmp_path / STALL_FILE).exists() and (tmp_path / STALL_FILE).read_text())
     assert (tmp_path / STALL_FILE).read_text() == f"{watched.failed[0]}\n"
     time.sleep(0.3)
@@ -75,7 +76,7 @@ def test_process_is_ended_if_its_trainer_waits_for_something_else(watched: Watch
     watched.follow()
     wait_for(lambda: watched.left)
     assert watched.left == [STATUS]
-    assert [words["name"] for words in watched.leaving] == ["Stalled"], "before it, once"
+    assert [words["name"] for words in watched.leaving] == ["CannotGoOn"], "before it, once"
 
 
 def test_what_is_to_be_done_before_a_process_is_ended_keeps_it_no_longer_than_it_may(
@@ -91,7 +92,7 @@ def test_run_is_ended_where_its_report_cannot_be_written(tmp_path: Path) -> None
     watched = Watched(tmp_path / "gone")  # no such folder: as on a full or read-only disk, writing raises OSError
     watched.follow()
     wait_for(lambda: watched.left)
-    assert isinstance(watched.failed[0], Stalled)
+    assert isinstance(watched.failed[0], CannotGoOn)
     assert "who waits for whom" in watched.watch.last_words()["message"]
 
 
@@ -126,7 +127,7 @@ def test_stage_without_a_wait_of_its_own_has_a_deadline(tmp_path: Path) -> None:
     watch = watched.follow()
     with watch.within("checkpoint", 0.01, "reading the checkpoint"):
         wait_for(lambda: watched.failed)
-    assert isinstance(watched.failed[0], StageTimeout)
+    assert isinstance(watched.failed[0], CannotGoOn)
     assert "reading the checkpoint takes longer than 0.01 s (async_training.timeouts.checkpoint)" in str(
         watched.failed[0]
     )
@@ -138,7 +139,7 @@ def test_stage_with_a_deadline_may_stand_still_for_longer_than_other_parts(watch
         time.sleep(5 * LIMIT_S)
         assert not watched.failed
     wait_for(lambda: watched.failed)
-    assert isinstance(watched.failed[0], Stalled)
+    assert isinstance(watched.failed[0], CannotGoOn)
 
 
 def test_stage_that_is_over_has_no_deadline_any_more(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_trainers_error_of_a_broken_connection_names_the_actor_behind_it(watched
     watched.watch.hold({"training worker 1 (actor)": SimpleNamespace(_actor_id=held)})
     error = ActorUnavailableError("connection reset by peer", held.binary())
     lost = watched.watch.blamed(error)
-    assert isinstance(lost, PartLost) and lost.__cause__ is error
+    assert isinstance(lost, CannotGoOn) and lost.__cause__ is error
     assert str(lost).startswith("training worker 1 (actor) is out of reach")
     assert "connection reset by peer" in str(lost)
     wrapped = RuntimeError("the rollout ended")

@@ -99,7 +99,7 @@ class TrainingRank(TrainerRank):
 
 
 class TrainingGroup(TrainerGroup):
-    """What has to do with sending is asked beside training; see `recipe.async_engine.trainer.startup`.
+    """What has to do with sending is asked beside training; see `recipe.async_engine.trainer.verl_trainer`.
 
     copied: of each rank, the checksum of the weights that it copied last.
     """

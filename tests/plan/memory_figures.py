@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.model_shape import ModelShape, shape_of
-from recipe.plan.memory.generation import rollout_engine
+from recipe.plan.memory.engines import rollout_engine
 from recipe.plan.memory.items import GIB, MIB
 from recipe.plan.memory.training import CONTEXT, FSDP, Megatron, Rank, Work, fsdp_rank, megatron_rank
 

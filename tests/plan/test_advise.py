@@ -11,11 +11,11 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from benchmarks.emulation.models import MODELS
 from recipe.async_engine.config.plan import derive
 from recipe.async_engine.config.validation import validate
 from recipe.plan.__main__ import assumed, main
-from recipe.plan.advise import Advice, Goal, advise, candidates, parts_of_nodes
-from recipe.plan.device import MODELS
+from recipe.plan.advise import Advice, advise, candidates, parts_of_nodes
 from recipe.plan.simulation import Scenario
 from recipe.plan.times import Times
 
@@ -31,10 +31,10 @@ def test_the_best_split_balances_both_sides() -> None:
     )
     base = Scenario(batch_groups=48, answers=2, replicas=1, slots=8, places=8, steps=16, at_swap="keep")
     # 16 devices: generation takes 120 s / replicas and training 80 s / ranks, equal at 6.4 ranks.
-    found = advise(base, times, 16, Goal(), [0])
+    found = advise(base, times, 16, "throughput", [0])
     assert found[0].scenario.trainer_ranks == 6
     assert found[0].scenario.max_staleness > 0
-    bounded = advise(base, times, 16, Goal("staleness<=0"), [0])
+    bounded = advise(base, times, 16, "staleness<=0", [0])
     assert {advice.scenario.max_staleness for advice in bounded} >= {0}
     assert all(advice.staleness == 0 for advice in bounded)
     assert found[-1].why_worse(found[0]).startswith("wait_")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.plan.device import H100, MODELS, DeviceProfile, DeviceTimes, active_parameters, shape_of
+from benchmarks.emulation.models import MODELS
+from recipe.plan.device import H100, DeviceProfile, DeviceTimes, active_parameters, shape_of
 
 # Small enough to count by hand.
 SMALL = shape_of(
@@ -29,7 +30,6 @@ ROUND = DeviceProfile(
     flops=1000.0,
     memory_bandwidth=100.0,
     link_bandwidth=10.0,
-    host_bandwidth=20.0,
     link_latency_s=0.5,
     decode_efficiency=0.5,
     prefill_efficiency=0.5,
@@ -37,7 +37,6 @@ ROUND = DeviceProfile(
     link_efficiency=0.5,
     step_overhead_s=0.25,
     update_overhead_s=2.0,
-    sleep_overhead_s=3.0,
 )
 # A layer: attention 2*4*(4+2) = 48 and two norms of 4; an MLP of 3*4*8 = 96: 152. Three of them: 456.
 LAYERS, EMBEDDING, NORM = 456, 40, 4
@@ -71,8 +70,6 @@ def test_transfers_take_bytes_over_links() -> None:
     assert TIMES.transfer_s() == pytest.approx(1000 / 5 + 0.5)
     assert TIMES.transfer_s(250, links=2) == pytest.approx(25 + 0.5)
     assert TIMES.load_s() == pytest.approx(2 * 1000 / 50)
-    assert TIMES.sleep_s() == TIMES.wake_s() == pytest.approx(3.0)
-    assert TIMES.wake_s(keeps_weights=True) == pytest.approx(1000 / 10 + 3.0)
 
 
 def test_devices_share_the_work_and_not_the_overhead() -> None:
@@ -116,11 +113,10 @@ def test_a_token_may_stand_for_many_and_time_be_scaled() -> None:
     assert coarse.prefill_s(3) == pytest.approx(TIMES.prefill_s(24))
     assert coarse.update_s([2, 3]) == pytest.approx(TIMES.update_s([16, 24]))
     assert coarse.transfer_s() == TIMES.transfer_s()
-    fast = TIMES.scaled(0.1)
+    fast = replace(TIMES, time_scale=0.1)
     assert fast.decode_step_s(2, 5) == pytest.approx(0.1 * TIMES.decode_step_s(2, 5))
     assert fast.update_s([6]) == pytest.approx(0.1 * TIMES.update_s([6]))
     assert fast.transfer_s() == pytest.approx(0.1 * TIMES.transfer_s())
-    assert fast.scaled(10).wake_s() == pytest.approx(TIMES.wake_s())
 
 
 def test_nothing_to_do_takes_no_time() -> None:

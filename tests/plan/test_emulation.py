@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulation.devices import VARIABLE, Device, Emulation, emulation, records
+from benchmarks.emulation.devices import SLEEP_S, VARIABLE, Device, Emulation, emulation, records
 
 
 def test_a_process_finds_the_devices_of_its_run() -> None:
@@ -67,7 +67,7 @@ def test_an_engine_step_is_decoding_and_prefills() -> None:
 def test_shared_devices_pay_for_sleep_and_waking_with_each_load() -> None:
     apart, shared = (Device(Emulation(shared=shared), "engine", 1) for shared in (False, True))
     assert apart.load_s() == apart.times.load_s()
-    assert shared.load_s() == pytest.approx(apart.load_s() + shared.times.sleep_s() + shared.times.wake_s())
+    assert shared.load_s() == pytest.approx(apart.load_s() + 2 * SLEEP_S)
 
 
 def test_one_engine_dies_at_its_time(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import ROLLOUT, Class, Event
-from recipe.plan.clock import Clock
-from recipe.plan.engine import Engine, Request
+from recipe.plan.engine import Clock, Engine, Request
 from recipe.plan.engine_steps import EngineSteps, fit_steps
 
 PLACES = 8

@@ -20,7 +20,7 @@ from recipe.async_engine.config.model_shape import shape_of
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.validation import judge
-from recipe.plan.memory import rules as memory
+from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.estimate import ERROR
 from recipe.plan.memory.items import GIB
 

@@ -27,22 +27,20 @@ from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.model_shape import ModelShape, shape_of
 from recipe.async_engine.config.sections import read_settings
 from recipe.plan.memory.engines import (
+    Engine,
     actor_rank,
+    asleep,
+    bucket_bytes,
     critic_rank,
+    device_buckets,
     dtype_bytes,
     longest,
     reference_rank,
+    rollout_engine,
+    room,
     server_rank,
 )
 from recipe.plan.memory.estimate import Models, parts_of, verdicts
-from recipe.plan.memory.generation import (
-    Engine,
-    asleep,
-    bucket_bytes,
-    device_buckets,
-    rollout_engine,
-    room,
-)
 from recipe.plan.memory.items import GIB, MIB, Item, Moment, Part, listed
 from recipe.plan.memory.training import CONTEXT, Megatron, Rank, Work, megatron_rank
 

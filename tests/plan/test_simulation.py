@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recipe.async_engine.record.events import Class
-from recipe.plan.clock import Clock
-from recipe.plan.engine import READ_STEPS, Engine, Request
+from recipe.plan.engine import READ_STEPS, Clock, Engine, Request
 from recipe.plan.simulation import Fault, Result, Scenario, Simulation
 from recipe.plan.times import Times
 

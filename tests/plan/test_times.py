@@ -11,7 +11,7 @@ import pytest
 from recipe.async_engine.record.event_file import EventFile
 from recipe.async_engine.record.events import GROUPS, ROLLOUT, TOKENS, TRAINER, TRAJECTORIES, WEIGHTS, Event
 from recipe.plan.__main__ import main, of_run
-from recipe.plan.times import CannotFit, fitted
+from recipe.plan.times import CannotPlan, fitted
 
 SETTINGS = {
     "max_staleness": 2,
@@ -153,7 +153,7 @@ def test_answers_come_through_the_agent_loops_as_fast_as_places_fill_after_a_swa
 
 
 def test_a_record_without_an_answer_cannot_be_fitted(tmp_path: Path) -> None:
-    with pytest.raises(CannotFit, match="no answer"):
+    with pytest.raises(CannotPlan, match="no answer"):
         fitted(record(tmp_path, []))
 
 

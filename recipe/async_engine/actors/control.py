@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors that answer control calls however many calls they hold open.
+"""Actors that answer control calls however many calls they hold open, and that Ray starts again after they died.
 
 Contract: a Ray actor runs so many calls at once, 1,000 where nobody says otherwise, and keeps the others waiting in
 their order. Methods that hold a call open, a trajectory, an answer or a score, share that number; all others (an abort,
 a cancellation, weights, a sign of life) are in a concurrency group of their own and wait for none of them. Ray gives
 each group an event loop on a thread of its own. A control call hops to the actor's own loop from there, so that all
 that an actor does is done on one thread, as if there were no groups. Actors without coroutines get a lock instead.
-Shown by tests/integration/test_control.py, with real actors at small limits.
+Shown by tests/integration/test_control.py, with real actors at small limits, and test_restarts.py.
 """
+
+from __future__ import annotations
 
 import asyncio
 import functools
@@ -15,9 +17,11 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 CONTROL = "control"
 CALLS = 256
@@ -26,7 +30,7 @@ CALLS = 256
 
 def with_control(
     actor_class: type, held: Collection[str], plain: Collection[str] = (), **options: Any
-) -> "ray.actor.ActorClass[Any]":
+) -> ray.actor.ActorClass[Any]:
     """The remote class of an actor that is controlled beside its calls; see the module's contract.
 
     Args:
@@ -143,3 +147,64 @@ class _UnderItsLock:
     def beside(cls, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method in the control group."""
         return ray.method(concurrency_group=CONTROL)(cls.held(method))
+
+
+ASK_AGAIN_S, LOOK_S = 1.0, 0.05
+
+
+async def has_ended(actor: Any) -> None:
+    """Wait until an actor that is being killed does not answer any more."""
+    while True:
+        try:
+            await sign_of_life(actor).remote()
+        except RayTaskError:
+            pass
+        except RayError:
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+async def is_up_again(actor: Any) -> bool:
+    """Wait until a dead actor answers; False once Ray says that it is not started any more."""
+    while True:
+        try:
+            await sign_of_life(actor).remote()
+        except ActorUnavailableError:
+            await asyncio.sleep(ASK_AGAIN_S)
+        except RayActorError:
+            return False
+        else:
+            return True
+
+
+def was_restarted() -> bool:
+    """Whether this process is an actor that Ray has started again."""
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and context.was_current_actor_reconstructed
+
+
+class Restartable:
+    """Stands in for a remote class whose actors Ray starts again, ``restarts`` times each.
+
+    ``held``: their methods that keep calls open, see `recipe.async_engine.actors.control`.
+
+    What they were made with is held in the object store: Ray deletes large arguments once the actors are up, and cannot
+    start them again then (ray-project/ray#53727). Each argument is stored once, however many actors have it.
+    """
+
+    def __init__(self, actor_class: type, restarts: int, held: Collection[str] = (), **options: Any) -> None:
+        self._remote_class = with_control(actor_class, held, max_restarts=restarts, **options)
+        # With the values themselves, whose ids they are.
+        self._held: dict[int, tuple[Any, ray.ObjectRef]] = {}
+
+    def options(self, **options: Any) -> SimpleNamespace:
+        """As of a remote class: its ``remote`` makes an actor."""
+        remote_class = self._remote_class.options(**options)
+        return SimpleNamespace(remote=lambda *arguments: remote_class.remote(*map(self._hold, arguments)))
+
+    def _hold(self, value: Any) -> ray.ObjectRef:
+        if id(value) not in self._held:
+            self._held[id(value)] = value, ray.put(value)
+        return self._held[id(value)][1]

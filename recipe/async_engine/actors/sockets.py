@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's processes put their sockets: with Ray's own of this session, under paths that Linux takes.
+"""Where a run's processes meet: sockets in folders whose paths Linux takes, and ports that nobody else is given.
 
 Contract: a folder of any length can hold sockets by way of `short`, a link to it that stays and is used again; what is
 written there lies in the folder itself. Ray ends processes without a last word, so that what they would remove stays.
-With Ray's sockets it stays beside Ray's logs of the run, and goes with them. Shown by
-tests/integration/test_ray_start.py and tests/e2e/test_one_step_off.py.
+With Ray's sockets it stays beside Ray's logs of the run, and goes with them.
+
+verl asks the system for a free port and binds it seconds later (verl/single_controller/ray/base.py:91-110). By then one
+of Ray's connections may have it, unless it is below the ports that systems give to connections (`rendezvous_ports`).
+
+Shown by tests/integration/test_ray_start.py, test_trainer_group.py and tests/e2e/test_one_step_off.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import re
 import stat
 import tempfile
@@ -30,12 +35,8 @@ ORDINARY = re.compile(r"[\w./+@%:=,-]+", re.ASCII)
 """Of a folder's path: Ray starts its workers by command lines, which it splits at spaces."""
 
 
-class NoShortPath(RecipeError):
-    """A folder's path is too long for sockets, and no link to it can be made."""
-
-
 class UnusableFolder(RecipeError):
-    """A folder for temporary files cannot be made, or not be written to."""
+    """A folder for temporary files cannot be made or written to, or has too long a path for sockets, and no link."""
 
 
 def usable(folder: str, named: str) -> str:
@@ -57,7 +58,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
     """The folder, or a link to it where paths of ``room`` more bytes in it would be too long, or have spaces.
 
     Raises:
-        NoShortPath: the links' folder is not this user's alone.
+        UnusableFolder: the links' folder is not this user's alone.
     """
     if len(folder.encode()) + 1 + room <= LONGEST_PATH and ORDINARY.fullmatch(folder):
         return folder
@@ -75,7 +76,7 @@ def short(folder: str, room: int = LONGEST_OF_RAY) -> str:
             if os.readlink(link) != os.path.abspath(folder):
                 raise
     except OSError as error:
-        raise NoShortPath(
+        raise UnusableFolder(
             f"{folder} is too long for sockets, whose paths have {LONGEST_PATH} bytes at most, or has spaces, and no "
             f"link to it can be made ({error}): set TMPDIR, or ray_kwargs.ray_init._temp_dir for Ray's, to a shorter "
             "one"
@@ -89,3 +90,11 @@ def sockets_folder() -> str:
     folder = None if node is None else str(node.get_sockets_dir_path())
     fits = folder is not None and len(folder.encode()) + 1 + LONGEST_NAME <= LONGEST_PATH
     return folder if folder is not None and fits else short(tempfile.gettempdir(), LONGEST_NAME)
+
+
+def rendezvous_ports() -> list[int]:
+    """First and last of those that verl's ``RayWorkerGroup`` may try, its ``master_port_range``.
+
+    At random, so that groups that start beside each other look in different places.
+    """
+    return [random.randrange(16_000, 31_000), 32_000]

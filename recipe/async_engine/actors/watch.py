@@ -27,8 +27,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.silence import Silence
+from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.record import durable
 
 logger = logging.getLogger(__name__)
@@ -44,20 +43,35 @@ LEAVING_S = 5.0
 STATUS = 70
 
 
-class CannotGoOn(RecipeError):
-    """Base of the errors by which the watch ends a run."""
+MOST_S = 5.0
+"""A longer gap between two looks is the listener's own; only this much of it counts."""
 
 
-class Stalled(CannotGoOn):
-    """Nothing has begun or ended for too long; the message says who waits for whom."""
+class Silence:
+    """Time since the last sign of life, counted in time in which this process could have heard it.
 
+    Seconds in which the listening process was itself stopped (SIGSTOP, a suspended machine) do not count, since nothing
+    could be heard then.
 
-class StageTimeout(CannotGoOn):
-    """A stage of the run passed its deadline; the message names both."""
+    Args:
+        limit_s: how long silence may last.
+        now: of a clock that never runs backwards, in seconds; as in `look`.
+    """
 
+    def __init__(self, limit_s: float, now: float) -> None:
+        self.limit_s = limit_s
+        self.seconds = 0.0
+        self._looked = now
 
-class PartLost(CannotGoOn):
-    """An actor is gone that the run cannot do without; the message names it."""
+    def heard(self) -> None:
+        """A sign of life."""
+        self.seconds = 0.0
+
+    def look(self, now: float) -> bool:
+        """Count the time since the last look; returns whether silence has lasted too long."""
+        self.seconds += min(now - self._looked, MOST_S)
+        self._looked = now
+        return self.seconds > self.limit_s
 
 
 class RunWatch:
@@ -141,7 +155,7 @@ class RunWatch:
         logger.error("%s came of it: %s", type(error).__name__, error)
         return lost
 
-    def _found_dead(self) -> PartLost | None:
+    def _found_dead(self) -> CannotGoOn | None:
         """The held actor that has died, if one has; one that is busy is waited for, as long as `BLAME_S`."""
         asked = {actor.__ray_call__.remote(_nothing): name for name, actor in self._held.items()}
         until = time.monotonic() + BLAME_S
@@ -180,14 +194,14 @@ class RunWatch:
         stage, now = self._stage, time.monotonic()
         silent_s = min(self._silent_s(), now - self._staged_until)
         if stage is not None and stage[1].look(now):
-            return StageTimeout(f"{stage[0]}: {self._report()}")
+            return CannotGoOn(f"{stage[0]}: {self._report()}")
         if stage is None and silent_s > self._limit_s:
-            return Stalled(
+            return CannotGoOn(
                 f"nothing has begun or ended for {silent_s:.0f} s (async_training.timeouts.stall): {self._report()}"
             )
         return self._lost()
 
-    def _lost(self) -> PartLost | None:
+    def _lost(self) -> CannotGoOn | None:
         """Ask each held actor for a sign of life; it comes when the actor's present work is done, its death at once."""
         now = time.monotonic()
         for name in [name for name, at in self._ask_at.items() if now >= at]:
@@ -240,9 +254,9 @@ class RunWatch:
             logger.error("the report could not be written: %s", failure)
 
 
-def _lost_part(name: str, error: RayActorError) -> PartLost:
+def _lost_part(name: str, error: RayActorError) -> CannotGoOn:
     state = "is out of reach" if isinstance(error, ActorUnavailableError) else "died"
-    lost = PartLost(f"{name} {state}, and the run cannot go on without it: {error}")
+    lost = CannotGoOn(f"{name} {state}, and the run cannot go on without it: {error}")
     lost.__cause__ = error
     return lost
 

@@ -20,8 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from recipe.async_engine.actors.control import sign_of_life
-from recipe.async_engine.actors.restarts import has_ended, is_up_again
+from recipe.async_engine.actors.control import has_ended, is_up_again, sign_of_life
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
 

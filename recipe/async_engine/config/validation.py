@@ -84,7 +84,7 @@ def validate(
 
 
 class Judge(Protocol):
-    """What a main has judge its configuration beside the rules of the engine; `recipe.plan.memory.rules` is one."""
+    """What a main has judge its configuration beside the rules of the engine; `recipe.plan.memory.estimate` is one."""
 
     def problems(self, context: RuleContext) -> Iterable[Problem]:
         """What cannot run."""

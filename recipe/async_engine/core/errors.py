@@ -11,6 +11,10 @@ class RecipeError(Exception):
     """Base of every exception that the recipe raises on purpose."""
 
 
+class CannotGoOn(RecipeError):
+    """A part of the run is gone, silent or late; the message names it, its limit and the setting of that."""
+
+
 class SettingError(RecipeError, ValueError):
     """A setting has a value that is not allowed."""
 
@@ -39,6 +43,14 @@ class LedgerIdentityError(LedgerError):
 
 class SnapshotError(LedgerError):
     """A snapshot of the ledger cannot be restored under the present settings, or is not a snapshot."""
+
+
+class CheckpointError(RecipeError):
+    """A checkpoint, or a copy of the weights in it, cannot be used by this run, or was not written in time."""
+
+
+class WrongInstallation(RecipeError):
+    """Something else is installed, or comes first on Python's path, than this package needs; the message names it."""
 
 
 class VersionRecordError(RecipeError):

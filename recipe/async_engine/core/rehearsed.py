@@ -58,22 +58,12 @@ def agreement(pairs: Sequence[tuple[float, float]], dtype: str) -> Agreement:
     return Agreement(difference, share * max(spread, LEAST_SPREAD), len(pairs))
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two answers have in common, from their beginning."""
-    count = 0
-    for first, second in zip(one, other, strict=False):
-        if first != second:
-            break
-        count += 1
-    return count
-
-
-@dataclass(frozen=True)
+@dataclass
 class Check:
     """One thing that was tried: how it went, what there is to say of it, and how long it took."""
 
     name: str
-    outcome: str
+    outcome: str = PASSED
     said: str = ""
     seconds: float = 0.0
 
@@ -91,6 +81,11 @@ class Rehearsed:
     passes: int = 0
     difference: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of the checks has."""
+        return any(check.outcome == FAILED for check in self.checks)
 
     def summary(self) -> dict[str, Any]:
         """For ``summary.json``."""

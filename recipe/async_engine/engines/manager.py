@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.router import get_router_handle
 
-from recipe.async_engine.actors.clean_up import cleared_on_failure, end_servers
 from recipe.async_engine.actors.control import with_control
+from recipe.async_engine.actors.replacement import cleared_on_failure, end_servers
 from recipe.async_engine.engines.load_balancer import HELD, CountingBalancer
 from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica

@@ -25,7 +25,7 @@ from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from recipe.async_engine.actors.ports import rendezvous_ports
+from recipe.async_engine.actors.sockets import rendezvous_ports
 from recipe.async_engine.config.placement import REPLICA_CPUS, Wanted
 from recipe.async_engine.core.errors import NothingFree, RecipeError
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks log-prob servers, any number of them, from one process.
+"""Has a trajectory scored by log-prob servers, any number of them, part by part, while it goes on.
 
-Contract: a request goes to the server with the fewest outstanding tokens of this process, among equals to the one that
-had the fewest in all. If that one does not have the version, or fails, or dies, another is asked, each at most once; a
-server that died is asked no more. `Unscored` says that none could answer in time: the caller computes those log-probs
-itself, or has the trainer do it. Shown by tests/integration/test_scoring_client.py.
+Contract: a part is sent off when its request is answered, before weights can change again, so that the version that
+sampled it can score it. It goes to the server with the fewest outstanding tokens of this process, among equals to the
+one that had the fewest in all. If that one does not have the version, or fails, or dies, another is asked, each at most
+once; a server that died is asked no more. Nothing here fails a trajectory: `Unscored` says that none could answer in
+time, and the trainer computes what is left out. Shown by tests/integration/test_scoring_client.py, test_part_scores.py
+and tests/e2e/test_model_engine.py.
 """
 
 from __future__ import annotations
@@ -12,19 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 
+from recipe.async_engine.core.alignment import Part, place
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.log_prob_servers.service import Answer
+from recipe.async_engine.log_prob_servers.service import Answer, Segment, Unscored
 
 logger = logging.getLogger(__name__)
-
-
-class Unscored(RecipeError):
-    """No log-prob server answered."""
 
 
 class ScoringClient:
@@ -75,3 +76,93 @@ class ScoringClient:
             finally:
                 self._outstanding[name] -= tokens
         return None
+
+
+UNSCORED = -1
+
+
+@dataclass(frozen=True)
+class ResponseScores:
+    """What log-prob servers computed of a response of R tokens.
+
+    Attributes:
+        log_probs: float32 (R,), 0 where nothing was sampled.
+        entropy: float32 (R,), likewise.
+        versions: int64 (R,), the version that computed each token's, ``UNSCORED`` where nothing was sampled.
+        late_tokens: tokens that another version than the one wanted computed.
+        queued_s: longest time that one of its requests waited at a server.
+    """
+
+    log_probs: np.ndarray
+    entropy: np.ndarray
+    versions: np.ndarray
+    late_tokens: int
+    queued_s: float
+
+    @classmethod
+    def empty(cls, length: int) -> ResponseScores:
+        return cls(np.zeros(length, np.float32), np.zeros(length, np.float32), np.full(length, UNSCORED), 0, 0.0)
+
+    def with_part(self, answer: Answer, first: int, count: int) -> ResponseScores:
+        """With ``count`` tokens of an answer at position ``first``, in place."""
+        where = slice(first, first + count)
+        self.log_probs[where], self.entropy[where] = answer.scores[:, :count]
+        self.versions[where] = answer.version
+        late = self.late_tokens + count * answer.late
+        return ResponseScores(self.log_probs, self.entropy, self.versions, late, max(self.queued_s, answer.queued_s))
+
+
+class PartScorer:
+    """The parts of one trajectory, each being scored."""
+
+    def __init__(self, client: ScoringClient, start: int) -> None:
+        """``start``: version at the issue of the group; the oldest are scored first."""
+        self._client = client
+        self._start = start
+        self._parts: list[Part] = []
+        self._tasks: list[asyncio.Task[Answer]] = []
+
+    def add(self, version: int, context: Sequence[int], tokens: Sequence[int]) -> None:
+        """A request has been answered."""
+        part = Part(version, list(context), list(tokens))
+        self._parts.append(part)
+        self._tasks.append(asyncio.create_task(score(self._client, part, self._start)))
+
+    async def collect(
+        self, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int]
+    ) -> ResponseScores | None:
+        """The scores of the response as the agent loop made it; None if they are not those of all sampled tokens."""
+        answers = await asyncio.gather(*self._tasks, return_exceptions=True)
+        places = place(self._parts, prompt, response, mask)
+        if places is None:
+            logger.info("the agent loop rewrote its answer; the trainer computes its log-probs")
+            return None
+        scores = ResponseScores.empty(len(response))
+        for answer, (first, count) in zip(answers, places, strict=True):
+            if isinstance(answer, Unscored):
+                logger.warning("a trajectory goes to the trainer without log-probs: %s", answer)
+                return None
+            if isinstance(answer, BaseException):
+                raise answer
+            scores = scores.with_part(answer, first, count)
+        return scores
+
+    def cancel(self) -> None:
+        """The trajectory has ended, however it did."""
+        for task in self._tasks:
+            task.cancel()
+
+
+async def score(client: ScoringClient, part: Part, start: int) -> Answer:
+    """Have one part scored.
+
+    Raises:
+        Unscored: no server answered in time, or one did with numbers that are none, or not one for each token.
+    """
+    tokens = np.asarray([*part.context, *part.tokens], dtype=np.int32)
+    answer = await client.score(Segment(tokens, len(part.context)), len(tokens), part.version, start)
+    found, wanted = np.shape(answer.scores), (2, len(part.tokens))
+    if found != wanted or not np.isfinite(answer.scores).all():
+        what = "that are not all finite" if found == wanted else f"of the shape {found}, not {wanted}"
+        raise Unscored(f"a log-prob server answered for version {answer.version} with numbers {what}")
+    return answer

@@ -41,7 +41,7 @@ class _Place(NamedTuple):
 
 
 class FSDP2Shards:
-    """`recipe.async_engine.log_prob_servers.staged_shards.Shards` of a module under ``fully_shard``.
+    """`recipe.async_engine.log_prob_servers.adapter.Shards` of a module under ``fully_shard``.
 
     Raises:
         StagingRefused: the trainer's stream of such a model has tensors that are no part of its parameters.

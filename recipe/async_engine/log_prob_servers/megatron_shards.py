@@ -40,7 +40,7 @@ class _Parameter:
 
 
 class MegatronShards:
-    """`recipe.async_engine.log_prob_servers.staged_shards.Shards` of the model chunks of one rank.
+    """`recipe.async_engine.log_prob_servers.adapter.Shards` of the model chunks of one rank.
 
     Args:
         bridge: the mbridge bridge that built them.

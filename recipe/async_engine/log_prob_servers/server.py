@@ -22,8 +22,7 @@ from ray.exceptions import RayActorError
 
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.scoring import ScoringSettings
-from recipe.async_engine.log_prob_servers.sequences import Segment
-from recipe.async_engine.log_prob_servers.service import Answer, EngineLost, ScoringService
+from recipe.async_engine.log_prob_servers.service import Answer, EngineLost, ScoringService, Segment
 from recipe.async_engine.log_prob_servers.worker import Place
 from recipe.async_engine.record.events import Activity
 

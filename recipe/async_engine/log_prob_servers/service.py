@@ -3,8 +3,8 @@
 
 Decisions are :class:`~recipe.async_engine.core.scoring.ScoringQueue` 's; this does what it says. Contract:
 
-- Every request ends: with its scores, with `VersionUnavailable` if its version will not come to this server, with
-  `ScoringFailed` if its batch could not be computed, or with the server's process. A caller that goes away takes its
+- Every request ends: with its scores, with `Unscored` if its version will not come to this server or its batch
+  could not be computed, or with the server's process. A caller that goes away takes its
   request along.
 - The engine is asked for one thing at a time: a batch, or a promotion. Weights are promoted when every rank has them.
 - A batch that fails costs that batch only. A promotion that fails ends the process, since ranks may disagree then, and
@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.scoring import Promotion, ScoringBatch, ScoringQueue, ScoringRequest, ScoringSettings
 from recipe.async_engine.record.events import Class, Lane
@@ -30,16 +32,26 @@ from recipe.async_engine.record.events import Class, Lane
 logger = logging.getLogger(__name__)
 
 
-class VersionUnavailable(RecipeError):
-    """This server does not have the version, and it is not on its way: another server may."""
-
-
-class ScoringFailed(RecipeError):
-    """The engine could not compute a batch; its error is chained."""
+class Unscored(RecipeError):
+    """A request has no scores: its version is not here nor on its way, its batch could not be computed, or no server
+    answered in time."""
 
 
 class EngineLost(RecipeError):
     """The engine will compute nothing any more."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some tokens of a sequence, and what came before them.
+
+    Attributes:
+        token_ids: int32 (L,), of the sequence up to the last token wanted.
+        first: position of the first token wanted.
+    """
+
+    token_ids: np.ndarray
+    first: int
 
 
 class ScoringEngine(Protocol):
@@ -132,14 +144,12 @@ class ScoringService:
         """Score one sequence, which the engine takes as it is; see :class:`ScoringRequest` for what goes with it.
 
         Raises:
-            VersionUnavailable, ScoringFailed: see the module's contract.
+            Unscored: see the module's contract.
         """
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise VersionUnavailable(
-                f"version {version} is not here and not on its way; the newest is {self._queue.newest}"
-            )
+            raise Unscored(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()
@@ -210,14 +220,14 @@ class ScoringService:
 
     def _drop_load(self, reason: str) -> None:
         for request in self._queue.load_failed():
-            self._end(request.id, VersionUnavailable(f"version {request.version} did not come: {reason}"))
+            self._end(request.id, Unscored(f"version {request.version} did not come: {reason}"))
         self._wake.set()
 
     def refuse(self, version: int, reason: str) -> None:
         """The weights that came as ``version`` are not those that were sent: score nothing before others are live."""
         self._refused = version
         for request in self._queue.refused():
-            self._end(request.id, VersionUnavailable(f"version {request.version} is not here: {reason}"))
+            self._end(request.id, Unscored(f"version {request.version} is not here: {reason}"))
         self._wake.set()
 
     def _end(self, request_id: int, result: Answer | BaseException) -> None:
@@ -269,7 +279,7 @@ class ScoringService:
         except EngineLost:
             raise
         except Exception as error:
-            failed = ScoringFailed(f"{len(sequences)} sequences could not be scored: {type(error).__name__}: {error}")
+            failed = Unscored(f"{len(sequences)} sequences could not be scored: {type(error).__name__}: {error}")
             failed.__cause__ = error
             for request in batch.requests:
                 self._end(request.id, failed)

@@ -25,7 +25,7 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from recipe.async_engine.actors.restarts import Restartable
+from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced

@@ -10,7 +10,7 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from recipe.async_engine.log_prob_servers.part_scores import PartScorer
+from recipe.async_engine.log_prob_servers.client import PartScorer
 from recipe.async_engine.record.activity import ToolTime, Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.turns import Ticket

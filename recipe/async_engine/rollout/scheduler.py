@@ -30,9 +30,8 @@ from operator import attrgetter
 from typing import Any
 
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.actors.watch import CannotGoOn
 from recipe.async_engine.core.alarms import AlarmLimit
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.errors import CannotGoOn, RecipeError
 from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,

@@ -24,7 +24,7 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.ray_utils import auto_await
 
-from recipe.async_engine.actors.restarts import Restartable
+from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.rollout.reports import joined, reported_names, spread_reports
 from recipe.async_engine.rollout.traced_groups import TracedGroups

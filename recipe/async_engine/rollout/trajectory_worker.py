@@ -29,8 +29,7 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.utils.rollout_trace import rollout_trace_attr
 
-from recipe.async_engine.actors.control import Early
-from recipe.async_engine.actors.restarts import was_restarted
+from recipe.async_engine.actors.control import Early, was_restarted
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerRestarted
 from recipe.async_engine.core.alignment import Part
@@ -38,8 +37,8 @@ from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSIO
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
 from recipe.async_engine.core.versions import NOT_SAMPLED, align
-from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
-from recipe.async_engine.log_prob_servers.part_scores import PartScorer, ResponseScores, score
+from recipe.async_engine.log_prob_servers.client import PartScorer, ResponseScores, ScoringClient, score
+from recipe.async_engine.log_prob_servers.service import Unscored
 from recipe.async_engine.record.activity import AwayActivity, Work
 from recipe.async_engine.record.events import Activity, Away
 from recipe.async_engine.rewards.dispatch import least_busy_worker

@@ -27,7 +27,7 @@ from recipe.async_engine.config.secrets import without_secrets
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import check, plain, unresolved
 from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources
-from recipe.async_engine.modes import MODES
+from recipe.async_engine.outside import MODES
 from recipe.async_engine.record import durable
 from recipe.async_engine.record.run_record import RunRecord, exit_status
 from recipe.async_engine.run.detect import PlatformChoice, cluster_to_join, inspect_machine
@@ -105,7 +105,7 @@ def run(config: DictConfig, mode: str, parts: Parts, trainer_class: str, began: 
     """Run ``config``; returns the summary. Times count from ``began`` (seconds since the epoch), by default from now.
 
     Raises:
-        ShadowedPackageError: another package has the name of one of the modes.
+        WrongInstallation: another package has the name of one of the modes.
         ConfigError: the configuration cannot run.
         RunFailed: the run ended with an error.
     """

@@ -20,9 +20,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from recipe.async_engine.actors.watch import Silence
 from recipe.async_engine.config.sections import Timeouts
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.silence import Silence
+from recipe.async_engine.core.errors import CannotGoOn
 from recipe.async_engine.run.runner import Ended
 
 BEAT_S = 1.0
@@ -30,14 +30,6 @@ CONTROL_S = 40.0
 CLOSE_S = 60.0
 LEAVE_S = 20.0
 """The watch ends its process within 15 s of its last words; a stopped fork of it may keep its connections open."""
-
-
-class TrainerSilent(RecipeError):
-    """The trainer's process gives no sign of life."""
-
-
-class ControlProcessLost(RecipeError):
-    """Ray's control process gives no sign of life."""
 
 
 @contextmanager
@@ -78,8 +70,7 @@ def listen(
         alive: called every second, so that whoever watches the caller knows.
 
     Raises:
-        TrainerSilent: the trainer's process gives no sign of life.
-        ControlProcessLost: Ray's control process gives none.
+        CannotGoOn: the trainer's process, or Ray's control process, gives no sign of life.
         RayActorError: the trainer's process has died, and its watch had not said why.
     """
     trainer, has_started = Silence(timeouts.startup, time.monotonic()), False
@@ -110,7 +101,7 @@ def listen(
                 closing = Silence(CLOSE_S, time.monotonic())
             yield event
         if control.look(time.monotonic()):
-            raise ControlProcessLost(
+            raise CannotGoOn(
                 f"Ray's control process (GCS) has not answered for {control.limit_s:g} s: it died, was stopped, or its "
                 "node is gone; its log is gcs_server.out in Ray's session folder"
             )
@@ -118,7 +109,7 @@ def listen(
             if last_words is not None and closing is None:
                 yield Ended({}, {**last_words, "traceback": ""})
                 return
-            raise TrainerSilent(_why_silent(trainer.limit_s, has_started))
+            raise CannotGoOn(_why_silent(trainer.limit_s, has_started))
 
 
 def _why_silent(limit_s: float, has_started: bool) -> str:

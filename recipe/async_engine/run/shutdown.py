@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.silence import Silence
+from recipe.async_engine.actors.watch import Silence
+from recipe.async_engine.core.errors import CannotGoOn
+from recipe.async_engine.outside import FORK_SERVER
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S, POLL_S = 5.0, 0.05
@@ -31,7 +32,7 @@ LOOK_S, FORCE_S = 1.0, 20.0
 NEEDED = {
     "/raylet/raylet ": "Ray's raylet",
     "/gcs/gcs_server ": "Ray's control process",
-    "recipe.laptop.prefork.server ": "the process that workers are forked from",
+    FORK_SERVER: "the process that workers are forked from",
 }
 """By what their command lines have in them."""
 STOPPED = "is stopped"
@@ -141,10 +142,6 @@ class LastResort:
         os._exit(1)
 
 
-class ProcessLost(RecipeError):
-    """A process has ended, or is stopped, that nothing else in the run can do without."""
-
-
 class StartedProcesses:
     """The processes that this one starts from now on, with all that they start; none of them if ``own`` is False."""
 
@@ -168,11 +165,11 @@ class StartedProcesses:
                 for name in (name for mark, name in NEEDED.items() if mark in command):
                     self._needed[child] = name
 
-    def lost(self) -> ProcessLost | None:
+    def lost(self) -> CannotGoOn | None:
         """What is to be said of those that are needed and do not run any more."""
         states = {f"{name} (process {process.pid})": _state(process) for process, name in self._needed.items()}
         said = [f"{name} {state}" for name, state in states.items() if state]
-        return ProcessLost(", ".join(said)) if said else None
+        return CannotGoOn(", ".join(said)) if said else None
 
     def end_stopped(self) -> None:
         """Kill those that are needed and stopped: whoever leaves Ray would wait for their answer."""

@@ -30,16 +30,15 @@ from verl.workers.engine_workers import TrainingWorker
 
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import RunPlan
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.trainer.log_probs import bypass, loglinear
-from recipe.async_engine.trainer.shard_copy import SHARDED, ShardCopy
+from recipe.async_engine.core.errors import CheckpointError
+from recipe.async_engine.trainer.log_probs import losses
 from recipe.async_engine.weights import lora_engine
-from recipe.async_engine.weights.arena import settle
+from recipe.async_engine.weights.arena import in_one_piece, settle
 from recipe.async_engine.weights.checksum import SummedSender
 from recipe.async_engine.weights.snapshot import WeightSnapshot, Wire
 
 # The losses that verl finds by their names in this process.
-LOSSES = (bypass.LOSS, loglinear.LOSS)
+LOSSES = (losses.BYPASS, losses.LOGLINEAR)
 
 
 PUBLISHED, TRAINED = "published", "trained"
@@ -49,8 +48,38 @@ BESIDE_TRAINING = "weights"
 BESIDE_METHODS = ("execute_checkpoint_engine", "send_snapshot")
 
 
-class CopyError(RecipeError):
-    """A copy of the weights is not there, or is another model's."""
+SHARDED = ("fsdp2", "veomni")
+"""Strategies whose parameters are DTensors."""
+
+
+class ShardCopy:
+    """A training rank's copy of its shards, in memory that is used again for the next one.
+
+    It is no part of the copy that is sent: that one is whole, at rank 0 alone, and in the dtype of the rollout, while
+    training goes on from what is restored, which are each rank's shards bit for bit, in fp32 as a rule. It has the form
+    of `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`, but is never the live tensor (verl's is where that is on the
+    CPU already, :1180), and all shards are copied at once, into one piece of pinned memory, and waited for once.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
+        """Copy what this rank has of the module's parameters; returns what verl's loading takes."""
+        parameters = dict(module.named_parameters())
+        shards: list[torch.Tensor] = [
+            getattr(parameter, "_local_tensor", parameter) for parameter in parameters.values()
+        ]
+        forms = [(shard.shape, shard.dtype) for shard in shards]
+        if forms != [(tensor.shape, tensor.dtype) for tensor in self._tensors]:
+            self._tensors = in_one_piece(forms, pinned=torch.cuda.is_available())
+        for tensor, shard in zip(self._tensors, shards, strict=True):
+            tensor.copy_(shard, non_blocking=True)
+        settle()
+        specs = [getattr(parameter, "_spec", None) for parameter in parameters.values()]
+        copies = dict(zip(parameters, zip(self._tensors, specs, strict=True), strict=True))
+        return copies, next(spec for spec in specs if spec is not None)
 
 
 class ActorWorker(DetachActorWorker):
@@ -133,7 +162,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_model_from_cpu(self, n: str) -> None:
-        """Go back to the copy of the name ``n``; raises `CopyError` if there is none."""
+        """Go back to the copy of the name ``n``; raises `CheckpointError` if there is none."""
         self._copy(n)
         settle()
         super().restore_model_from_cpu(n)
@@ -154,11 +183,11 @@ class ActorWorker(DetachActorWorker):
         """Have the copy ``n`` that :meth:`write_copy` wrote.
 
         Raises:
-            CopyError: there is none for this rank among so many, or it is another model's.
+            CheckpointError: there is none for this rank among so many, or it is another model's.
         """
         file = self._file(folder)
         if not file.is_file():
-            raise CopyError(
+            raise CheckpointError(
                 f"{file} is not there: the checkpoint was written in the middle of a version by as many training "
                 "ranks, and needs the weights that were published then. Resume with the same number of ranks, or from "
                 "another checkpoint (trainer.resume_mode=resume_path)"
@@ -166,18 +195,18 @@ class ActorWorker(DetachActorWorker):
         try:
             saved = torch.load(file, weights_only=True)
         except Exception as error:  # whatever a damaged file makes torch raise
-            raise CopyError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         self.save_model_to_cpu(n)
         present = _tensors(self._copy(n))
         if [tensor.shape for tensor in saved] != [tensor.shape for tensor in present]:
-            raise CopyError(f"{file} has the weights of another model")
+            raise CheckpointError(f"{file} has the weights of another model")
         for tensor, other in zip(present, saved, strict=True):
             tensor.copy_(other)
 
     def _copy(self, n: str) -> Any:
         copies = getattr(self, "cpu_saved_models", {})
         if n not in copies:
-            raise CopyError(f"training rank {self.rank} has no copy {n!r} of its weights, only {sorted(copies)}")
+            raise CheckpointError(f"training rank {self.rank} has no copy {n!r} of its weights, only {sorted(copies)}")
         return copies[n]
 
     def _file(self, folder: str) -> Path:

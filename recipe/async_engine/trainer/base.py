@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer that the modes with separate resources share: a thin shell around verl's ``RayPPOTrainer``.
+"""The loop of a run, which all modes share.
 
 Contract: it holds no policy. The scheduler says which batch is next, the publisher which replicas hold a version, the
-ledger which prompts are accounted for; verl's own stages compute rewards, log-probs, advantages and updates. A step
+ledger which prompts are accounted for; a trainer's `Stages` compute rewards, log-probs, advantages and updates. A step
 trains one batch of ``b`` groups; ``k`` steps make a version. Saving and validation happen at versions. ``fit`` yields
 after every step, so whoever drives it sees progress and may stop it.
 
@@ -12,24 +12,19 @@ Shown by tests/e2e/test_fully_async.py, test_crash.py and test_faults.py.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
-from verl import DataProto
-from verl.single_controller.ray import ResourcePoolManager
-from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.debug import marked_timer
 
 from recipe.async_engine.actors.watch import RunWatch
 from recipe.async_engine.config.plan import batch_size, derive, epoch_prompts, rehearses
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.alarms import UnchangedWeights
-from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.record.contents import lacking
 from recipe.async_engine.record.events import RECORDED, Class
@@ -37,38 +32,44 @@ from recipe.async_engine.record.figures import TRAINER_DOES
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.prompts import LoaderInUse, PromptSource, UsableBatches, collate
+from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.rollout.traced_groups import TracedGroups
-from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.worker_pool import WorkerPool
-from recipe.async_engine.trainer.actor_worker import ActorWorker, CriticWorker
-from recipe.async_engine.trainer.alarm_stage import new_alarms, note_validation, nothing_trained
-from recipe.async_engine.trainer.batch import assemble, balanced, staleness_metrics
-from recipe.async_engine.trainer.checkpoints import RunState, folder_of, loading
-from recipe.async_engine.trainer.data_sets import data_sets, defaults
+from recipe.async_engine.trainer.alarm_stage import (
+    new_alarms,
+    note_validation,
+    nothing_trained,
+)
+from recipe.async_engine.trainer.checkpoints import RunState
+from recipe.async_engine.trainer.data_sets import data_sets
 from recipe.async_engine.trainer.figures_stage import LEDGER_COUNTS, FiguresStage, PrometheusExporter
-from recipe.async_engine.trainer.from_plan import new_ledger, scheduler_settings
-from recipe.async_engine.trainer.log_prob_stage import LogProbStage
-from recipe.async_engine.trainer.log_probs.sources import scores_column
+from recipe.async_engine.trainer.log_probs.proximal import (
+    ProximalLogProbs,
+)
 from recipe.async_engine.trainer.made_with import made_with
 from recipe.async_engine.trainer.profile_stage import ProfileStage
 from recipe.async_engine.trainer.publish_stage import PublishStage
 from recipe.async_engine.trainer.record_stage import RecordStage
 from recipe.async_engine.trainer.rehearsal import Rehearsal
-from recipe.async_engine.trainer.save_stage import SaveStage, instance_expires, teller
-from recipe.async_engine.trainer.startup import Startup, TrainerGroup
+from recipe.async_engine.trainer.rollout_state import new_ledger
+from recipe.async_engine.trainer.save_stage import SavedRun, SaveStage, teller
+from recipe.async_engine.trainer.startup import scheduler_settings
 from recipe.async_engine.trainer.step_metrics import StepMetrics
 from recipe.async_engine.trainer.trackers import Trackers, begin_tracking
 from recipe.async_engine.trainer.verl_settings import derive_verl_settings
+from recipe.async_engine.trainer.verl_trainer import VerlTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncPPOTrainer(Startup):
-    """See the module's contract. ``config`` is changed in place where verl reads derived values from it."""
+class AsyncPPOTrainer(SavedRun):
+    """See the module's contract. ``config`` is changed in place where verl reads derived values from it.
 
-    actor_worker: type[ActorWorker] = ActorWorker
+    Attributes:
+        max_steps_duration: seconds of the longest step so far.
+    """
+
     rehearsal_class: type[Rehearsal] = Rehearsal
     rehearsal: Rehearsal | None = None
     in_turns = False
@@ -77,57 +78,43 @@ class AsyncPPOTrainer(Startup):
     def __init__(self, config: Any, tokenizer: Any, processor: Any = None) -> None:
         settings = OmegaConf.to_container(config)
         batch = batch_size(settings, read_settings(settings)[0].async_training)
-        dataset, val_dataset = data_sets(config, tokenizer, processor, batch)
-        self.plan = derive(settings, dataset_rows=len(dataset))
+        data = data_sets(config, tokenizer, processor, batch)
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.plan = derive(settings, dataset_rows=len(data[0]))
         derive_verl_settings(config, self.plan)
-        roles = {Role.ActorRollout: ray.remote(self.actor_worker)}
-        if need_reference_policy(config):
-            roles[Role.RefPolicy] = ray.remote(ActorWorker)
-        if need_critic(config):
-            roles[Role.Critic] = ray.remote(CriticWorker)
-        trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        super().__init__(
-            config,
-            tokenizer,
-            roles,
-            ResourcePoolManager(trainer_pool, {role: "trainer_pool" for role in roles}),
-            TrainerGroup,
-            processor=processor,
-            train_dataset=dataset,
-            val_dataset=val_dataset,
-            collate_fn=partial(collate, defaults=defaults(config)),
-            train_sampler=create_rl_sampler(config.data, dataset),
-        )
-        # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
-        self.use_rm = False
+        self.timeline = Timeline(time.monotonic, self.plan.engine_places)
+        workers = self.actor_worker, self.actor_role, self.timeline.phase, self._updated
+        self.stages = VerlTrainer(config, tokenizer, processor, data, *workers)
         self.timeouts = self.plan.settings.async_training.timeouts
         # Only the prompt feed's thread takes from it; a checkpoint is restored before that thread starts.
-        used = epoch_prompts(len(dataset), self.plan.batch_groups, self.plan.settings.async_training)
-        self.prompts = PromptSource(self.train_dataloader, config.trainer.total_epochs, used)
-        self.train_dataloader = LoaderInUse(len(self.train_dataloader))
-        self.val_dataloader: Any = UsableBatches(self.val_dataloader)
-        self.timeline = Timeline(time.monotonic, self.plan.engine_places)
+        used = epoch_prompts(len(data[0]), self.plan.batch_groups, self.plan.settings.async_training)
+        self.prompts = PromptSource(self.stages.prompts, config.trainer.total_epochs, used)
         self.record = RecordStage(config, self.plan, self.timeline, self._asked, self._agents)
         lacks = partial(lacking, config, self.plan.trainer_ranks, need_critic(config))
-        self.saved = RunState(config, self.plan, made_with(config, self.plan, dataset, tokenizer), lacks)
+        self.saved = RunState(config, self.plan, made_with(config, self.plan, data[0], tokenizer), lacks)
         self.ledger = new_ledger(self.plan)
         self.scheduler: RolloutScheduler | None = None
         self.figures: FiguresStage | None = None
-        self._interrupted_tokens = TokenAccount()
-        tell = teller(config, self)
+        self.interrupted_tokens = TokenAccount()
+        tell = teller(config, self.stages)
         self.saving = SaveStage(self.saved, self.timeline, self.timeouts.checkpoint, self._watched, tell)
         self.profiling = ProfileStage(
-            config.global_profiler, self._asked, self._start_profiling, self._stop_profiling, self.timeouts.weight_sync
+            config.global_profiler,
+            self._asked,
+            lambda do: self.stages.profile(start=True),
+            lambda do, run_command: self.stages.profile(start=False, run_hook=run_command),
+            self.timeouts.weight_sync,
         )
         self.step_metrics = StepMetrics(config, self.plan)
-        self.log_probs = LogProbStage(config, self.plan, self.by_published_weights)
+        self.log_probs = ProximalLogProbs(config, self.plan, self.by_published_weights)
         self.validation: dict[str, float | None] = {"first": None, "last": None, "failed": 0}
         self.alarms = new_alarms(self.plan)
         self.unchanged = UnchangedWeights()
+        self.global_steps, self.is_last_step, self.max_steps_duration = 0, False, 0.0
+        self.metrics, self.timing_raw = {}, {}
         self._validated_at = -1
         self.trackers: Trackers | None = None
         self.stopped_by: str | None = None
-        self._watch: RunWatch | None = None
 
     def _new_scheduler(self) -> RolloutScheduler:
         agents, limits = self.async_rollout_manager, (self.timeouts.startup, self.timeouts.agent_worker)
@@ -136,20 +123,15 @@ class AsyncPPOTrainer(Startup):
         pool = WorkerPool(agents.agent_loop_workers, agents.prepare, *limits, traced)
         servers = self.plan.settings.servers
         rescore = servers.enabled and servers.anchor == Anchor.LATEST
-        settings = scheduler_settings(self.plan, self.config, self.in_turns)
         return RolloutScheduler(
             self.ledger,
             self.prompts,
             pool,
-            settings,
+            scheduler_settings(self.config, self.plan, self.in_turns),
             self.timeline,
             rescore,
             self.alarms.group_ended,
         )
-
-    def _new_exporter(self) -> PrometheusExporter | None:
-        told = self.plan.settings.async_training.prometheus
-        return PrometheusExporter(str(self.config.trainer.experiment_name)) if told else None
 
     def _asked(self) -> Sequence[Any]:
         """The servers that the record asks what they did."""
@@ -159,34 +141,27 @@ class AsyncPPOTrainer(Startup):
         """The agent-loop workers, likewise."""
         return self.async_rollout_manager.agent_loop_workers if self.is_up else ()
 
-    def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Has the run's watch end it where reading or writing a checkpoint is late."""
-        assert self._watch is not None
-        return self._watch.within("checkpoint", self.timeouts.checkpoint, what)
-
-    # The loop
-
     def fit(self, watch: RunWatch) -> Iterator[dict[str, Any]]:
         """Train; yields once when it begins, with the first validation's metrics, then the metrics of each step.
 
         ``watch`` keeps the deadlines of the stages that have no wait of their own.
         """
-        self._watch = watch
+        self.watch = watch
         with self._watched("reading the checkpoint"):
             groups = self._load()
         self.logger = self.trackers = begin_tracking(self.config, self.global_steps, self.timeouts.startup)
-        self.validation_generations_logger = self.trackers.generations
         self.scheduler = self._new_scheduler()
         self.record.ask()
-        self.scheduler.tokens = self._interrupted_tokens
+        self.scheduler.tokens = self.interrupted_tokens
         self.scheduler.restore_groups(groups)
+        told = self.plan.settings.async_training.prometheus
         self.figures = FiguresStage(
             self.ledger,
             self.scheduler,
             self.timeline,
             self.alarms,
             lambda: self.publisher.live_replicas,
-            self._new_exporter(),
+            PrometheusExporter(str(self.config.trainer.experiment_name)) if told else None,
         )
         self.publishing = PublishStage(
             self.plan,
@@ -244,12 +219,6 @@ class AsyncPPOTrainer(Startup):
             raise nothing_trained(self.plan, self.running.counts())
         self.alarms.finish()
 
-    @property
-    def running(self) -> RolloutScheduler:
-        """The scheduler, which `fit` has made."""
-        assert self.scheduler is not None
-        return self.scheduler
-
     def fail(self, error: BaseException) -> None:
         """Whoever waits for a batch gets this error; callable from any thread."""
         if self.scheduler is not None:
@@ -260,7 +229,7 @@ class AsyncPPOTrainer(Startup):
         names: dict[Any, tuple[str, Any]] = {
             None: ("the load balancer of the rollout servers", self.publisher.known.load_balancer)
         }
-        for role, group in self.all_wg.items():
+        for role, group in self.stages.all_wg.items():
             for rank, worker in enumerate(group.workers):
                 names.setdefault(worker._actor_id, (f"training worker {rank} ({role})", worker))
         return dict(names.values())
@@ -274,7 +243,6 @@ class AsyncPPOTrainer(Startup):
     def _step(self) -> dict[str, Any] | None:
         """Train the next batch; None when no further one can form."""
         self.metrics, self.timing_raw = {}, {}
-        self.reward_tensor, self.reward_extra_infos_dict = None, {}
         if self.saving.is_over:
             self.saving.finish()
         self.profiling.begin(self.global_steps + 1)
@@ -286,6 +254,7 @@ class AsyncPPOTrainer(Startup):
                 return None
             self.global_steps += 1
             self.is_last_step = self.global_steps >= self.plan.total_steps
+            self.stages.begin_step(self.global_steps, self.metrics, self.timing_raw)
             self.profiling.train(self.global_steps)
             with self.timeline.phase("train"):
                 batch = self._train(groups)
@@ -298,8 +267,7 @@ class AsyncPPOTrainer(Startup):
         self._save_if_instance_expires()
         if ends_version or self.is_last_step:
             self._save_and_validate()
-        self._fit_collect_metrics(batch)
-        self._fit_experimental(batch)
+        self.stages.measure(batch)
         self.metrics.update(self.step_metrics.of_step(batch, self.metrics, self.timing_raw))
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
@@ -332,35 +300,6 @@ class AsyncPPOTrainer(Startup):
         """The next batch's groups, leased; None when no further batch can form."""
         return self.running.take_batch(self.timeouts.batch_wait)
 
-    def _train(self, groups: list[GroupRun]) -> DataProto:
-        """verl's stages, in verl's order, on one leased batch."""
-        batch = self._assemble(groups)
-        self.record.ages(batch, self.ledger.version)
-        self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
-        self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
-        # From here on they are a column.
-        del batch.non_tensor_batch[VERSION_RUNS]
-        batch = self.train_on(batch)
-        self.running.batch_trained()
-        self._fit_dump_data(batch)
-        return batch
-
-    def _assemble(self, groups: list[GroupRun]) -> DataProto:
-        by_group = [[unpack(payload) for payload in group.fetched] for group in groups]
-        for group in groups:
-            group.fetched = []
-        balance = partial(self._balance_batch, metrics=self.metrics)
-        order = balanced(groups, by_group, balance) if self.config.trainer.balance_batch else None
-        batch = assemble(groups, by_group, self.async_rollout_manager.join, order)
-        if groups[0].scores:
-            scores = scores_column([score for group in groups for score in group.scores])
-            batch.non_tensor_batch[SCORES] = scores if order is None else scores[order]
-        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
-        images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
-        batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
-        return batch
-
     def _end_without_batch(self) -> None:
         """No further batch can form."""
         self.profiling.end(self.global_steps + 1, is_last=True)
@@ -380,14 +319,6 @@ class AsyncPPOTrainer(Startup):
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
                 self.metrics.update(self.fleet.publish(version))
             self.metrics.update(self._validate_now())
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and (self.is_last_step or self.ledger.version % every == 0)
-
-    @property
-    def is_within_version(self) -> bool:
-        """Whether batches have been trained since the last publication."""
-        return self.ledger.batches_left < self.plan.batches_per_version
 
     def _publish(self) -> None:
         """Seal the next version and have it brought to the replicas, beside the next batch or before it."""
@@ -410,76 +341,6 @@ class AsyncPPOTrainer(Startup):
         self.rehearsal.run()
         return self.rehearsal.result.metrics()
 
-    # Checkpoints
-
-    def save_if_due(self) -> None:
-        """Save the run if a checkpoint is due at this version, or at the end of the run."""
-        if self._is_due(self.config.trainer.save_freq):
-            self.save_once()
-
-    def _save_if_instance_expires(self) -> None:
-        """Save at once, and completely, where the machine's time is nearly over, if the run saves any checkpoint."""
-        if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
-            self.save_once()
-            self.saving.finish()
-
-    def save_once(self) -> None:
-        """Save the run unless this step has been saved."""
-        if self.saving.step != self.global_steps:
-            # A run that resumes begins with a version that generates.
-            self.publishing.finish(self.metrics)
-            self.saving.finish()
-            with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
-                self._save_checkpoint()
-
-    def _save_checkpoint(self) -> None:
-        """Save this moment of the run; verl's part is written when it returns, the rest beside training."""
-        snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
-        snapshot["alarms"] = self.alarms.counts
-        self.saving.save(self.global_steps, snapshot, self._save_training_side)
-
-    def _save_training_side(self) -> None:
-        super()._save_checkpoint()
-        if self.is_within_version:
-            self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
-
-    def _load(self) -> dict[int, dict[str, Any]]:
-        """Load the newest complete checkpoint, if any; returns its live groups."""
-        self.global_steps = 0
-        folder = self.saved.find()
-        with loading(folder):
-            self._load_checkpoint()
-        snapshot = self.saved.load(self.prompts)
-        if snapshot is None or folder is None:
-            self._start_from()
-            return {}
-        self.saving.step = self.global_steps
-        self.ledger = new_ledger(self.plan, snapshot["ledger"])
-        self.saved.resumed["groups_kept"] = self.ledger.counts().ready
-        if self.is_within_version:
-            self.published.load(folder)
-        self.validation = snapshot.get("validation", self.validation)
-        counts = snapshot["interrupted_tokens"]
-        self._interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
-        self.alarms = new_alarms(self.plan, snapshot.get("alarms"))
-        return snapshot["groups"]
-
-    def _start_from(self) -> None:
-        """Begin with the weights of another run's checkpoint, if one is named."""
-        named = self.plan.settings.async_training.start_from
-        if named is None:
-            return
-        folder = Path(named).expanduser().absolute()
-        with loading(folder):
-            self.actor_rollout_wg.load_weights(str(folder / "actor"))
-            if self.use_critic:
-                self.critic_wg.load_weights(str(folder / "critic"))
-        logger.warning(
-            "the run begins with the weights of %s; its optimizer, learning-rate schedule, position in the data and "
-            "number of steps are not carried",
-            folder,
-        )
-
     def _validate_now(self) -> dict[str, float]:
         """Validate the published weights, on the replicas, beside the generation that goes on."""
         with (
@@ -488,7 +349,7 @@ class AsyncPPOTrainer(Startup):
             self.async_rollout_manager.validation(self.timeouts.validation),
         ):
             self.async_rollout_manager.validation_slots = self.running.manager.slots
-            metrics = self._validate()
+            metrics = self.stages.validate(self.global_steps, self.trackers and self.trackers.generations)
         self.validation["failed"] = (self.validation.get("failed") or 0) + metrics["val-aux/num_failed"]
         scores = [value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key]
         score = float(sum(scores) / len(scores)) if scores else None
@@ -534,4 +395,4 @@ class AsyncPPOTrainer(Startup):
         """End generation and the dump thread."""
         if self.scheduler is not None:
             self.scheduler.stop(timeout_s)
-        self._shutdown_dump_executor()
+        self.stages.close()

@@ -30,18 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import open_dict
-from ray.exceptions import RayError
 
 from recipe.async_engine.config.plan import RunPlan
-from recipe.async_engine.core.errors import RecipeError, SnapshotError
+from recipe.async_engine.core.errors import CheckpointError, RecipeError, SnapshotError
 from recipe.async_engine.core.snapshots import changes
 from recipe.async_engine.record import durable
 from recipe.async_engine.record.owner import CHECKPOINTS, Owner
 from recipe.async_engine.record.schema import FORMAT, BadFile, marker_in
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.trainer import rollout_state
-from recipe.async_engine.trainer.from_plan import new_ledger
-from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE
+from recipe.async_engine.trainer.rollout_state import ROLLOUT_STATE, new_ledger
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +59,6 @@ FULL = 1 << 20
 """A disk with fewer free bytes is why a checkpoint could not be saved."""
 ENDING_S = 60.0
 """How long the trainer of an earlier start may take to end after its main was killed."""
-
-
-class CheckpointError(RecipeError):
-    """A checkpoint cannot be used by this run."""
-
-
-class CheckpointTimeout(RecipeError):
-    """A checkpoint was not written within ``async_training.timeouts.checkpoint``."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -234,20 +224,6 @@ def _undone_on_error(root: str | Path, step: int, before: int | None) -> Iterato
         if full:  # torch says no more than that a file has a wrong size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
-
-
-@contextmanager
-def loading(folder: str | Path | None) -> Iterator[None]:
-    """verl's workers load what is in the folder; where they cannot, the folder is named."""
-    try:
-        yield
-    except RayError as error:
-        if folder is None:
-            raise
-        raise CheckpointError(
-            f"verl cannot load {folder}, which is damaged, or of another model or LoRA adapter: {error}\nName another "
-            "one (trainer.resume_mode=resume_path trainer.resume_from_path=...), or the settings that it was made with."
-        ) from error
 
 
 class RunState:

@@ -3,7 +3,7 @@
 
 Contract: each request has a seed of its own, so an engine's other random numbers stay as they are, and goes to the
 replica's server itself, past the load balancer. One that a weight sync cuts is asked for again from the tokens that it
-has. Everything ends within the deadline, or with `ProbeFailed`. Shown by tests/integration/test_rehearsal.py.
+has. Everything ends within the deadline, or with `RehearsalFailed`. Shown by tests/integration/test_rehearsal.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
@@ -26,18 +26,18 @@ ANSWERS_PER_REPLICA = 4
 LOOK_S = 0.01
 
 
-class ProbeFailed(RecipeError):
-    """A replica did not answer as it has to."""
+class RehearsalFailed(RecipeError):
+    """The run would not work as it is configured."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """What a replica sampled after a prompt, by so many requests; one log-prob for each token, in nats."""
 
     replica: str
     prompt: list[int]
-    tokens: list[int]
-    log_probs: list[float]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     requests: int = 0
 
 
@@ -63,56 +63,49 @@ class Probe:
         return random.Random(seed).choices(self._vocabulary, k=count)
 
     def sampled(self, records: Sequence[ReplicaRecord]) -> list[Answer]:
-        """A few answers of each replica: the same at every call, as long as its weights are the same."""
-
-        async def ask() -> list[Answer]:
-            numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
-            asked = [(record, number, self.answer_tokens, self._timeout_s) for record, number in numbers]
-            calls = [self._answer(*each) for each in asked]
-            return await asyncio.gather(*calls)
-
-        return asyncio.run(ask())
+        """Ask each replica for a few answers: the same at every call, as long as its weights are the same."""
+        numbers = [(record, number) for number in range(ANSWERS_PER_REPLICA) for record in records]
+        return self._answers([(*each, self.answer_tokens, self._timeout_s, uuid.uuid4().hex) for each in numbers])
 
     def under(self, records: Sequence[ReplicaRecord], change: Callable[[], None], timeout_s: float) -> list[Answer]:
         """Do ``change`` while each replica has a long answer under way; returns these, which come back whole.
 
         ``timeout_s``: for them, the change included.
         """
-        names = [f"rehearsal-{uuid.uuid4().hex}" for _ in records]
+        names = {f"rehearsal-{uuid.uuid4().hex}": record for record in records}
 
-        async def ask() -> list[Answer]:
-            asked = zip(records, names, strict=True)
-            return await asyncio.gather(*[self._answer(each, 0, self._long, timeout_s, name) for each, name in asked])
-
-        def late(number: int) -> ProbeFailed:
-            return ProbeFailed(f"requests that were interrupted did not come back within {timeout_s:g} s")
+        def late(number: int) -> RehearsalFailed:
+            return RehearsalFailed(f"requests that were interrupted did not come back within {timeout_s:g} s")
 
         answers: Beside[list[Answer]] = Beside("rehearsed-requests", timeout_s, late)
-        answers.begin(0, lambda: asyncio.run(ask()))
-        asyncio.run(self._begun(records, names, lambda: answers.is_over))
+        asked = [(record, 0, self._long, timeout_s, name) for name, record in names.items()]
+        answers.begin(0, lambda: self._answers(asked))
+        asyncio.run(self._begun(names, lambda: answers.is_over))
         change()
         return answers.wait() or []
 
-    async def _begun(self, records: Sequence[ReplicaRecord], names: list[str], is_over: Callable[[], bool]) -> None:
+    async def _begun(self, names: dict[str, ReplicaRecord], is_over: Callable[[], bool]) -> None:
         """Return when each of the requests has a token, or all are over."""
         deadline = time.monotonic() + self._timeout_s
         while not is_over() and time.monotonic() < deadline:
-            asked = zip(records, names, strict=True)
             news = await asyncio.gather(
-                *[record.replica.server_handle.sampled_since.remote({name: 0}) for record, name in asked]
+                *[record.replica.server_handle.sampled_since.remote({name: 0}) for name, record in names.items()]
             )
             if all(found and next(iter(found.values())).token_ids for found in news):
                 return
             await asyncio.sleep(LOOK_S)
 
-    async def _answer(
-        self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str | None = None
-    ) -> Answer:
-        """``count`` tokens of a replica after a prompt of this number; ``name``: of the first request."""
-        answer = Answer(record.name, self.tokens(number, self.prompt_tokens), [], [])
+    def _answers(self, asked: Sequence[tuple[ReplicaRecord, int, int, float, str]]) -> list[Answer]:
+        async def ask() -> list[Answer]:
+            return await asyncio.gather(*[self._answer(*each) for each in asked])
+
+        return asyncio.run(ask())
+
+    async def _answer(self, record: ReplicaRecord, number: int, count: int, timeout_s: float, name: str) -> Answer:
+        """``count`` tokens of a replica after the prompt of this number; ``name``: of the first request."""
+        answer = Answer(record.name, self.tokens(number, self.prompt_tokens))
         deadline = time.monotonic() + timeout_s
-        while len(answer.tokens) < count:
-            missing = count - len(answer.tokens)
+        while (missing := count - len(answer.tokens)) > 0:
             sampling = {
                 "temperature": self._rollout.temperature,
                 "logprobs": True,
@@ -121,25 +114,22 @@ class Probe:
                 "max_tokens": missing,
             }
             call = record.replica.server_handle.generate.remote(
-                prompt_ids=answer.prompt + answer.tokens, sampling_params=sampling, request_id=name or uuid.uuid4().hex
+                prompt_ids=answer.prompt + answer.tokens, sampling_params=sampling, request_id=name
             )
-            name = None
+            name = uuid.uuid4().hex
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     part = await call
             except TimeoutError:
                 which = f"{len(answer.tokens)} of {count} tokens within {timeout_s:g} s"
-                raise ProbeFailed(f"{record.name} gave {which} (async_training.timeouts.rehearsal)") from None
+                raise RehearsalFailed(f"{record.name} gave {which} (async_training.timeouts.rehearsal)") from None
             except Exception as error:
-                raise ProbeFailed(f"{record.name} did not answer: {plain_cause(error)}") from error
+                raise RehearsalFailed(f"{record.name} did not answer: {plain_cause(error)}") from error
             if len(part.token_ids) < missing and part.stop_reason not in ABORTED:
-                raise ProbeFailed(f"{record.name} ended an answer early, with {part.stop_reason!r}")
-            answer = replace(
-                answer,
-                tokens=[*answer.tokens, *part.token_ids],
-                log_probs=[*answer.log_probs, *(part.log_probs or ())],
-                requests=answer.requests + 1,
-            )
+                raise RehearsalFailed(f"{record.name} ended an answer early, with {part.stop_reason!r}")
+            answer.tokens += part.token_ids
+            answer.log_probs += part.log_probs or ()
+            answer.requests += 1
             if not part.token_ids:
                 await asyncio.sleep(LOOK_S)
         return answer

@@ -21,6 +21,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from operator import eq
 from typing import Any, Self
 
 import ray
@@ -29,20 +31,11 @@ from ray.exceptions import GetTimeoutError
 from verl import DataProto
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.async_engine.core.errors import RecipeError, WeightLoadError
-from recipe.async_engine.core.rehearsed import (
-    FAILED,
-    FELL_BACK,
-    LEFT_OUT,
-    PASSED,
-    Check,
-    Rehearsed,
-    agreement,
-    common_prefix,
-)
+from recipe.async_engine.core.errors import WeightLoadError
+from recipe.async_engine.core.rehearsed import FAILED, FELL_BACK, LEFT_OUT, PASSED, Check, Rehearsed, agreement
 from recipe.async_engine.trainer.beside import Beside
 from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe, ordinary_tokens
+from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe, RehearsalFailed, ordinary_tokens
 from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion
 from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 
@@ -52,58 +45,41 @@ TOKENS_AT_ONCE = 1024
 """Of a micro-batch: few, since nothing is known of the room for logits."""
 
 Pairs = dict[str, list[tuple[float, float]]]
+"""By replica, two log-probs of each token."""
 
 
-class RehearsalFailed(RecipeError):
-    """The run would not work as it is configured; ``is_noted`` once a check has it."""
-
-    is_noted = False
-
-
-@dataclasses.dataclass
-class Note:
-    """What becomes of a check under way."""
-
-    outcome: str = PASSED
-    said: str = ""
-
-
+@dataclass
 class Rehearsal:
     """See the module's contract. The trainer's thread calls it, once.
 
-    Args:
+    Attributes:
         fleet: what gets the weights, after its first publication.
         workers: verl's group of the trainer's `ActorWorker` s, ``ranks`` of them.
         version: the one that was published.
         probe: asks the replicas.
+        rollout: verl's section of the rollout.
         log_probs: verl's forward pass for old log-probs, by the trainer's present weights.
         published: a context in which the trainer's weights are those that were published.
         timeout_s: deadline of each step.
         position_rows: rows of position ids; more than 1 for models with positions in images.
+        result: what was found, also where `run` raises.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        workers: Any,
-        ranks: int,
-        version: int,
-        probe: Probe,
-        rollout: Any,
-        log_probs: Callable[[DataProto], Any],
-        published: Callable[[], AbstractContextManager[None]],
-        timeout_s: float,
-        position_rows: int = 1,
-    ) -> None:
-        self.fleet, self.probe, self.version, self.timeout_s = fleet, probe, version, timeout_s
-        self.published = published
-        self._workers, self._ranks, self._rollout = workers, ranks, rollout
-        self._log_probs, self._position_rows = log_probs, position_rows
-        self.result = Rehearsed()
+    fleet: Fleet
+    workers: Any
+    ranks: int
+    version: int
+    probe: Probe
+    rollout: Any
+    log_probs: Callable[[DataProto], Any]
+    published: Callable[[], AbstractContextManager[None]]
+    timeout_s: float
+    position_rows: int = 1
+    result: Rehearsed = field(default_factory=Rehearsed)
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        """That of an `AsyncPPOTrainer` whose first version is published."""
+        """The rehearsal of an `AsyncPPOTrainer` whose first version is published."""
         rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
         return cls(
             trainer.fleet,
@@ -112,7 +88,7 @@ class Rehearsal:
             trainer.ledger.version,
             Probe(rollout, ordinary_tokens(trainer.tokenizer), timeout_s),
             rollout,
-            trainer._compute_old_log_prob,
+            trainer.stages.old_log_probs,
             trainer.published.in_use if trainer.is_within_version else nullcontext,
             timeout_s,
             # verl's agent loops lay out positions in images so (experimental/agent_loop/agent_loop.py:964).
@@ -120,7 +96,7 @@ class Rehearsal:
         )
 
     def run(self) -> None:
-        """Rehearse; ``result`` says what was found, also if it raises RehearsalFailed."""
+        """Rehearse; raises RehearsalFailed where the run would not work."""
         began = time.monotonic()
         try:
             self.rehearse()
@@ -128,7 +104,7 @@ class Rehearsal:
             self.result.seconds = time.monotonic() - began
 
     def rehearse(self) -> None:
-        """All checks, in order."""
+        """Make all checks, in order."""
         present = self.generating()
         with self.checking("engines answer"):
             before = self.probe.sampled(present)
@@ -143,53 +119,74 @@ class Rehearsal:
         """The rollout replicas."""
         return [record for record in self.fleet.publisher.known.present if record.generates]
 
+    @contextmanager
+    def checking(self, name: str) -> Iterator[Check]:
+        """A check, which has passed if nothing is raised within it and nothing else is written into it."""
+        began, check = time.monotonic(), Check(name)
+        try:
+            yield check
+        except (NoReplicaLeft, PublishFailed):
+            raise
+        except Exception as error:  # whatever it is, the run would meet it later
+            if self.result.has_failed:  # in a check within this one
+                raise
+            self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
+            raise RehearsalFailed(f"{name}: {error}") from error
+        check.seconds = time.monotonic() - began
+        self.result.checks.append(check)
+
     # The way of the weights; `recipe.partial_rollout.rehearsal` has another one.
 
     def send_again(self, before: list[Answer]) -> None:
         """Send the version once more as the run would, or in another way if that fails; compare log-probs."""
-        while True:
-            weights = self.fleet.publisher.weights
-            name = f"weights arrive (publish={weights.publish}, staging={weights.staging})"
-            began = time.monotonic()
-            try:
-                said = self._send()
-            except (NoReplicaLeft, PublishFailed) as error:
-                cause = str(error).partition("\n")[0]
-                setting = self._fall_back()
-                outcome = FAILED if setting is None else FELL_BACK
-                self.result.checks.append(Check(name, outcome, cause, time.monotonic() - began))
-                if setting is None:
-                    raise RehearsalFailed(f"{name}: {cause}") from error
-                self.result.fallbacks.append(setting)
-                logger.warning("rehearsal: %s: %s. The run goes on with %s", name, cause, setting)
-            else:
-                self.result.checks.append(Check(name, PASSED, said, time.monotonic() - began))
-                break
+        check = self._sent()
+        while check.outcome == FELL_BACK:
+            check = self._sent()
         self.compare(before)
 
+    def _sent(self) -> Check:
+        """Send it in the way of now, which is another one afterwards if that failed."""
+        weights, began = self.fleet.publisher.weights, time.monotonic()
+        check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
+        cause: Exception | None = None
+        try:
+            check.said = self._send()
+        except (NoReplicaLeft, PublishFailed) as error:
+            cause, check.said = error, str(error).partition("\n")[0]
+        setting = None if cause is None else self._fall_back()
+        check.seconds = time.monotonic() - began
+        self.result.checks.append(check)
+        if setting is not None:
+            check.outcome = FELL_BACK
+            self.result.fallbacks.append(setting)
+            logger.warning("rehearsal: %s: %s. The run goes on with %s", check.name, check.said, setting)
+        elif cause is not None:
+            check.outcome = FAILED
+            raise RehearsalFailed(f"{check.name}: {check.said}") from cause
+        return check
+
     def _send(self) -> str:
-        """One transfer: the first in the rehearsal's deadline, once; after a fallback as any other."""
-        passes = 0
+        """Make one transfer: the first one once, in the rehearsal's deadline; after a fallback as any other."""
         with nullcontext() if self.result.fallbacks else self.in_haste():
-            if self.fleet.publisher.weights.publish == "beside":
-                with self.published():
-                    self.fleet.snapshot(self.version)
-                late = PublishFailed(f"it was not over within {self._longest_s:g} s")
-                sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
-                sync.begin(self.version, self._bring)
-                passes = self.work(until=lambda: sync.is_over)
-                sync.wait()
-            else:
+            if self.fleet.publisher.weights.publish != "beside":
                 self.work()
                 with self.published():
                     self._bring()
+                return ""
+            with self.published():
+                self.fleet.snapshot(self.version)
+            late = PublishFailed(f"it was not over within {self._longest_s:g} s")
+            sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
+            sync.begin(self.version, self._bring)
+            passes = self.work(until=lambda: sync.is_over)
+            sync.wait()
         self.result.passes += passes
-        return f"beside {passes} passes of every trainer rank" if passes else ""
+        return f"beside {passes} passes of every trainer rank"
 
     def _bring(self) -> None:
         """Have the replicas stage the version and swap it in."""
-        staged = self.fleet.stage(self.version)
-        if self.fleet.publisher.weights.staging != "none":
+        staged, weights = self.fleet.stage(self.version), self.fleet.publisher.weights
+        if weights.staging != "none":
             self._see_all_have(staged)
 
         def swap() -> None:
@@ -199,14 +196,14 @@ class Rehearsal:
             self.fleet.resume(staged)
 
         name = "requests go on after a swap"
-        if self.fleet.publisher.weights.at_swap == "drain":
+        if weights.at_swap == "drain":
             self.result.checks.append(Check(name, LEFT_OUT, "a swap waits for them (at_swap=drain)"))
             swap()
             return
         with self.checking(name) as check:
             self.under_requests(swap, check)
 
-    def under_requests(self, change: Callable[[], None], check: Note) -> None:
+    def under_requests(self, change: Callable[[], None], check: Check) -> None:
         """Do ``change`` with a request under way at each replica, and note how they fared."""
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
@@ -220,14 +217,13 @@ class Rehearsal:
             raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.fleet.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
-        """Log-prob servers without the version cost no run anything but the trainer's time, and are said."""
+        """Say which log-prob servers lack the version: that costs no run anything but the trainer's time."""
         servers = [record for record in self.fleet.publisher.known.records if not record.generates]
-        if not servers:
-            return
-        lacking = [f"{record.name}: {record.error}" for record in servers if record not in staged.holders]
-        outcome, said = (FELL_BACK, "; ".join(lacking)) if lacking else (PASSED, "")
-        self.result.checks.append(Check("log-prob servers have the weights", outcome, said))
-        if lacking:
+        said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
+        if servers:
+            outcome = FELL_BACK if said else PASSED
+            self.result.checks.append(Check("log-prob servers have the weights", outcome, said))
+        if said:
             self.result.fallbacks.append("async_training.proximal_log_probs=recompute")
             logger.warning("rehearsal: the trainer computes log-probs in the place of %s", said)
 
@@ -266,7 +262,7 @@ class Rehearsal:
     # Work of the trainer's ranks.
 
     def work(self, until: Callable[[], bool] = lambda: True) -> int:
-        """Forward and backward passes on every trainer rank, at least one; returns how many."""
+        """Do forward and backward passes on every trainer rank, at least one; returns how many."""
         numbers = range(ANSWERS_PER_REPLICA)
         prompts = [self.probe.tokens(number, self.probe.prompt_tokens) for number in numbers]
         answers = [self.probe.tokens(-number - 1, self.probe.answer_tokens) for number in numbers]
@@ -275,7 +271,7 @@ class Rehearsal:
         while passes == 0 or not until():
             try:
                 # A transfer that stands in its way is broken off at a deadline of its own, before this one.
-                ray.get(self._workers.pass_without_update(data), timeout=self._longest_s)
+                ray.get(self.workers.pass_without_update(data), timeout=self._longest_s)
             except GetTimeoutError:
                 raise RehearsalFailed(
                     f"a forward and backward pass was not over within {self._longest_s:g} s beside a weight sync "
@@ -290,8 +286,8 @@ class Rehearsal:
         rows, length = whole.shape
         responses = whole[:, len(prompts[0]) :]
         positions = torch.arange(length).repeat(rows, 1)
-        if self._position_rows > 1:
-            positions = positions[:, None].repeat(1, self._position_rows, 1)
+        if self.position_rows > 1:
+            positions = positions[:, None].repeat(1, self.position_rows, 1)
         tensors = {
             "prompts": whole[:, : len(prompts[0])],
             "responses": responses,
@@ -301,7 +297,7 @@ class Rehearsal:
             "position_ids": positions,
         }
         meta = {
-            "temperature": self._rollout.temperature,
+            "temperature": self.rollout.temperature,
             "global_token_num": [length] * rows,
             # By tokens, so that any number of rows divides.
             "use_dynamic_bsz": True,
@@ -309,28 +305,26 @@ class Rehearsal:
         }
         return DataProto.from_dict(tensors, meta_info=meta)
 
-    # Log-probs.
-
     def compare(self, answers: list[Answer]) -> None:
         """See that the engines' log-probs are the trainer's."""
         name = "log-probs agree"
-        if self._rollout.get("enable_rollout_routing_replay", False):
+        if self.rollout.get("enable_rollout_routing_replay", False):
             self.result.checks.append(Check(name, LEFT_OUT, "the trainer replays what the engine's router chose"))
             return
         with self.checking(name) as check:
             # As many rows for one rank as for another.
-            rows = answers + answers[:1] * (-len(answers) % self._ranks)
+            rows = answers + answers[:1] * (-len(answers) % self.ranks)
             batch = self._batch([row.prompt for row in rows], [row.tokens for row in rows])
             with self.published():
-                computed, _ = self._log_probs(batch)
+                computed, _ = self.log_probs(batch)
             pairs: Pairs = {}
             for answer, row in zip(answers, computed.batch["old_log_probs"].tolist(), strict=False):
                 pairs.setdefault(answer.replica, []).extend(zip(answer.log_probs, row, strict=True))
             check.said = self._judge("log-probs of {} are not the trainer's: other weights, or another model", pairs)
 
     def _judge(self, fault: str, pairs: Pairs) -> str:
-        """What the largest difference is, in words; RehearsalFailed with the fault of those that do not agree."""
-        found = {name: agreement(both, str(self._rollout.dtype)) for name, both in pairs.items()}
+        """Say what the largest difference is; RehearsalFailed with the fault of those that do not agree."""
+        found = {name: agreement(both, str(self.rollout.dtype)) for name, both in pairs.items()}
         wrong = [name for name, each in found.items() if not each.holds]
         if wrong:
             raise RehearsalFailed(f"{fault.format(', '.join(wrong))}; they differ {found[wrong[0]]}")
@@ -338,30 +332,12 @@ class Rehearsal:
         self.result.difference = max(self.result.difference, worst.difference)
         return f"they differ {worst}"
 
-    @contextmanager
-    def checking(self, name: str) -> Iterator[Note]:
-        """A check that has passed if nothing is raised within it, and its note says nothing else."""
-        began = time.monotonic()
-        note = Note()
-        try:
-            yield note
-        except (NoReplicaLeft, PublishFailed):
-            raise
-        except Exception as error:  # whatever it is, the run would meet it later
-            if isinstance(error, RehearsalFailed) and error.is_noted:
-                raise
-            self.result.checks.append(Check(name, FAILED, str(error), time.monotonic() - began))
-            failed = RehearsalFailed(f"{name}: {error}")
-            failed.is_noted = True
-            raise failed from error
-        self.result.checks.append(Check(name, note.outcome, note.said, time.monotonic() - began))
-
 
 def _same_tokens(before: list[Answer], after: list[Answer]) -> Pairs:
-    """Log-probs of the tokens that were sampled both times, by replica."""
+    """Log-probs of the tokens that were sampled both times, up to the first one that differs, by replica."""
     pairs: Pairs = {}
     for one, other in zip(before, after, strict=True):
-        shared = common_prefix(one.tokens, other.tokens)
+        shared = [*map(eq, one.tokens, other.tokens), False].index(False)
         both = zip(one.log_probs[:shared], other.log_probs[:shared], strict=True)
         pairs.setdefault(one.replica, []).extend(both)
     return pairs

@@ -25,8 +25,11 @@ from ray import cloudpickle
 from ray.exceptions import ObjectLostError
 from typing_extensions import TypedDict
 
+from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.errors import SnapshotError
+from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.snapshots import STATE_FORMAT
 from recipe.async_engine.record import durable
 from recipe.async_engine.record.schema import BadFile, said
@@ -110,6 +113,24 @@ class Snapshot(TypedDict):
 
 
 SNAPSHOTS = TypeAdapter(Snapshot)
+
+
+def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleLedger:
+    """A run's ledger, as it begins or as of a checkpoint's ``snapshot``."""
+    settings = GateSettings(
+        batch_groups=plan.batch_groups,
+        batches_per_version=plan.batches_per_version,
+        max_staleness=plan.max_staleness,
+        pipeline_depth=plan.pipeline_depth,
+    )
+    rules: dict[str, Any] = {
+        "target_groups": plan.total_steps * plan.batch_groups,
+        "issue_limit": plan.total_groups,
+        "whole_batches": plan.settings.async_training.whole_batches,
+    }
+    if snapshot is None:
+        return SampleLedger(settings, **rules)
+    return SampleLedger.restore(snapshot, settings, **rules)
 
 
 def checked(snapshot: Any) -> dict[str, Any]:

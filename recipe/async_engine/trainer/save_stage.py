@@ -15,16 +15,27 @@ thread, when one is complete, and what it raises ends the run, as there. It has 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
+from verl.utils.debug import marked_timer
 
+from recipe.async_engine.actors.watch import RunWatch
+from recipe.async_engine.core.errors import CheckpointError
 from recipe.async_engine.record.timeline import Timeline
+from recipe.async_engine.rollout.kept_answers import TokenAccount
+from recipe.async_engine.rollout.prompts import PromptSource
+from recipe.async_engine.trainer.alarm_stage import new_alarms
 from recipe.async_engine.trainer.beside import Beside
-from recipe.async_engine.trainer.checkpoints import CheckpointTimeout, RunState, folder_of
+from recipe.async_engine.trainer.checkpoints import RunState, folder_of
+from recipe.async_engine.trainer.publish_stage import PublishStage
+from recipe.async_engine.trainer.rollout_state import new_ledger
+from recipe.async_engine.trainer.step import TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +82,8 @@ class SaveStage:
         watched: Callable[[str], AbstractContextManager[None]],
         committed: Callable[[int], None],
     ) -> None:
-        def late(step: int) -> CheckpointTimeout:
-            return CheckpointTimeout(
+        def late(step: int) -> CheckpointError:
+            return CheckpointError(
                 f"the checkpoint of step {step} was not written within {limit_s:g} s "
                 "(async_training.timeouts.checkpoint); raise it if the disk of trainer.default_local_dir is slow"
             )
@@ -114,3 +125,110 @@ class SaveStage:
             self.finish()
         except Exception:  # the run's own error is the one to report
             logger.exception("the last checkpoint is not complete")
+
+
+@contextmanager
+def loading(folder: str | Path | None) -> Iterator[None]:
+    """verl's workers load what is in the folder; where they cannot, the folder is named."""
+    try:
+        yield
+    except RayError as error:
+        if folder is None:
+            raise
+        raise CheckpointError(
+            f"verl cannot load {folder}, which is damaged, or of another model or LoRA adapter: {error}\nName another "
+            "one (trainer.resume_mode=resume_path trainer.resume_from_path=...), or the settings that it was made with."
+        ) from error
+
+
+class SavedRun(TrainingStep):
+    """A run that is saved at versions, and goes on from a checkpoint."""
+
+    saved: RunState
+    saving: SaveStage
+    publishing: PublishStage
+    prompts: PromptSource
+    validation: dict[str, float | None]
+    interrupted_tokens: TokenAccount
+    watch: RunWatch | None = None
+    global_steps: int
+    max_steps_duration: float
+    is_last_step: bool
+
+    def _watched(self, what: str) -> AbstractContextManager[None]:
+        """Has the run's watch end it where reading or writing a checkpoint is late."""
+        assert self.watch is not None
+        return self.watch.within("checkpoint", self.timeouts.checkpoint, what)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.is_last_step or self.ledger.version % every == 0)
+
+    @property
+    def is_within_version(self) -> bool:
+        """Whether batches have been trained since the last publication."""
+        return self.ledger.batches_left < self.plan.batches_per_version
+
+    def save_if_due(self) -> None:
+        """Save the run if a checkpoint is due at this version, or at the end of the run."""
+        if self._is_due(self.config.trainer.save_freq):
+            self.save_once()
+
+    def _save_if_instance_expires(self) -> None:
+        """Save at once, and completely, where the machine's time is nearly over, if the run saves any checkpoint."""
+        if self.config.trainer.save_freq > 0 and instance_expires(self.config, self.max_steps_duration):
+            self.save_once()
+            self.saving.finish()
+
+    def save_once(self) -> None:
+        """Save the run unless this step has been saved."""
+        if self.saving.step != self.global_steps:
+            # A run that resumes begins with a version that generates.
+            self.publishing.finish(self.metrics)
+            self.saving.finish()
+            with self.timeline.phase("save"), marked_timer("save_checkpoint", self.timing_raw):
+                self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        """Save this moment of the run; verl's part is written when it returns, the rest beside training."""
+        snapshot = {**self.running.snapshot(self.timeouts.checkpoint), "validation": dict(self.validation)}
+        snapshot["alarms"] = self.alarms.counts
+        self.saving.save(self.global_steps, snapshot, self._save_training_side)
+
+    def _save_training_side(self) -> None:
+        self.stages.save(self.global_steps)
+        if self.is_within_version:
+            self.published.save(folder_of(self.config.trainer.default_local_dir, self.global_steps))
+
+    def _load(self) -> dict[int, dict[str, Any]]:
+        """Load the newest complete checkpoint, if any; returns its live groups."""
+        folder = self.saved.find()
+        with loading(folder):
+            self.global_steps = self.stages.load()
+        snapshot = self.saved.load(self.prompts)
+        if snapshot is None or folder is None:
+            self._start_from()
+            return {}
+        self.saving.step = self.global_steps
+        self.ledger = new_ledger(self.plan, snapshot["ledger"])
+        self.saved.resumed["groups_kept"] = self.ledger.counts().ready
+        if self.is_within_version:
+            self.published.load(folder)
+        self.validation = snapshot.get("validation", self.validation)
+        counts = snapshot["interrupted_tokens"]
+        self.interrupted_tokens = TokenAccount(counts["cut"], counts["lost"], trained=counts["trained"])
+        self.alarms = new_alarms(self.plan, snapshot.get("alarms"))
+        return snapshot["groups"]
+
+    def _start_from(self) -> None:
+        """Begin with the weights of another run's checkpoint, if one is named."""
+        named = self.plan.settings.async_training.start_from
+        if named is None:
+            return
+        folder = Path(named).expanduser().absolute()
+        with loading(folder):
+            self.stages.load_weights(str(folder))
+        logger.warning(
+            "the run begins with the weights of %s; its optimizer, learning-rate schedule, position in the data and "
+            "number of steps are not carried",
+            folder,
+        )

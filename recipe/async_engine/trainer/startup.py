@@ -21,60 +21,37 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.engine_workers import TrainingWorkerConfig
 
-from recipe.async_engine.actors.clean_up import clear_replica
 from recipe.async_engine.actors.control import sign_of_life
-from recipe.async_engine.actors.ports import rendezvous_ports
-from recipe.async_engine.actors.replacement import Replacements
+from recipe.async_engine.actors.replacement import Replacements, clear_replica
 from recipe.async_engine.config.log_prob_servers import LogProbServers
 from recipe.async_engine.config.placement import wanted
+from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.config.verdicts import PLACEHOLDER
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.groups import OnNonFinite
 from recipe.async_engine.core.plain import postponed
 from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.engines.manager import ReplicaManager
 from recipe.async_engine.engines.reservation import Reservations
-from recipe.async_engine.log_prob_servers.launch import launch
-from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica
+from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica, launch
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
+from recipe.async_engine.rollout.group_run import SchedulerSettings
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.rollout.users_manager import manager_class
-from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, PublishedWeights
+from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
 from recipe.async_engine.trainer.fleet import Fleet, Handles
-from recipe.async_engine.trainer.staged import StagedTrainer
+from recipe.async_engine.trainer.stages import Stages
 from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
 
 
-class StartupTimeout(RecipeError):
-    """Not everything came up within ``async_training.timeouts.startup``."""
-
-
-class WorkerNotMade(RecipeError):
-    """A process of the run could not be made: what its constructor raised, an import that failed in it for example."""
-
-
-class TrainerGroup(RayWorkerGroup):
-    """verl's group of training workers, which send weights beside training, see `ActorWorker`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        worker = kwargs.get("ray_cls_with_init")
-        if worker is not None:
-            # Ray takes concurrency groups where it makes an actor class, which verl does.
-            group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
-            worker.cls = group(worker.cls.__ray_actor_class__)
-        super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
-
-    def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        # Of several roles in one actor each has its name before its methods.
-        if method_name.endswith(BESIDE_METHODS):
-            return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
-        return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
+class StartFailed(RecipeError):
+    """A process could not be made, by what its constructor raised, or not all are up in time; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +97,7 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     """Run ``parts`` on a thread each and return their results by name.
 
     Raises:
-        StartupTimeout: one of them is not done in time; the message names it.
-        WorkerNotMade: the first part to fail did because a process could not be made.
+        StartFailed: one of them is not done in time, or the first one to fail did because a process was not made.
         Exception: whatever else it raised.
     """
     pool = ThreadPoolExecutor(max_workers=len(parts), thread_name_prefix="startup")
@@ -133,7 +109,7 @@ def side_by_side(parts: dict[str, Callable[[], Any]], timeout_s: float) -> dict[
     results = {name: _result(name, future) for name, future in futures.items() if future in done}
     if pending:
         late = [name for name, future in futures.items() if future in pending]
-        raise StartupTimeout(
+        raise StartFailed(
             f"{', '.join(late)} not up after {time.monotonic() - began:.0f} s; raise async_training.timeouts.startup "
             "if the model is large, and check that the cluster has the accelerators that trainer.n_gpus_per_node and "
             "rollout.n_gpus_per_node ask for"
@@ -151,12 +127,36 @@ def _result(name: str, part: Future[Any]) -> Any:
         # Of a chain of exceptions the first one is the cause.
         cause = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|NotMade|Interrupt)\b.*$", said, re.MULTILINE)
         words = f"{cause[0]}{postponed(said)}\n" if cause else ""
-        raise WorkerNotMade(f"{name} could not be made: {words}{said}") from error
+        raise StartFailed(f"{name} could not be made: {words}{said}") from error
 
 
-class Startup(StagedTrainer):
-    """See the module's contract."""
+def scheduler_settings(config: Any, plan: RunPlan, in_turns: bool) -> SchedulerSettings:
+    """What a run's plan and configuration ask of its scheduler; ``in_turns``: generation happens in turns."""
+    training = plan.settings.async_training
+    filtering = filter_metric(config) is not None
+    batches = config.algorithm.filter_groups.get("max_num_gen_batches", 0) if filtering else 0
+    return SchedulerSettings(
+        group_size=plan.answers_per_group,
+        slots=plan.max_concurrent_trajectories,
+        slots_with_tools=plan.max_trajectories_with_tools,
+        max_retries=training.max_group_retries,
+        max_consecutive_failures=plan.batch_groups,
+        on_non_finite=OnNonFinite(training.on_non_finite),
+        filter_groups=filtering,
+        filter_limit=max(0, batches or 0) * plan.batch_groups,
+        prompt_timeout_s=training.timeouts.prompt,
+        turns=in_turns,
+    )
 
+
+class Startup:
+    """See the module's contract: the processes of a run, of which its trainer is told."""
+
+    config: Any
+    plan: RunPlan
+    timeouts: Timeouts
+    stages: Stages
+    actor_worker: type[ActorWorker] = ActorWorker
     actor_role = "actor"
     """What a training worker does, in verl's words."""
     references: Sequence[ModelEngineReplica] = ()
@@ -168,6 +168,7 @@ class Startup(StagedTrainer):
     is_up = False
     """Whether there are ``publisher``, ``published`` and ``fleet``."""
     publisher: WeightPublisher
+    published: PublishedWeights
     fleet: Fleet
 
     def init_workers(self) -> None:
@@ -213,12 +214,6 @@ class Startup(StagedTrainer):
         # The watch, whose deadline for the start is this setting, knows less of what is missing.
         self.reservations.reserve(parts, 0.9 * self.timeouts.startup)
 
-    def _init_resource_pools(self) -> None:
-        """Those of verl's trainer, with what is reserved: verl asks for less than all of it to be free."""
-        manager = self.resource_pool_manager
-        manager.resource_pool_dict = {name: self.reservations.pool(name) for name in manager.resource_pool_spec}
-        self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
-
     def _start_rollout(self) -> RolloutSide:
         """Up to the replicas' servers, which hold no weights yet."""
         side = start_agents(self.config, self.reservations)
@@ -227,11 +222,10 @@ class Startup(StagedTrainer):
         return side
 
     def use_rollout(self, rollout: RolloutSide) -> None:
-        """Give the rollout side its names in verl's trainer, and its replicas a publisher."""
-        self.llm_server_manager = rollout.replicas
+        """Have the rollout side, and give its replicas a publisher."""
         self.async_rollout_manager = rollout.agents
         self.reward_loop_manager = rollout.rewards
-        self.publisher = self.checkpoint_manager = self.publisher_class(
+        self.publisher = self.publisher_class(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=rollout.replicas.get_replicas(),
@@ -240,6 +234,7 @@ class Startup(StagedTrainer):
             weights=self.plan.settings.weights,
             dtype=widest(*self._dtypes_of_receivers()),
         )
+        self.stages.use_rollout(rollout.agents, rollout.replicas, rollout.rewards, self.publisher)
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
         self.fleet = self._new_fleet(rollout)
         self.is_up = True
@@ -278,38 +273,9 @@ class Startup(StagedTrainer):
 
     def start_training(self) -> None:
         """Start the training workers and have them make their models."""
-        self._init_resource_pools()
-        self._create_worker_classes()
-        self._init_worker_groups()
-        self._init_models()
-        if self.ref_in_actor:
-            # As verl's first trainer, whose profiling asks for it (ray_trainer.py:907, 1134).
-            self.ref_policy_wg = self.actor_rollout_wg
+        self.stages.start(self.reservations)
 
-    def _create_actor_rollout_classes(self) -> None:
-        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
-        self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self.actor_role
-        )
-
-    def _create_critic_class(self) -> None:
-        """As `RayPPOTrainer` does (ray_trainer.py:797); `SeparateRayPPOTrainer` has a copy for FSDP1 alone."""
-        if not self.use_critic:
-            return
-        critic = omega_conf_to_dataclass(self.config.critic)
-        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
-        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-        profiler = self.config.critic.get("profiler")
-        worker = TrainingWorkerConfig(
-            model_type="value_model",
-            model_config=critic.model,
-            engine_config=critic.engine,
-            optimizer_config=critic.optim,
-            checkpoint_config=critic.checkpoint,
-            profiler_config=omega_conf_to_dataclass(profiler) if profiler else None,
-        )
-        self.orig_critic_cfg = critic
-        pool = self.resource_pool_manager.get_resource_pool(Role.Critic)
-        self.resource_pool_to_cls[pool][str(Role.Critic)] = RayClassWithInitArgs(
-            cls=self.role_worker_mapping[Role.Critic], config=worker
-        )
+    @property
+    def actor_rollout_wg(self) -> Any:
+        """The group of workers that train the policy, by verl's name."""
+        return self.stages.actor_rollout_wg

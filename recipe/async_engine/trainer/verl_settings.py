@@ -10,7 +10,7 @@ from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.config.rules import algorithm
 from recipe.async_engine.config.rules.names import OWN_ENGINES
 from recipe.async_engine.config.sections import SHARED, Timeouts, Weights
-from recipe.async_engine.trainer.log_probs import bypass, corrected, loglinear
+from recipe.async_engine.trainer.log_probs.losses import BYPASS, CHOSEN, LOGLINEAR
 
 
 def derive_verl_settings(config: Any, plan: RunPlan) -> None:
@@ -87,5 +87,5 @@ def derive_loss(config: Any, source: Proximal) -> None:
     correction.bypass_mode = source in (Proximal.BYPASS, Proximal.LOGLINEAR)
     if correction.bypass_mode:
         chosen = algorithm.chosen_loss(loss.loss_mode, correction.get("loss_type"), source)
-        loss.rollout_correction = {**correction, corrected.CHOSEN: chosen}
-        loss.loss_mode = bypass.LOSS if source is Proximal.BYPASS else loglinear.LOSS
+        loss.rollout_correction = {**correction, CHOSEN: chosen}
+        loss.loss_mode = BYPASS if source is Proximal.BYPASS else LOGLINEAR

@@ -23,8 +23,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
-from recipe.async_engine.log_prob_servers.client import ScoringClient, Unscored
-from recipe.async_engine.log_prob_servers.part_scores import score
+from recipe.async_engine.log_prob_servers.client import ScoringClient, score
+from recipe.async_engine.log_prob_servers.service import Unscored
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.log_prob_servers.client import ScoringClient
-from recipe.async_engine.log_prob_servers.launch import launch
+from recipe.async_engine.log_prob_servers.replica import launch
 from recipe.async_engine.shadowing import check_not_shadowed
-from recipe.async_engine.trainer.log_probs.mismatch import entropy_metric
+from recipe.async_engine.trainer.log_probs.proximal import entropy_metric
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.verl_settings import tell_servers
 

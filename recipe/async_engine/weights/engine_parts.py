@@ -11,9 +11,6 @@ from recipe.async_engine.core.errors import SettingError
 
 T = TypeVar("T")
 
-HOST_BACKEND = "recipe_gloo"
-"""The checkpoint engine that sends through host memory (`recipe.laptop.transfer`)."""
-
 
 def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple[float, float]:
     """Seconds for a sync and for connecting, which is a part of it; SettingError if one is not above 0."""

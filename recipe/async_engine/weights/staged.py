@@ -7,7 +7,7 @@ with an error that names the tensor; the next one starts afresh. Staging needs n
 on computing.
 
 What differs is in the subclasses: `recipe.async_engine.engines.vllm.staged_model` is vLLM's model, `staged_adapter` a
-LoRA adapter in vLLM, `recipe.async_engine.log_prob_servers.staged_shards` one rank of a training engine. How a stream
+LoRA adapter in vLLM, `recipe.async_engine.log_prob_servers.adapter` one rank of a training engine. How a stream
 gets into them, and what becomes of its errors, is `Intake`'s.
 """
 

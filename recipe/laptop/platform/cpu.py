@@ -91,7 +91,7 @@ class PlatformCPU(PlatformBase):
 def install() -> None:
     """Register the platform and apply what it needs before anything of verl asks for a device.
 
-    Another release of verl than the workarounds were written for raises UnsupportedVersionError.
+    Another release of verl than the workarounds were written for raises WrongInstallation.
     """
     require_version("verl", verl.__version__, VERL_SUPPORTED, "The CPU platform")
     if PlatformRegistry.get(PLATFORM_NAME) is not PlatformCPU:

@@ -39,7 +39,7 @@ _EXPERTS = ("w13_weight", "w2_weight")
 def keep_loadable_weights() -> None:
     """Make vLLM keep ``layer.weight`` beside the packed copy. Must run before the model is loaded; once is enough.
 
-    Another release of vLLM than this was written for raises UnsupportedVersionError.
+    Another release of vLLM than this was written for raises WrongInstallation.
     """
     require_version("vllm", vllm.__version__, VLLM_SUPPORTED, "Reloading weights on a CPU")
     original = vllm_layers.dispatch_cpu_unquantized_gemm

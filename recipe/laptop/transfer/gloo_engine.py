@@ -43,7 +43,8 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from recipe.async_engine.core.errors import SettingError, WeightStreamError
-from recipe.async_engine.weights.engine_parts import HOST_BACKEND, Remains, deadlines, go_through, on_this_device
+from recipe.async_engine.outside import HOST_BACKEND
+from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
 from recipe.laptop.transfer.buckets import DATA, END, BucketReader, BucketWriter
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.laptop.transfer.transport import SharedSegments, Transport, shared_memory_domain

@@ -18,11 +18,12 @@ from recipe.async_engine.config.rules.algorithm import ADVANTAGE_ESTIMATORS, KL_
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+from recipe.async_engine.outside import HOST_BACKEND, HOST_MODULE
 
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 MODULE = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
 OWN_ENGINES = {
-    "recipe.laptop.transfer.gloo_engine": "recipe_gloo",
+    HOST_MODULE: HOST_BACKEND,
     "recipe.async_engine.weights.nccl_engine": "nccl",
 }
 UNTRIED_ENGINES = ("kimi_ckpt_engine", "mooncake", "nixl")

@@ -56,6 +56,7 @@ from recipe.async_engine.engines.vllm.output_watch import (
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName
 from recipe.async_engine.engines.vllm.weight_worker import part_id
 from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
+from recipe.async_engine.outside import CPU_WORKER_EXTENSION
 from recipe.async_engine.record.activity import EngineActivity, Work
 from recipe.async_engine.record.events import Activity, Class
 
@@ -68,7 +69,6 @@ HELD = ("generate",)
 """What keeps calls of a server open: an abort waits for none of them."""
 
 WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
-CPU_WORKER_EXTENSION = "recipe.laptop.platform.engine_extension.CPUStagingExtension"
 
 
 class NoTrainer(RecipeError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.silence import MOST_S, Silence
+from recipe.async_engine.actors.watch import MOST_S, Silence
 
 
 def test_silence_past_its_limit_is_noticed_and_a_sign_of_life_begins_it_anew() -> None:

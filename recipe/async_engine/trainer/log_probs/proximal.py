@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage of a step that gives a batch its proximal log-probs, from one of four sources.
+
+Contract: after `ProximalLogProbs.fill` a batch has ``old_log_probs``, whatever happened to servers: a row is taken from
+them only if every one of its sampled tokens was computed by a version that will do; the others are computed by the
+trainer, with a warning and a metric, and the next batch is the servers' again. Every step has, under verl's names,
+``timing_s/old_log_prob`` (the trainer's own forward pass, 0 without one) and ``rollout_corr/*``.
+
+Shown by tests/integration/test_log_prob_columns.py, tests/e2e/test_model_engine.py and, for later batches of a version,
+tests/e2e/test_fully_async.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from omegaconf import OmegaConf
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayError
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils.debug import marked_timer
+from verl.utils.debug.metrics import calculate_debug_metrics
+
+from recipe.async_engine.config.log_prob_servers import LogProbServers, Proximal
+from recipe.async_engine.config.plan import RunPlan
+from recipe.async_engine.core.columns import REFERENCE, SCORED_BY, SCORES, TOKEN_VERSIONS
+from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.core.versions import NOT_SAMPLED
+from recipe.async_engine.log_prob_servers.client import ResponseScores
+from recipe.async_engine.trainer.log_probs.losses import mismatch_metrics, shares
+
+logger = logging.getLogger(__name__)
+
+IN_LOSS = "actor/rollout_corr/"
+
+Metrics = dict[str, Any]
+Timing = dict[str, float]
+
+
+class ProximalLogProbs:
+    """See the module's contract.
+
+    Args:
+        config: the whole configuration.
+        plan: of the run.
+        by_published_weights: the trainer's forward pass by the weights that were published last: a batch with
+            ``old_log_probs`` and ``entropys``, and the model FLOPs utilization.
+    """
+
+    def __init__(
+        self, config: Any, plan: RunPlan, by_published_weights: Callable[[DataProto], tuple[DataProto, float]]
+    ) -> None:
+        self._source, self._servers, self._compute = plan.proximal, plan.settings.servers, by_published_weights
+        self._actor = config.actor_rollout_ref.actor
+
+    def fill(self, batch: DataProto, version: int, metrics: Metrics, timing: Timing) -> None:
+        """Give a batch, trained at ``version``, the column; ``metrics`` and ``timing`` are the step's."""
+        # Present in every run: seconds of log-prob work that training waited for.
+        timing.setdefault("old_log_prob", 0.0)
+        began = time.monotonic()
+        if self._source in (Proximal.BYPASS, Proximal.LOGLINEAR):
+            # The policy that sampled; the loss interpolates, and reports the mismatch by the current policy.
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            if self._source is Proximal.LOGLINEAR:
+                batch.batch["rollout_is_weights"] = shares(batch.batch[TOKEN_VERSIONS], version)
+        else:
+            if self._source is Proximal.SERVER:
+                log_probs, entropy = self._by_servers(batch, version, metrics, timing)
+            else:
+                log_probs, entropy = self.recompute(batch, metrics, timing)
+            mask = batch.batch["response_mask"]
+            metrics.update(mismatch_metrics(log_probs, batch.batch["rollout_log_probs"], mask))
+            batch.batch["old_log_probs"] = log_probs
+            self.report_entropy(batch, entropy, metrics)
+        metrics["log_probs/critical_path_seconds"] = time.monotonic() - began
+
+    def recompute(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have the trainer compute log-probs of the newest published version, and entropies: float32 (rows, R) each."""
+        with marked_timer("old_log_prob", timing, color="blue"):
+            computed, mfu = self._compute(batch)
+        metrics["perf/mfu/actor_infer"] = mfu
+        log_probs, entropy = computed.batch.pop("old_log_probs"), computed.batch.pop("entropys")
+        replay = OmegaConf.select(self._actor, "megatron.router_replay.mode")
+        for name, column in computed.batch.items():
+            # What experts the trainer chose is wanted only where verl replays the trainer's choice.
+            if name != "routed_experts" or name not in batch.batch or replay == "R2":
+                batch.batch[name] = column
+        return log_probs, entropy
+
+    def _by_servers(
+        self, batch: DataProto, version: int, metrics: Metrics, timing: Timing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take what log-prob servers computed while samples were generated, or waited; adds the column `SCORED_BY`."""
+        rows = _resolved(batch.non_tensor_batch.pop(SCORES, [None] * len(batch)), self._servers.timeout)
+        sampled_by = batch.batch[TOKEN_VERSIONS]
+        columns = server_columns(rows, sampled_by, self._servers, version)
+        log_probs, entropy, scored_by, missing = columns.log_probs, columns.entropy, columns.versions, columns.missing
+        if missing.any():
+            logger.warning(
+                "log-prob servers scored %d of %d trajectories (%d by another version than the one wanted); the "
+                "trainer computes the rest",
+                int((~missing).sum()),
+                len(rows),
+                columns.wrong,
+            )
+            computed, entropies = self.recompute(batch, metrics, timing)
+            log_probs = torch.where(missing[:, None], computed, log_probs)
+            entropy = torch.where(missing[:, None], entropies, entropy)
+            scored_by = torch.where(missing[:, None] & (sampled_by >= 0), version, scored_by)
+        batch.batch[SCORED_BY] = scored_by
+        metrics["model_engine_server/fallback_rows"] = int(missing.sum())
+        metrics["model_engine_server/wrong_version_rows"] = columns.wrong
+        metrics["model_engine_server/late_tokens"] = columns.late_tokens
+        metrics["model_engine_server/queue_seconds_max"] = columns.queued_s
+        return log_probs, entropy
+
+    def report_entropy(self, batch: DataProto, entropy: torch.Tensor, metrics: Metrics) -> None:
+        """Report entropies, (rows, R), as verl does where it has computed them."""
+        metrics.update(entropy_metric(entropy, batch.batch["response_mask"], self._actor))
+        metrics.update(calculate_debug_metrics(batch))
+
+
+def fill_reference(batch: DataProto, metrics: Metrics, compute: Callable[[DataProto], DataProto]) -> DataProto:
+    """Give a batch the log-probs of the reference policy that its servers computed; ``compute`` has all the others."""
+    rows = batch.non_tensor_batch.pop(REFERENCE, [None] * len(batch))
+    column = torch.zeros(batch.batch["responses"].shape)
+    missing = torch.tensor([row is None for row in rows])
+    for number, row in enumerate(rows):
+        if row is not None:
+            column[number, : len(row)] = torch.from_numpy(np.ascontiguousarray(row))
+    if missing.any():
+        logger.warning("the trainer computes the reference log-probs of %d rows", int(missing.sum()))
+        batch = compute(batch)
+        column = torch.where(missing[:, None], batch.batch["ref_log_prob"], column)
+    batch.batch["ref_log_prob"] = column
+    metrics["model_engine_server/reference_fallback_rows"] = int(missing.sum())
+    return batch
+
+
+def rename_loss_metrics(metrics: Metrics) -> None:
+    """Take away the "actor/" that verl puts before the mismatch that a loss reports."""
+    for name in [name for name in metrics if name.startswith(IN_LOSS)]:
+        metrics[name.removeprefix("actor/")] = metrics.pop(name)
+
+
+def entropy_metric(entropy: torch.Tensor, response_mask: torch.Tensor, actor: Any) -> dict[str, float]:
+    """``actor/entropy`` of a batch, aggregated as the loss is (verl/experimental/separation/ray_trainer.py:522).
+
+    Args:
+        entropy: of each token's distribution, (rows, R).
+        response_mask: 1 for the tokens that are trained, (rows, R).
+        actor: verl's section ``actor_rollout_ref.actor``.
+    """
+    total = agg_loss(
+        loss_mat=entropy,
+        loss_mask=response_mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    return {"actor/entropy": total.item()}
+
+
+@dataclass(frozen=True)
+class ServerColumns:
+    """Of a batch of rows with responses padded to R tokens; 0, and version -1, where nothing was sampled."""
+
+    log_probs: torch.Tensor  # float32 (rows, R)
+    entropy: torch.Tensor  # float32 (rows, R)
+    versions: torch.Tensor  # int64 (rows, R), the version that computed each token's
+    missing: torch.Tensor  # bool (rows,), rows that have none
+    wrong: int  # of these, rows whose scores were computed by a version that will not do
+    late_tokens: int  # tokens that another version computed than the one wanted
+    queued_s: float  # longest time that a request of the batch waited at a server
+
+
+def server_columns(
+    rows: Sequence[ResponseScores | None], token_versions: torch.Tensor, servers: LogProbServers, newest: int
+) -> ServerColumns:
+    """Join the scores of a batch's rows.
+
+    Args:
+        rows: of each row, of any length up to R; None where there are none.
+        token_versions: int64 (rows, R), the version that sampled each token, -1 where none did.
+        servers, newest: say which version should have computed a token's log-prob, see `_will_do`.
+    """
+    log_probs = torch.zeros(token_versions.shape, dtype=torch.float32)
+    entropy, versions = torch.zeros_like(log_probs), torch.full_like(token_versions, NOT_SAMPLED)
+    missing = torch.ones(len(rows), dtype=torch.bool)
+    wrong = late = 0
+    queued_s = 0.0
+    for number, scores in enumerate(rows):
+        if scores is None:
+            continue
+        length = len(scores.versions)
+        sampled = token_versions[number, :length] != NOT_SAMPLED
+        scored_by = torch.from_numpy(scores.versions)
+        sampled_by = token_versions[number, :length][sampled]
+        if not _will_do(servers, newest, scored_by[sampled], sampled_by, scores.late_tokens):
+            wrong += 1
+            continue
+        missing[number] = False
+        for column, values in ((log_probs, scores.log_probs), (entropy, scores.entropy)):
+            column[number, :length] = torch.from_numpy(np.ascontiguousarray(values)) * sampled
+        versions[number, :length] = torch.where(sampled, scored_by, NOT_SAMPLED)
+        late += scores.late_tokens
+        queued_s = max(queued_s, scores.queued_s)
+    return ServerColumns(log_probs, entropy, versions, missing, wrong, late, queued_s)
+
+
+def _will_do(
+    servers: LogProbServers, newest: int, scored_by: torch.Tensor, sampled_by: torch.Tensor, late_tokens: int
+) -> bool:
+    """Whether a row will do, by the versions of its sampled tokens, int64 (tokens,) each; ``newest``: published."""
+    if servers.anchor == Anchor.LATEST:
+        older_will_do = servers.while_loading == "old_version"
+        return bool((scored_by == newest).all()) or (older_will_do and bool((scored_by >= 0).all()))
+    # What came late to a server was scored by a later version, which the server said.
+    expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
+    return bool(expected.all())
+
+
+def _resolved(scores: Sequence[Any], timeout_s: float) -> list[ResponseScores | None]:
+    """What object references stand for; what is lost or late is None."""
+    deadline = time.monotonic() + timeout_s
+    rows: list[ResponseScores | None] = []
+    for item in scores:
+        if isinstance(item, ObjectRef):
+            try:
+                item = ray.get(item, timeout=max(0.0, deadline - time.monotonic()))
+            except (GetTimeoutError, RayError) as error:
+                logger.warning("the scores of a trajectory are lost: %s", error)
+                item = None
+        rows.append(item)
+    return rows
+
+
+def scores_column(scores: Sequence[Any]) -> np.ndarray:
+    """Scores, or object references of them, as a column of a batch."""
+    column = np.empty(len(scores), dtype=object)
+    column[:] = scores
+    return column

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a run: a leased batch of groups, put together and trained by a trainer's `Stages`.
+
+Contract: the stages come in verl's order. What is looked at and added between them is here: alarms, numbers that are
+none, log-probs from the run's source, and the staleness of each token, which is checked before anything is trained.
+Shown by tests/integration/test_finite_stage.py, test_alarm_stage.py and the end-to-end runs.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+from verl import DataProto
+
+from recipe.async_engine.config.log_prob_servers import Proximal
+from recipe.async_engine.core.alarms import Alarms, UnchangedWeights
+from recipe.async_engine.core.columns import SCORES, VERSION_RUNS
+from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.record.events import SCORES as ANSWER_SCORES
+from recipe.async_engine.record.timeline import Timeline
+from recipe.async_engine.rollout.group_run import GroupRun
+from recipe.async_engine.rollout.scheduler import RolloutScheduler
+from recipe.async_engine.rollout.trajectory_codec import unpack
+from recipe.async_engine.trainer.alarm_stage import note_answers, note_rewards, note_update
+from recipe.async_engine.trainer.batch import assemble, balanced, mask_off_policy, staleness_metrics
+from recipe.async_engine.trainer.finite_stage import COMPUTED, DERIVED, LEFT_OUT, leave_out
+from recipe.async_engine.trainer.log_probs.proximal import (
+    ProximalLogProbs,
+    fill_reference,
+    rename_loss_metrics,
+    scores_column,
+)
+from recipe.async_engine.trainer.record_stage import RecordStage
+from recipe.async_engine.trainer.startup import Startup
+from recipe.async_engine.trainer.step_metrics import StepMetrics
+
+
+class TrainingStep(Startup):
+    """See the module's contract.
+
+    Attributes:
+        metrics: of the step under way, and ``timing_raw`` its seconds, by verl's names.
+    """
+
+    tokenizer: Any
+    ledger: SampleLedger
+    timeline: Timeline
+    record: RecordStage
+    alarms: Alarms
+    unchanged: UnchangedWeights
+    log_probs: ProximalLogProbs
+    step_metrics: StepMetrics
+    scheduler: RolloutScheduler | None
+    metrics: dict[str, Any]
+    timing_raw: dict[str, float]
+
+    @property
+    def running(self) -> RolloutScheduler:
+        """The scheduler, which `fit` has made."""
+        assert self.scheduler is not None
+        return self.scheduler
+
+    def _train(self, groups: list[GroupRun]) -> DataProto:
+        """Train one leased batch."""
+        batch = self._assemble(groups)
+        self.record.ages(batch, self.ledger.version)
+        self.metrics.update(staleness_metrics(batch, self.ledger.version, self.plan.max_staleness))
+        self.metrics.update(self.step_metrics.of_batch(batch, groups, self.async_rollout_manager, self.timing_raw))
+        # From here on they are a column.
+        del batch.non_tensor_batch[VERSION_RUNS]
+        batch = self.train_on(batch)
+        self.running.batch_trained()
+        self.stages.dump(batch)
+        return batch
+
+    def train_on(self, batch: DataProto) -> DataProto:
+        """Train one assembled batch: the stages, in verl's order, and what is looked at and added between them."""
+        stages, version = self.stages, self.ledger.version
+        self.metrics.update(note_answers(batch, self.tokenizer.all_special_ids, self.alarms))
+        batch = stages.rewards(batch)
+        # The trainer waits for its servers, where they have the log-probs.
+        with self.timeline.phase(ANSWER_SCORES) if self.plan.proximal is Proximal.SERVER else nullcontext():
+            self.log_probs.fill(batch, version, self.metrics, self.timing_raw)
+        if stages.uses_reference and self.plan.settings.servers.reference_replicas:
+            batch = fill_reference(batch, self.metrics, stages.reference_log_probs)
+        else:
+            batch = stages.reference_log_probs(batch)
+        batch = self._advantages(stages.values(batch))
+        limit = self.plan.settings.async_training.off_policy_mask
+        if limit is not None:
+            self.metrics.update(mask_off_policy(batch, version, limit))
+        return self._update(batch)
+
+    def _advantages(self, batch: DataProto) -> DataProto:
+        """Advantages of a batch, without the answers that have a number that is none."""
+        left_out = leave_out(batch, COMPUTED)
+        batch = self.stages.advantages(batch)
+        note_rewards(batch, self.alarms)
+        self.metrics[LEFT_OUT] = left_out + leave_out(batch, DERIVED)
+        return batch
+
+    def _update(self, batch: DataProto) -> DataProto:
+        """Update the models by a batch that has all its columns."""
+        batch = self.stages.update_actor(self.stages.update_critic(batch))
+        rename_loss_metrics(self.metrics)
+        return batch
+
+    def by_published_weights(self, batch: DataProto) -> tuple[DataProto, float]:
+        """Old log-probs of a batch by the weights that were published last."""
+        # The batch under way has been taken already.
+        if self.ledger.batches_left == self.plan.batches_per_version - 1:
+            return self.stages.old_log_probs(batch)
+        with self.published.in_use():
+            return self.stages.old_log_probs(batch)
+
+    def _updated(self, model: str, output: DataProto) -> None:
+        """A model was updated; ``output`` is what its ranks report."""
+        self.metrics.update(note_update(model, output, self.alarms))
+        if model == "actor":
+            metrics = output.meta_info["metrics"]
+            self.unchanged.updated(np.atleast_1d(metrics["actor/grad_norm"]), float(np.max(metrics["actor/lr"])))
+
+    def _assemble(self, groups: list[GroupRun]) -> DataProto:
+        by_group = [[unpack(payload) for payload in group.fetched] for group in groups]
+        for group in groups:
+            group.fetched = []
+        balance = partial(self.stages.balance, metrics=self.metrics)
+        order = balanced(groups, by_group, balance) if self.config.trainer.balance_batch else None
+        batch = assemble(groups, by_group, self.async_rollout_manager.join, order)
+        if groups[0].scores:
+            scores = scores_column([score for group in groups for score in group.scores])
+            batch.non_tensor_batch[SCORES] = scores if order is None else scores[order]
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
+        images = [row["images_seqlens"] for row in batch.non_tensor_batch.get("multi_modal_inputs", ()) if row]
+        batch.meta_info["images_seqlens"] = [length for row in images for length in row.tolist()]
+        return batch

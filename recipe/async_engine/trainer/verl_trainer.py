@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's trainer, as the loop's `Stages`: the only file that subclasses it, and that touches its private members.
+
+Contract: each stage is verl's own, under verl's names of metrics. verl calls its groups of workers by methods of its
+own; each is overridden here to call verl's within the loop's context, so that the record knows when accelerators
+compute. Shown by tests/integration/test_finite_stage.py, test_trainer_group.py and the end-to-end runs.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import ray
+from verl import DataProto
+from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.trainer.ppo.utils import Role, create_rl_sampler, need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import TrainingWorkerConfig
+
+from recipe.async_engine.actors.sockets import rendezvous_ports
+from recipe.async_engine.engines.reservation import Reservations
+from recipe.async_engine.rollout.prompts import IndexedDataset, LoaderInUse, UsableBatches, collate
+from recipe.async_engine.trainer.actor_worker import BESIDE_METHODS, BESIDE_TRAINING, ActorWorker, CriticWorker
+from recipe.async_engine.trainer.data_sets import defaults
+from recipe.async_engine.trainer.finite_stage import with_scores
+from recipe.async_engine.trainer.record_stage import COMPUTE, UPDATE
+
+
+class TrainerGroup(RayWorkerGroup):
+    """verl's group of training workers, which send weights beside training, see `ActorWorker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        worker = kwargs.get("ray_cls_with_init")
+        if worker is not None:
+            # Ray takes concurrency groups where it makes an actor class, which verl does.
+            group = ray.remote(concurrency_groups={BESIDE_TRAINING: len(BESIDE_METHODS)})
+            worker.cls = group(worker.cls.__ray_actor_class__)
+        super().__init__(*args, **{"master_port_range": rendezvous_ports(), **kwargs})
+
+    def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        # Of several roles in one actor each has its name before its methods.
+        if method_name.endswith(BESIDE_METHODS):
+            return getattr(worker, method_name).options(concurrency_group=BESIDE_TRAINING).remote(*args, **kwargs)
+        return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
+
+
+class VerlTrainer(SeparateRayPPOTrainer):
+    """See the module's contract.
+
+    Args:
+        config: the whole configuration.
+        data: the data sets of training and validation.
+        actor_worker: the class of the workers that train the policy, and ``actor_role`` what they do, in verl's words.
+        phase: a context for a call of workers, by the name of the timeline's phase that it is.
+        updated: gets the name of a model ("actor", "critic") that has been updated, and what its ranks report.
+    """
+
+    config: Any
+    train_dataloader: Any
+    reward_extra_infos_dict: dict[str, Any]
+    all_wg: dict[str, Any]
+    actor_rollout_wg: Any
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        processor: Any,
+        data: tuple[IndexedDataset, IndexedDataset],
+        actor_worker: type[ActorWorker],
+        actor_role: str,
+        phase: Callable[[str], AbstractContextManager[None]],
+        updated: Callable[[str, DataProto], None],
+    ) -> None:
+        roles = {Role.ActorRollout: ray.remote(actor_worker)}
+        if need_reference_policy(config):
+            roles[Role.RefPolicy] = ray.remote(ActorWorker)
+        if need_critic(config):
+            roles[Role.Critic] = ray.remote(CriticWorker)
+        trainer_pool = {"trainer_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        super().__init__(
+            config,
+            tokenizer,
+            roles,
+            ResourcePoolManager(trainer_pool, {role: "trainer_pool" for role in roles}),
+            TrainerGroup,
+            processor=processor,
+            train_dataset=data[0],
+            val_dataset=data[1],
+            collate_fn=partial(collate, defaults=defaults(config)),
+            train_sampler=create_rl_sampler(config.data, data[0]),
+        )
+        # verl would have one on the trainer's accelerators; here it is the reward workers', on its own.
+        self.use_rm = False
+        self.prompts = self.train_dataloader
+        self.train_dataloader = LoaderInUse(len(self.train_dataloader))
+        self.val_dataloader: Any = UsableBatches(self.val_dataloader)
+        self._actor_role, self._phase, self._updated = actor_role, phase, updated
+
+    @property
+    def uses_reference(self) -> bool:
+        return bool(self.use_reference_policy)
+
+    # Processes.
+
+    def start(self, reservations: Reservations) -> None:
+        """Start the training workers on what is reserved: verl would ask for less than all of it to be free."""
+        manager = self.resource_pool_manager
+        manager.resource_pool_dict = {name: reservations.pool(name) for name in manager.resource_pool_spec}
+        self.resource_pool_to_cls: dict[Any, Any] = {pool: {} for pool in manager.resource_pool_dict.values()}
+        self._create_worker_classes()
+        self._init_worker_groups()
+        self._init_models()
+        if self.ref_in_actor:
+            # As verl's first trainer, whose profiling asks for it (ray_trainer.py:907, 1134).
+            self.ref_policy_wg = self.actor_rollout_wg
+
+    def use_rollout(self, agents: Any, servers: Any, rewards: Any, publisher: Any) -> None:
+        """Give the rollout side the names that verl's own methods ask for."""
+        self.async_rollout_manager, self.llm_server_manager = agents, servers
+        self.reward_loop_manager, self.checkpoint_manager = rewards, publisher
+
+    def _create_actor_rollout_classes(self) -> None:
+        pool = self.resource_pool_manager.get_resource_pool(Role.ActorRollout)
+        self.resource_pool_to_cls[pool][str(Role.ActorRollout)] = RayClassWithInitArgs(
+            cls=self.role_worker_mapping[Role.ActorRollout], config=self.config.actor_rollout_ref, role=self._actor_role
+        )
+
+    def _create_critic_class(self) -> None:
+        """Make the critic as `RayPPOTrainer` does (ray_trainer.py:797); `SeparateRayPPOTrainer` knows FSDP1 alone."""
+        if not self.use_critic:
+            return
+        critic = omega_conf_to_dataclass(self.config.critic)
+        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+        profiler = self.config.critic.get("profiler")
+        worker = TrainingWorkerConfig(
+            model_type="value_model",
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
+            profiler_config=omega_conf_to_dataclass(profiler) if profiler else None,
+        )
+        self.orig_critic_cfg = critic
+        pool = self.resource_pool_manager.get_resource_pool(Role.Critic)
+        self.resource_pool_to_cls[pool][str(Role.Critic)] = RayClassWithInitArgs(
+            cls=self.role_worker_mapping[Role.Critic], config=worker
+        )
+
+    # The stages of a step.
+
+    def begin_step(self, step: int, metrics: dict[str, Any], timing: dict[str, float]) -> None:
+        self.global_steps, self.metrics, self.timing_raw = step, metrics, timing
+        self.reward_tensor, self.reward_extra_infos_dict = None, {}
+
+    def balance(self, batch: DataProto, metrics: dict[str, Any]) -> None:
+        self._balance_batch(batch, metrics=metrics)
+
+    rewards = SeparateRayPPOTrainer._fit_compute_reward
+    reference_log_probs = SeparateRayPPOTrainer._fit_compute_ref_log_prob
+    values = SeparateRayPPOTrainer._fit_compute_critic
+    advantages = SeparateRayPPOTrainer._fit_compute_advantage
+    update_critic = SeparateRayPPOTrainer._fit_update_critic
+    update_actor = SeparateRayPPOTrainer._fit_update_actor
+    dump = SeparateRayPPOTrainer._fit_dump_data
+
+    def old_log_probs(self, batch: DataProto) -> tuple[DataProto, float]:
+        with self._phase(COMPUTE):
+            return self._compute_old_log_prob(batch)
+
+    def measure(self, batch: DataProto) -> None:
+        self._fit_collect_metrics(batch)
+        self._fit_experimental(batch)
+
+    # verl's calls of its worker groups.
+
+    def _compute_values(self, batch: DataProto) -> DataProto:
+        with self._phase(COMPUTE):
+            return super()._compute_values(batch)
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        with self._phase(COMPUTE):
+            return super()._compute_ref_log_prob(batch)
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        with self._phase(UPDATE):
+            output = super()._update_critic(batch)
+        self._updated("critic", output)
+        return output
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        with self._phase(UPDATE):
+            output = super()._update_actor(batch)
+        self._updated("actor", output)
+        return output
+
+    # Validation, checkpoints, profiles.
+
+    def validate(self, step: int, generations: Any) -> dict[str, Any]:
+        self.global_steps, self.validation_generations_logger = step, generations
+        return self._validate()
+
+    def _val_metrics_update(
+        self, data_sources: Sequence[str], uids: list[Any], infos: dict[str, list[Any]], turns: list[Any]
+    ) -> dict[str, float]:
+        data_sources, uids, infos, turns, without = with_scores(data_sources, uids, infos, turns)
+        metrics = super()._val_metrics_update(data_sources, uids, infos, turns)
+        return {**metrics, "val-aux/num_failed": without}
+
+    def save(self, step: int) -> None:
+        self.global_steps = step
+        self._save_checkpoint()
+
+    def load(self) -> int:
+        self.global_steps = 0
+        self._load_checkpoint()
+        return int(self.global_steps)
+
+    def load_weights(self, folder: str) -> None:
+        self.actor_rollout_wg.load_weights(f"{folder}/actor")
+        if self.use_critic:
+            self.critic_wg.load_weights(f"{folder}/critic")
+
+    def profile(self, start: bool, run_hook: bool = False) -> None:
+        if start:
+            self._start_profiling(True)
+        else:
+            self._stop_profiling(True, run_command=run_hook)
+
+    def close(self) -> None:
+        self._shutdown_dump_executor()
