@@ -6,15 +6,18 @@ documentation; a test compares the committed file with `render_document()`.
 """
 
 import argparse
-import dataclasses
 import inspect
 import sys
-import types
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_origin
 
-from recipe.async_engine.config.fields import allowed_values, field_types, render
+from pydantic.fields import FieldInfo
+
+from recipe.async_engine.config.fields import accepted_types, allowed_values, settings_of
+from recipe.async_engine.config.problems import render
 from recipe.async_engine.config.rules.algorithm import ADVANTAGE_ESTIMATORS
 from recipe.async_engine.config.sections import SECTIONS
 
@@ -52,7 +55,7 @@ certainly does not fit into the accelerators' memory ([memory.md](memory.md)).
 | `n` | `actor_rollout_ref.rollout.n` | answers for each prompt |
 | `k` | `async_training.trigger_parameter_sync_step` | steps of a version; a version is one publication of weights |
 | `S` | `async_training.max_staleness` | the hard bound in versions |
-| depth | `async_training.pipeline_depth` | how far generation runs ahead, in versions; at most `S` |
+| depth | `async_training.staleness_threshold` | how far generation runs ahead, in versions; at most `S` |
 
 `trainer.total_training_steps` counts steps; `trainer.save_freq` and `trainer.test_freq` count versions, as in stock
 verl; `rollout.total_rollout_steps` counts prompt groups issued; `trainer.total_epochs` passes over the training data.
@@ -84,25 +87,34 @@ CONCLUSION = f"""\
 """
 
 
-def _row(section: str, field: dataclasses.Field[Any], accepted: tuple[type[Any], ...]) -> str:
-    names = " or ".join("null" if item is types.NoneType else item.__name__ for item in accepted)
-    limits = field.metadata
-    is_limited = limits["choices"] or limits["minimum"] is not None or limits["above"] is not None
-    allowed = allowed_values(field, accepted) if is_limited else ""
-    cells = [f"`{section}.{field.name}`", names, f"`{render(field.default)}`", limits["unit"], allowed]
-    return f"| {' | '.join([*cells, limits['meaning']])} |"
+def _row(path: str, name: str, info: FieldInfo) -> str:
+    accepted = accepted_types(info)
+    types = dict.fromkeys(_type_name(item) for item in accepted)
+    choices = any(get_origin(item) is Literal for item in accepted)
+    allowed = allowed_values(info) if choices or info.metadata else ""
+    extra: Any = info.json_schema_extra
+    default = "below" if is_dataclass(info.default) else f"`{render(info.default)}`"
+    cells = [f"`{path}.{name}`", " or ".join(types), default, extra["unit"], allowed, info.description or ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def _type_name(item: Any) -> str:
+    if get_origin(item) is Literal:
+        return "str"
+    return "null" if item is NoneType else "table" if is_dataclass(item) else item.__name__
 
 
 def _section(path: str, cls: type[Any]) -> str:
-    accepted = field_types(cls)
-    rows = [_row(path, item, accepted[item.name]) for item in dataclasses.fields(cls) if "unit" in item.metadata]
+    rows = [_row(path, name, info) for name, info in settings_of(cls).items() if info.description]
+    if not rows:  # its table's row says it all
+        return ""
     head = ["| setting | type | default | unit | allowed | meaning |", "|---|---|---|---|---|---|"]
-    return "\n".join([f"## `{path}`", "", inspect.cleandoc(cls.__doc__ or ""), "", *head, *rows, ""])
+    return "\n".join([f"## `{path}`", "", inspect.cleandoc(cls.__doc__ or ""), "", *head, *rows, "", ""])
 
 
 def render_document() -> str:
     """The text of docs/configuration.md."""
-    return "\n".join([INTRODUCTION, *(_section(path, cls) for path, cls in SECTIONS.items()), CONCLUSION])
+    return "".join([f"{INTRODUCTION}\n", *(_section(path, cls) for path, cls in SECTIONS.items()), CONCLUSION])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ def fill_builtin_task(config: DictConfig) -> None:
     if task is None or (config.data.train_files and config.actor_rollout_ref.model.path):
         return
     folder = task.dir or os.path.join(config.trainer.default_local_dir, "task")
-    settings = TaskSettings(task.seed, task.family, task.lengths, task.train_size, task.val_size)
+    settings = TaskSettings(task.seed, lengths=task.lengths, train_size=task.train_size, val_size=task.val_size)
     _make_task(folder, settings)
     paths = ensure_task(folder, settings)
     with open_dict(config):

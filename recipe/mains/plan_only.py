@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.v1_validation import as_placed, judge_v1
-from recipe.async_engine.config.validation import Findings
+from recipe.async_engine.config.validation import Findings, warnings_of
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection.check import file_facts, look, plain
 from recipe.async_engine.outside import MODES
@@ -39,7 +39,7 @@ def findings(config: DictConfig, trainer: str) -> Findings:
     settings = plain(config)
     problems, context = judge_v1(settings, mode, files=file_facts(settings), judges=V1_JUDGES)
     placed = as_placed(context, mode)
-    return Findings(problems, [text for judge in V1_JUDGES for text in judge.warnings(placed)], placed)
+    return Findings(problems, warnings_of(placed, V1_JUDGES, of_v1=True), placed)
 
 
 def show(config: DictConfig, trainer: str) -> int:

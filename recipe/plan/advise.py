@@ -65,7 +65,7 @@ class Advice:
             f"rollout.n_gpus_per_node={rollout_part} rollout.nnodes={rollout // rollout_part} "
             f"async_training.max_staleness={scenario.max_staleness} "
             # Where a configuration sets it, it wins over staleness_threshold.
-            f"async_training.pipeline_depth={scenario.pipeline_depth:g} "
+            f"async_training.staleness_threshold={scenario.pipeline_depth:g} "
             f"async_training.trigger_parameter_sync_step={scenario.batches_per_version}{self.also}"
         )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from recipe.async_engine.config.model_shape import ModelShape, shape_of
+from recipe.plan.memory.shape import ModelShape, shape_of
 
 __all__ = ["H100", "DeviceProfile", "DeviceTimes", "ModelShape", "active_parameters", "shape_of"]
 

@@ -14,7 +14,6 @@ from recipe.async_engine.config.plan import (
     replica_size,
     rollout_accelerators,
     slots_per_replica,
-    soft_depth,
     staleness_bound,
     trainer_ranks,
 )
@@ -130,14 +129,14 @@ def _batches(found: Findings) -> Iterator[str]:
         return
     steps, bound = training.trigger_parameter_sync_step, staleness_bound(training)
     version = batch * steps
-    depth = Fraction(str(soft_depth(training)))
+    depth = Fraction(str(training.staleness_threshold))
     replicas = rollout_accelerators(config, context.settings) // replica_size(config)
     yield _row("prompts of a step (b)", batch_size(config, training), f"{batch * answers} samples")
     yield _row("answers to each (n)", answers)
     yield _row("prompts of an update", context.get(f"{ACTOR}.ppo_mini_batch_size"))
     yield _row("steps of a version (k)", steps)
     yield _row("prompts of a version (B = k b)", version, f"{version * answers} samples")
-    yield _row("staleness bound in versions (S)", bound, f"pipeline depth {soft_depth(training):g}")
+    yield _row("staleness bound in versions (S)", bound, f"pipeline depth {training.staleness_threshold:g}")
     yield _row("versions of an answer", bound, "it may take to generate; training waits for one that takes more")
     at_once = replicas * places_per_replica(config, training)
     if bound and not training.whole_batches:

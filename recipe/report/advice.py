@@ -177,7 +177,7 @@ def _slow_engine(facts: Facts, causes: Mapping[Class, float]) -> tuple[str, floa
 def _wider_gate(settings: Mapping[str, Any]) -> str:
     bound, depth = settings.get("max_staleness", 0), settings.get("pipeline_depth", 0)
     if depth < bound:
-        return f"async_training.pipeline_depth {depth:g} -> {min(bound, depth + 0.5):g}"
+        return f"async_training.staleness_threshold {depth:g} -> {min(bound, depth + 0.5):g}"
     return f"async_training.max_staleness {bound} -> {bound + 1}, with staleness_threshold as much"
 
 
@@ -238,7 +238,7 @@ def _weights(facts: Facts) -> Said:
     if settings.get("staging") == "none":
         return "engines stand still while weights are loaded", "async_training.weights.staging none -> device"
     if settings.get("at_swap") == "drain" and not settings.get("whole_batches"):
-        return "engines run empty before each swap of weights", "async_training.partial_rollout false -> true"
+        return "engines run empty before each swap of weights", "async_training.weights.at_swap drain -> interrupt"
     return (
         "a version takes long to arrive, and engines or trainer stand still for it",
         f"async_training.trigger_parameter_sync_step {every} -> {2 * every}",

@@ -10,7 +10,6 @@ from test_config import ACTOR, GAE, IN_TURNS, MEGATRON, MEGATRON_SERVERS, MODEL,
 from test_memory import judged
 
 from recipe.async_engine.config.facts import FileFact, Resources
-from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.engines import early_ends
@@ -18,6 +17,7 @@ from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.validation import judge
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
+from recipe.plan.memory.known import known_model
 
 KL, IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 REF, CRITIC = "actor_rollout_ref.ref", "critic"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.config.facts import NodeFact
-from recipe.async_engine.config.nodes import NodesNotReady, node_problems
+from recipe.async_engine.inspection.nodes import NodesNotReady, node_problems
 
 GOOD = NodeFact("10.0.0.1", recipe="1.2", verl="0.9.1", routes=("entry point",))
 MODEL = "actor_rollout_ref.model.path"

@@ -9,10 +9,10 @@ import pytest
 from test_config import ACTOR, CPU, GAE, MEGATRON, MEGATRON_SERVERS, MODEL, ROLLOUT, SERVERS, configured
 
 from recipe.async_engine.config.facts import NodeFact, Resources
-from recipe.async_engine.config.nodes import node_problems
 from recipe.async_engine.config.packages import MODULES, needs
 from recipe.async_engine.config.validation import validate
 from recipe.async_engine.inspection.node_probe import absent
+from recipe.async_engine.inspection.nodes import node_problems
 
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 SDPA = {f"{MODEL}.override_config": {"attn_implementation": "sdpa"}}

@@ -16,10 +16,11 @@ from test_config import ACTOR, GAE, MEGATRON, MEGATRON_SERVERS, REWARD_MODEL, RO
 from test_memory import judged
 
 from recipe.async_engine.config.facts import FileFact
-from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.rules.parallel import parallel_sizes, ranks
+from recipe.async_engine.config.rules.parallel import ranks
 from recipe.async_engine.config.sections import read_settings
+from recipe.plan.memory.known import known_model
+from recipe.plan.memory.parallel import parallel_sizes
 
 SIZE, CHUNKS = (f"{ACTOR}.megatron.{name}pipeline_model_parallel_size" for name in ("", "virtual_"))
 LAYOUT = f"{ACTOR}.megatron.override_transformer_config"
@@ -238,7 +239,6 @@ FSDP, PIPELINE = "fsdp_config.fsdp_size", "pipeline_model_parallel_size"
         (SERVERS | {f"{ENGINE}.fsdp_size": 3}, f"{ENGINE}.fsdp_size"),
         (SERVERS | {f"{ENGINE}.ulysses_sequence_parallel_size": 3}, f"{ENGINE}.ulysses_sequence_parallel_size"),
         ({f"{ENGINE}.fsdp_size": 3}, None),
-        ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.{PIPELINE}": 2}, f"{ROLLOUT}.{PIPELINE}"),
         ({f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.{TENSOR}": 2}, None),
         ({f"{ROLLOUT}.{PIPELINE}": 2}, None),
     ],

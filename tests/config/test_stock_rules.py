@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_engine.config.notices import notices
-from recipe.async_engine.config.rules import stock
+from recipe.async_engine.config.notices import beside_others, notices
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.verl_types import well_formed
@@ -42,7 +41,7 @@ def test_share_of_standalone_replicas_counts_where_there_are_some() -> None:
     for share in (0.85, 1):
         case = context(standalone_gpu_memory_utilization=share)
         assert refused(case) == []
-        assert standalone_share(case.config) == share and list(stock.without_effect(case)) == []
+        assert standalone_share(case.config) == share and list(beside_others(case)) == []
     shared = context("shared", standalone_gpu_memory_utilization=0.85)
     assert standalone_share(shared.config) is None
     said = f"{ROLLOUT}.standalone_gpu_memory_utilization=0.85 has no effect"
@@ -64,8 +63,8 @@ def test_steps_to_profile_that_are_none_are_refused(steps: Any) -> None:
 def test_engines_that_verl_would_not_profile_are_said_to_be_left_out() -> None:
     for steps in (None, [], [2, 3]):
         assert refused(profiling(steps, "torch", True)) == []
-        assert list(stock.without_effect(profiling(steps, "torch", True))) == []
-    assert list(stock.without_effect(profiling([2], "torch", False, enable=False))) == []
-    assert "discrete=true alone" in next(stock.without_effect(profiling([2], "torch", False)))
+        assert list(beside_others(profiling(steps, "torch", True))) == []
+    assert list(beside_others(profiling([2], "torch", False, enable=False))) == []
+    assert "discrete=true alone" in next(beside_others(profiling([2], "torch", False)))
     for tool in ("nsys", None):
-        assert f"not {tool}" in next(stock.without_effect(profiling([2], tool, True)))
+        assert f"not {tool}" in next(beside_others(profiling([2], tool, True)))

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from recipe.async_engine.config.facts import FileFact
-from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.problems import ConfigError
 from recipe.async_engine.config.sections import RolloutResources
 from recipe.async_engine.config.v1_validation import MANAGER, as_placed, judge_v1, read_v1
+from recipe.plan.memory import estimate as memory
+from recipe.plan.memory.known import known_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVERS = "model_engine_server"
@@ -130,5 +131,5 @@ def test_where_verls_trainers_generate_is_by_their_name_and_verls_own_defaults(t
 def test_a_model_that_does_not_divide_is_refused_for_verls_trainers_too() -> None:
     # 14 attention heads.
     model = FileFact("actor_rollout_ref.model.path", "x", "model", model_config=known_model("Qwen/Qwen2.5-0.5B"))
-    problems, _ = judge_v1(config(tensor_model_parallel_size=4), "", files=[model])
+    problems, _ = judge_v1(config(tensor_model_parallel_size=4), "", files=[model], judges=[memory])
     assert [problem.setting for problem in problems] == [f"{ROLLOUT}.tensor_model_parallel_size"]

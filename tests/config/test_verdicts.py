@@ -15,12 +15,12 @@ from test_config import ACTOR, BASE, ROLLOUT, configured, refused
 from verl_keys import FILE, VERL, table
 
 from recipe.async_engine.config.facts import FileFact
-from recipe.async_engine.config.kinds import of_another_kind
 from recipe.async_engine.config.legacy import OLDER, migrated
-from recipe.async_engine.config.notices import left_behind, notices
-from recipe.async_engine.config.rules import learning, names, stock
+from recipe.async_engine.config.notices import beside_others, left_behind, notices
+from recipe.async_engine.config.rules import learning, names
 from recipe.async_engine.config.validation import judge
 from recipe.async_engine.config.verdicts import TABLE, Kind
+from recipe.async_engine.config.verl_types import well_formed
 from recipe.async_engine.inspection.check import look
 
 OPD, QUEUE = "distillation.enabled", "transfer_queue.backend"
@@ -126,7 +126,8 @@ def test_what_has_no_effect_or_is_refused_says_what_to_do() -> None:
             "no critic on torchtitan",
         ),
         # What trains nothing.
-        *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "> 0") for value in (0, -1, float("nan"), "1")),
+        *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "> 0") for value in (0, -1)),
+        *(({f"{ROLLOUT}.temperature": value}, f"{ROLLOUT}.temperature", "a number") for value in (float("nan"), "1")),
         *(({f"{ROLLOUT}.top_k": value}, f"{ROLLOUT}.top_k", "greedy") for value in (1, -2, None, 1.5)),
         ({f"{ROLLOUT}.top_p": 0}, f"{ROLLOUT}.top_p", "at most 1"),
         ({f"{ACTOR}.clip_ratio_c": 1.0}, f"{ACTOR}.clip_ratio_c", "> 1"),
@@ -271,23 +272,24 @@ def test_a_value_of_another_kind_than_verls_is_refused_by_name(setting: str, val
 
 def test_kinds_that_verl_takes_are_accepted() -> None:
     verl = OmegaConf.to_container(OmegaConf.load(VERL / "trainer/config/_generated_ppo_trainer.yaml"))
-    assert list(of_another_kind(verl, verl)) == []
+    # Of its own, verl has what refers to others.
+    assert [one for one in well_formed(migrated(verl))[1] if "${" not in one.value] == []
     taken = {
-        "trainer": {"experiment_name": 20261127, "logger": "console", "balance_batch": 0, "rollout_data_dir": 3},
+        "trainer": {"experiment_name": 20261127, "logger": "console", "balance_batch": 0, "rollout_data_dir": "3"},
         "algorithm": {"rollout_correction": {"rollout_is_threshold": "0.5_2.0"}, "kl_ctrl": {"kl_coef": 1}},
         "actor_rollout_ref": {"model": {"target_modules": ["q_proj"]}, "actor": {"entropy_coeff": None}},
     }
-    assert list(of_another_kind(taken, verl)) == []
+    assert well_formed(taken, misses=False)[1] == []
 
 
 def test_a_checkpoint_to_resume_from_that_no_mode_reads_is_said() -> None:
     changes = {"trainer.resume_from_path": "/runs/global_step_5", "trainer.resume_mode": "auto"}
-    said = list(stock.without_effect(judge(configured(changes), None, ())[1]))
+    said = list(beside_others(judge(configured(changes), None, ())[1]))
     assert said == [
         "trainer.resume_from_path=/runs/global_step_5 has no effect with trainer.resume_mode=auto: set resume_path"
     ]
     changes["trainer.resume_mode"] = "resume_path"
-    assert list(stock.without_effect(judge(configured(changes), None, ())[1])) == []
+    assert list(beside_others(judge(configured(changes), None, ())[1])) == []
 
 
 @pytest.mark.parametrize("name", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
@@ -306,7 +308,7 @@ def test_lengths_of_engines_are_the_datas() -> None:
 
 def test_resampling_without_a_critic_is_said_to_have_no_effect() -> None:
     def said(changes: Mapping[str, Any]) -> list[str]:
-        return list(stock.without_effect(judge(configured(changes), None, ())[1]))
+        return list(beside_others(judge(configured(changes), None, ())[1]))
 
     assert "adv_estimator=gae alone" in said({"algorithm.use_pf_ppo": True})[0]
     assert said({"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "gae"}) == said({}) == []

@@ -87,13 +87,16 @@ def runs() -> dict[str, RuleContext]:
 
 
 def table() -> str:
-    """The file's text."""
+    """The file's text: by section and verdict, the settings; the verdicts of all runs where they differ."""
     contexts = runs()
-    lines = ["\t".join(("setting", *contexts))]
+    rows: dict[tuple[str, str], list[str]] = {}
     for setting in sorted(settings_of_verl()):
-        verdicts = [verdict_of(setting, context) for context in contexts.values()]
-        lines.append("\t".join((setting, *map(_word, verdicts))))
-    return "\n".join(lines) + "\n"
+        words = {run: _word(verdict_of(setting, context)) for run, context in contexts.items()}
+        alike = next(iter(words.values())) if len(set(words.values())) == 1 else None
+        section, _, name = setting.rpartition(".")
+        said = alike or ", ".join(f"{word} ({run})" for run, word in words.items())
+        rows.setdefault((section, said), []).append(name)
+    return "".join(f"{section}\t{said}\t{' '.join(names)}\n" for (section, said), names in sorted(rows.items()))
 
 
 def _word(verdict: Verdict | None) -> str:

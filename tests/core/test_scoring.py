@@ -176,17 +176,12 @@ def test_latest_moves_on_at_once_and_never_looks_back() -> None:
     assert (scored_by(queue, DELAY_S).version, len(queue)) == (1, 0)
 
 
-@pytest.mark.parametrize("stale", [False, True])
-def test_latest_waits_for_newer_weights_or_answers_with_the_old_ones_as_configured(stale: bool) -> None:
-    queue = queue_of(Anchor.LATEST, answer_stale=stale)
+def test_latest_waits_for_newer_weights() -> None:
+    queue = queue_of(Anchor.LATEST)
     serve(queue, 0)
     queue.begin_load(1)
     queue.submit(request(1, 1))
-    answer = queue.next(DELAY_S)
-    if stale:
-        assert isinstance(answer, ScoringBatch) and (answer.version, answer.late) == (0, frozenset({1}))
-    else:
-        assert answer is None and queue.wake_at() is None
+    assert queue.next(DELAY_S) is None and queue.wake_at() is None
 
 
 @pytest.mark.parametrize("anchor", list(Anchor))
@@ -216,10 +211,10 @@ def test_weights_out_of_order_are_refused() -> None:
 class Server(RuleBasedStateMachine):
     """Any order of events; an owner that does what it is told."""
 
-    @initialize(anchor=st.sampled_from(Anchor), stale=st.booleans(), holds=st.booleans(), serves=st.booleans())
-    def start(self, anchor: Anchor, stale: bool, holds: bool, serves: bool) -> None:
-        self.anchor, self.stale, self.holds = anchor, stale, holds
-        self.queue = queue_of(anchor, answer_stale=stale, holds_for_weights=holds)
+    @initialize(anchor=st.sampled_from(Anchor), holds=st.booleans(), serves=st.booleans())
+    def start(self, anchor: Anchor, holds: bool, serves: bool) -> None:
+        self.anchor, self.holds = anchor, holds
+        self.queue = queue_of(anchor, holds_for_weights=holds)
         self.now, self.version, self.numbers = 0.0, -1, 0
         self.waiting: dict[int, ScoringRequest] = {}
         self.running: ScoringBatch | None = None
@@ -318,7 +313,7 @@ class Server(RuleBasedStateMachine):
                 assert (one.id in batch.late) == (one.version < batch.version)
             else:
                 assert (one.id in batch.late) == (one.version > batch.version)
-                assert one.id not in batch.late or self.stale
+                assert one.id not in batch.late
 
     @precondition(lambda self: self.running is not None)
     @rule()

@@ -26,7 +26,7 @@ REFUSED = {
     "actor_rollout_ref.model.path=/no/such/model": "actor_rollout_ref.model.path",
     "actor_rollout_ref.actor.ppo_mini_batch_size=300": "ppo_mini_batch_size",
     "rollout.n_gpus_per_node=5": "rollout.n_gpus_per_node",
-    "async_training.pipeline_depth=5": "async_training.pipeline_depth",
+    "+async_training.pipeline_depth=5": "async_training.pipeline_depth",
     "+async_training.max_stalenes=1": "async_training.max_stalenes",
 }
 

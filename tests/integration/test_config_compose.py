@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.async_engine.config.facts import Resources
 from recipe.async_engine.config.fields import read_section
+from recipe.async_engine.config.legacy import of_stock
 from recipe.async_engine.config.plan import derive
 from recipe.async_engine.config.sections import AsyncTraining, BuiltinTask, RolloutResources
 from recipe.async_engine.config.validation import validate
@@ -162,7 +163,8 @@ def test_the_defaults_agree_with_stock(name: str) -> None:
 
 @pytest.mark.parametrize("overrides", [[], ["preset=tiny_cpu"]])
 def test_the_yaml_files_and_the_types_have_the_same_settings_and_defaults(overrides: list[str]) -> None:
-    config = plain(composed(FSDP, overrides))
+    config = of_stock(plain(composed(FSDP, overrides)))
+    assert config["async_training"]["weights"].pop("at_swap") == "interrupt", "by stock's partial_rollout"
     training, problems = read_section(AsyncTraining, config["async_training"], "async_training")
     assert problems == []
     assert set(config["async_training"]) == set(AsyncTraining.__dataclass_fields__)

@@ -20,7 +20,7 @@ from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.learning import LIMITS
 from recipe.async_engine.config.sections import SECTIONS, read_settings
 from recipe.async_engine.config.validation import RULES
-from recipe.async_engine.config.verl_types import ACTOR, EXPECTED, ROLLOUT
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT, expected
 from recipe.async_engine.inspection.check import check_plain, file_facts, look, plain
 from recipe.async_engine.inspection.verl_check import verl_problems
 from recipe.async_engine.outside import MODES
@@ -185,7 +185,7 @@ def test_every_setting_of_verls_that_is_read_has_a_type(base: dict[str, Any]) ->
     limited = {limit.setting for limit in LIMITS} | {f"{section}.ppo_epochs" for section in ("critic", ACTOR)}
     limited |= {f"{section}.optim.clip_grad" for section in ("critic", ACTOR)} | {f"{ROLLOUT}.top_k"}
     own = (*SECTIONS, "plan_only", "rehearse_only")
-    untyped = {setting for setting in read - EXPECTED.keys() - limited if not setting.startswith(own)}
+    untyped = {setting for setting in read - expected().keys() - limited if not setting.startswith(own)}
     assert {setting for setting in untyped if not WITHOUT_TYPE.fullmatch(setting)} == set()
 
 

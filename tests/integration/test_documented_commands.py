@@ -13,7 +13,6 @@ from documented import SCRIPTS, STOCK_MAIN, Command, cases, commands, composed, 
 from omegaconf import OmegaConf
 
 from recipe.async_engine.config.facts import FileFact, Resources
-from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.log_prob_servers import Proximal
 from recipe.async_engine.config.plan import plan_of, rollout_accelerators
 from recipe.async_engine.config.problems import Problem
@@ -28,6 +27,7 @@ from recipe.mains.arguments import PREFIX, take_arguments
 from recipe.mains.judges import JUDGES, V1_JUDGES
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.items import GIB
+from recipe.plan.memory.known import known_model
 
 ROWS = 7000
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

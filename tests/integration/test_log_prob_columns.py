@@ -14,13 +14,13 @@ from verl import DataProto
 
 from recipe.async_engine.config.log_prob_servers import LogProbServers, Proximal
 from recipe.async_engine.core.columns import SCORED_BY, SCORES, TOKEN_VERSIONS
+from recipe.async_engine.core.scoring import Anchor
 from recipe.async_engine.log_prob_servers.client import ResponseScores
 from recipe.async_engine.trainer.log_probs.losses import mismatch_metrics
 from recipe.async_engine.trainer.log_probs.proximal import ProximalLogProbs, scores_column, server_columns
 
 SERVERS = LogProbServers(backend="fsdp2")
-LATEST = LogProbServers(backend="fsdp2", anchor="latest")
-OLDER_WILL_DO = LogProbServers(backend="fsdp2", anchor="latest", while_loading="old_version")
+LATEST = LogProbServers(backend="fsdp2", anchor=Anchor.LATEST)
 SAMPLED_BY = torch.tensor([[2, 2, 3, -1], [3, -1, 3, 3]])
 
 
@@ -50,8 +50,6 @@ def test_rows_are_taken_with_their_versions_and_nothing_is_left_where_nothing_wa
         (scores([1, 2, 3], late=2), SERVERS, False),
         (scores([3, 3, 3]), LATEST, True),
         (scores([2, 2, 2]), LATEST, False),
-        (scores([2, 2, 2]), OLDER_WILL_DO, True),
-        (scores([-1, 2, 2]), OLDER_WILL_DO, False),
     ],
 )
 def test_scores_of_another_version_are_refused(row: ResponseScores, servers: LogProbServers, taken: bool) -> None:

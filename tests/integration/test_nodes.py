@@ -16,8 +16,7 @@ from ray_nodes import Loopback, Nodes, closing
 from surroundings import ray_folder
 
 from recipe.async_engine.config.facts import NodeRoom
-from recipe.async_engine.config.nodes import NodesNotReady
-from recipe.async_engine.inspection.nodes import check_nodes, cluster_resources, local_paths
+from recipe.async_engine.inspection.nodes import NodesNotReady, check_nodes, cluster_resources, local_paths
 
 ASK_S = 60.0
 REWARD = "reward.custom_reward_function"

@@ -584,7 +584,7 @@ def test_drain_that_takes_too_long_names_its_settings(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, slots=1))
     pool.began(1)
-    with pytest.raises(BatchTimeout, match=r"1 trajectories still.*timeouts\.drain.*partial_rollout=True"):
+    with pytest.raises(BatchTimeout, match=r"1 trajectories still.*timeouts\.trajectory.*at_swap=interrupt"):
         scheduler.pause_until_drained(0.02)
 
 

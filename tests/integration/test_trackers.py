@@ -219,7 +219,7 @@ def test_trackers_that_hang_or_raise_cost_nobody_else_and_are_named_once(
         next(said for said in caplog.messages if words in said) for words in ("behind", "left", "route")
     )
     assert "tracker trackio is 4096 rows behind" in behind
-    assert "tracker trackio" in left and "async_training.timeouts.trackers" in left
+    assert "tracker trackio" in left and "async_training.timeouts.stop" in left
     assert "tracker swanlab does not take step 1" in refused
     assert sum(record.name == "recipe.async_engine.trainer.trackers" for record in caplog.records) == 3
 

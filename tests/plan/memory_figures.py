@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recipe.async_engine.config.known_models import known_model
-from recipe.async_engine.config.model_shape import ModelShape, shape_of
 from recipe.plan.memory.engines import rollout_engine
 from recipe.plan.memory.items import GIB, MIB
+from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import ModelShape, shape_of
 from recipe.plan.memory.training import CONTEXT, FSDP, Megatron, Rank, Work, fsdp_rank, megatron_rank
 
 GB = 10**9

@@ -123,7 +123,7 @@ def test_the_line_to_paste_is_one_that_the_configuration_accepts(accelerators: i
     data = ["data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet", "actor_rollout_ref.model.path=/m"]
     others = ["actor_rollout_ref.rollout.name=vllm", "trainer.total_training_steps=4"]
     others += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
-    deeper = ["async_training.pipeline_depth=3", "async_training.max_staleness=3"]
+    deeper = ["async_training.staleness_threshold=3", "async_training.max_staleness=3"]
     with initialize_config_module("recipe.fully_async.config", version_base=None):
         for scenario in candidates(ESTIMATE, accelerators):
             line = Advice(scenario, accelerators, 1.0, 1.0, 1.0, 0.0, {}, also=assumed(scenario)).overrides.split()

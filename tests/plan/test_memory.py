@@ -15,14 +15,14 @@ from memory_figures import MEASURED, PUBLISHED, Figure, known
 from test_config import configured
 
 from recipe.async_engine.config.facts import FileFact, Resources
-from recipe.async_engine.config.known_models import known_model
-from recipe.async_engine.config.model_shape import shape_of
 from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.validation import judge
 from recipe.plan.memory import estimate as memory
 from recipe.plan.memory.estimate import ERROR
 from recipe.plan.memory.items import GIB
+from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import shape_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -23,8 +23,6 @@ from test_config import (
     configured,
 )
 
-from recipe.async_engine.config.known_models import known_model
-from recipe.async_engine.config.model_shape import ModelShape, shape_of
 from recipe.async_engine.config.sections import read_settings
 from recipe.plan.memory.engines import (
     Engine,
@@ -42,6 +40,8 @@ from recipe.plan.memory.engines import (
 )
 from recipe.plan.memory.estimate import Models, parts_of, verdicts
 from recipe.plan.memory.items import GIB, MIB, Item, Moment, Part, listed
+from recipe.plan.memory.known import known_model
+from recipe.plan.memory.shape import ModelShape, shape_of
 from recipe.plan.memory.training import CONTEXT, Megatron, Rank, Work, megatron_rank
 
 # q, k, v and output 2 x 8 x (8 + 4), two norms: 208; the MLP 3 x 8 x 16 = 384. Four layers have 2,368 parameters, the

@@ -107,7 +107,7 @@ CAUSES: dict[str, tuple[Step, dict[str, Any], Class, str]] = {
         ],
         {"max_staleness": 3},
         Class.WAIT_GATE,
-        "pipeline_depth 1 -> 1.5",
+        "staleness_threshold 1 -> 1.5",
     ),
     "training that is the slower side": (
         [

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward settings by their older names, which verl moves to the newer ones in the trainer's process, after its checks.
+"""Settings by other names: verl's older ones of rewards, stock's that are read here, and those that were removed.
 
-Contract: `migrated` gives what `verl.experimental.reward_loop.migrate_legacy_reward_impl` makes of a configuration, so
-that what was written by older names is judged as what it will be; it imports nothing, and changes nothing given. Shown
-by tests/config/test_verdicts.py, which compares the two.
+Contract: verl moves the older names of rewards to the newer ones in the trainer's process, after its checks. `migrated`
+gives what `verl.experimental.reward_loop.migrate_legacy_reward_impl` makes of a configuration, so that what was written
+by older names is judged as what it will be; tests/config/test_verdicts.py compares the two. Nothing given is changed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.problems import lookup
 
 OLDER = {
     "reward_model.num_workers": "reward.num_workers",
@@ -54,3 +54,51 @@ def migrated(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(node, dict):
             node[last] = value
     return kept
+
+
+UNREAD_OF_STOCK = {
+    "async_training.use_trainer_do_validate": False,
+    "async_training.use_dynamic_resource_scheduling": False,
+    "async_training.dynamic_schedule_policy": "default",
+    "async_training.dynamic_schedule_deactivate_ratio": 0.3,
+    "async_training.dynamic_schedule_enable_rebalance": True,
+    "rollout.n": None,
+}
+"""What stock's asynchronous modes have and nothing here reads, by stock's values; verdicts and rules judge it."""
+INTERRUPTS = "async_training.partial_rollout"
+_GONE = {
+    "async_training.weights.encoding": "Versions travel as a whole now, as with encoding=full. Remove it.",
+    "async_training.pipeline_depth": "Set async_training.staleness_threshold: it is the depth.",
+    "async_training.prometheus": "The run's figures always go to Ray's exporter; remove it.",
+    "async_training.timeouts.drain": "Set async_training.timeouts.trajectory: a drain waits as long.",
+    "async_training.timeouts.validation": "Set async_training.timeouts.batch_wait.",
+    "async_training.timeouts.trackers": "Set async_training.timeouts.stop: a third of it is theirs, 120 s at most.",
+    "builtin_task.family": "The model is a qwen3; remove it.",
+    "model_engine_server.drain": "Weights wait 10 s for late requests; remove it.",
+    "model_engine_server.while_loading": "Requests wait for the version that is on its way; remove it.",
+}
+REMOVED = {name: ("nothing: it is no setting any more", advice) for name, advice in _GONE.items()} | {
+    INTERRUPTS: ("true or false, or null", "It is stock's name for async_training.weights.at_swap.")
+}
+"""Of settings of earlier versions, what is allowed and what to use."""
+
+
+def of_stock(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what nothing here reads, and with `INTERRUPTS` as what it means."""
+    found = dict(config)
+    for setting in (*UNREAD_OF_STOCK, INTERRUPTS):
+        name, _, last = setting.partition(".")
+        if isinstance(section := found.get(name), Mapping) and last in section:
+            found[name] = {key: value for key, value in section.items() if key != last}
+            if setting == INTERRUPTS and isinstance(section[last], bool):
+                found[name] = _at_swap(found[name], "interrupt" if section[last] else "drain")
+            elif setting == INTERRUPTS and section[last] is not None:
+                found[name] = dict(section)  # of another type
+    return found
+
+
+def _at_swap(training: dict[str, Any], said: str) -> dict[str, Any]:
+    weights = training.get("weights") or {}
+    if not isinstance(weights, Mapping) or weights.get("at_swap") is not None:
+        return training
+    return training | {"weights": {**weights, "at_swap": said}}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the log-prob servers, and whose log-probs the trainer takes as proximal ones."""
 
-import dataclasses
 from enum import StrEnum
+from typing import Literal
 
-from recipe.async_engine.config.fields import field, seconds
+from pydantic.dataclasses import dataclass
+
+from recipe.async_engine.config.fields import STRICT, seconds, setting
 from recipe.async_engine.core.scoring import Anchor, ScoringSettings
 
 DISABLED = "disabled"
@@ -19,7 +21,7 @@ class Proximal(StrEnum):
     LOGLINEAR = "loglinear"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class LogProbServers:
     """The Model Engine Server: replicas of the training engine, on resources of their own, that compute log-probs.
 
@@ -27,47 +29,32 @@ class LogProbServers:
     configuration of that training engine.
     """
 
-    backend: str = field(DISABLED, "The training engine.", choices=(DISABLED, "fsdp2", "megatron"))
-    nnodes: int = field(1, "Nodes for log-prob servers.", minimum=1)
-    n_gpus_per_node: int = field(8, "Accelerators for log-prob servers on each node.", minimum=1)
-    replicas: int = field(1, "Servers that share these accelerators evenly.", minimum=1)
-    reference_replicas: int = field(
+    backend: Literal["disabled", "fsdp2", "megatron"] = setting("disabled", "The training engine.")
+    nnodes: int = setting(1, "Nodes for log-prob servers.", ge=1)
+    n_gpus_per_node: int = setting(8, "Accelerators for log-prob servers on each node.", ge=1)
+    replicas: int = setting(1, "Servers that share these accelerators evenly.", ge=1)
+    reference_replicas: int = setting(
         0,
         "Servers beside these, each with as many accelerators as one of them, that keep the initial weights and compute"
         " the log-probs of the reference policy. What they do not answer the trainer's reference workers compute.",
-        minimum=0,
+        ge=0,
     )
-    anchor: str = field(
-        "generation",
+    anchor: Literal[Anchor.GENERATION, Anchor.LATEST] = setting(
+        Anchor.GENERATION,
         "Whose log-probs: `generation`, for each token those of the version that sampled it; `latest`, those of the"
         " newest published version, computed anew for samples that wait when it changes.",
-        choices=tuple(Anchor),
     )
-    max_batch_tokens: int = field(
+    max_batch_tokens: int = setting(
         16384,
         "Tokens of a batch of one server, prompts included, which its data-parallel ranks share: a rank has about this"
         " divided by their number at once. A longer sequence is a batch of its own.",
         unit="tokens",
-        minimum=1,
+        ge=1,
     )
-    max_delay: float = field(0.05, "How long a request waits for others to fill its batch.", unit="s", minimum=0)
-    drain: float = field(
-        10.0,
-        "With `anchor: generation`: how long complete new weights wait for requests of the version before. Later ones"
-        " are computed by the newer version, marked and counted.",
-        unit="s",
-        minimum=0,
-    )
-    while_loading: str = field(
-        "wait",
-        "With `anchor: latest`, for requests of a version that is still on its way: `wait` for it, or `old_version`"
-        " answers.",
-        choices=("wait", "old_version"),
-    )
-    staging: str = field(
+    max_delay: float = setting(0.05, "How long a request waits for others to fill its batch.", unit="s", ge=0)
+    staging: Literal["device", "host"] = setting(
         "device",
         "Where new weights gather beside the live ones until all of them are there.",
-        choices=("device", "host"),
     )
     timeout: float = seconds(
         120.0, "One request, whichever server answers it; after it the trainer computes those log-probs itself."
@@ -96,9 +83,7 @@ class LogProbServers:
     def scoring(self) -> ScoringSettings:
         """What each server is told."""
         return ScoringSettings(
-            anchor=Anchor(self.anchor),
+            anchor=self.anchor,
             max_batch_tokens=self.max_batch_tokens,
             max_delay_s=self.max_delay,
-            drain_s=self.drain,
-            answer_stale=self.while_loading == "old_version",
         )

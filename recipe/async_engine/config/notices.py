@@ -9,11 +9,13 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from recipe.async_engine.config.fields import render
-from recipe.async_engine.config.legacy import OF_LOOPS, OLDER
+from recipe.async_engine.config.fields import settings_of
+from recipe.async_engine.config.legacy import OF_LOOPS, OLDER, UNREAD_OF_STOCK
+from recipe.async_engine.config.problems import render
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import SECTIONS
 from recipe.async_engine.config.verdicts import BY_SETTING, TABLE, Kind, verdict_of
+from recipe.async_engine.config.verl_types import ROLLOUT, verls_own
 
 UNTYPED = ("data", "global_profiler", "reward", "trainer")
 """Sections of which verl makes no type, so that it takes any name in them."""
@@ -35,9 +37,10 @@ NOW = {
 }
 
 
-def notices(context: RuleContext, defaults: Mapping[str, Any]) -> Iterator[str]:
-    """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has."""
+def notices(context: RuleContext, defaults: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Of settings without effect, those that are not as verl has them; ``defaults``: what verl has, if not its own."""
     found: dict[str, list[str]] = {}
+    defaults = verls_own(str(context.get("model_engine", "dp"))) if defaults is None else defaults
     for verdict in TABLE:
         if verdict.kind is not Kind.NO_EFFECT or not verdict.here(context):
             continue
@@ -83,8 +86,10 @@ class _Anything:
 def _usual(setting: str, defaults: Mapping[str, Any], context: RuleContext) -> Container[Any]:
     """Values that a setting has where nobody has set it."""
     section, _, name = setting.rpartition(".")
-    if section in SECTIONS and (own := SECTIONS[section].__dataclass_fields__.get(name)) is not None:
+    if section in SECTIONS and (own := settings_of(SECTIONS[section]).get(name)) is not None:
         return (own.default,)
+    if setting in UNREAD_OF_STOCK:
+        return (UNREAD_OF_STOCK[setting],)
     node: Any = defaults
     for part in setting.split("."):
         if isinstance(node, str) and node.startswith("${"):
@@ -119,3 +124,21 @@ def left_behind(config: Mapping[str, Any]) -> Iterator[str]:
             now = next((now for old, now in NOW.items() if setting.startswith(f"{old}.")), None)
             advice = f"set {now}" if now else "neither verl nor this package has such a setting"
             yield f"{setting}={render(value)} has no effect: {advice}"
+
+
+def beside_others(context: RuleContext) -> Iterator[str]:
+    """What is another mode's, or is asked for in a way in which verl leaves it out."""
+    estimator = context.get("algorithm.adv_estimator")
+    if context.get("algorithm.use_pf_ppo") and estimator != "gae":
+        yield f"algorithm.use_pf_ppo=true has no effect: verl resamples with adv_estimator=gae alone, not {estimator}"
+    path, mode = context.get("trainer.resume_from_path"), context.get("trainer.resume_mode")
+    if path and mode != "resume_path":
+        yield f"trainer.resume_from_path={path} has no effect with trainer.resume_mode={mode}: set resume_path"
+    profiler = f"{ROLLOUT}.profiler"
+    tool = context.get(f"{profiler}.tool")
+    if context.get("global_profiler.steps") and context.get(f"{profiler}.enable"):
+        if tool not in ("torch", "npu"):
+            yield f"{profiler}.enable=true has no effect: verl profiles rollout engines with torch or npu, not {tool}"
+        elif not context.get(f"{profiler}.tool_config.{tool}.discrete"):
+            needed = f"{profiler}.tool_config.{tool}.discrete=true"
+            yield f"{profiler}.enable=true has no effect: verl profiles rollout engines with {needed} alone"

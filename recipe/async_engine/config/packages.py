@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_engine.config.fields import render
 from recipe.async_engine.config.plan import has_critic
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.problems import lookup, render
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"

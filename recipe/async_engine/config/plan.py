@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.async_engine.config.fields import is_count, render
+from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.problems import ConfigError, Problem
-from recipe.async_engine.config.sections import SHARED, AsyncTraining, Settings, lookup, read_settings
+from recipe.async_engine.config.problems import ConfigError, Problem, lookup
+from recipe.async_engine.config.sections import SHARED, AsyncTraining, Settings, read_settings
 
 # Versions that a group may be old by default: more than a long answer needs, and no more than learning allows
 # (docs/benchmarks.md, "Learning by mode and bound").
@@ -81,11 +81,6 @@ def staleness_bound(training: AsyncTraining) -> int:
     return depth if depth == 0 or training.whole_batches else max(USUAL_BOUND, depth)
 
 
-def soft_depth(training: AsyncTraining) -> float:
-    """The depth of the pipeline in versions; `validate` refuses one above the bound."""
-    return training.staleness_threshold if training.pipeline_depth is None else training.pipeline_depth
-
-
 def replica_size(config: Mapping[str, Any], rollout: str = "actor_rollout_ref.rollout") -> int:
     """Accelerators of one replica of a rollout section: tensor x data x pipeline parallel size."""
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
@@ -132,20 +127,19 @@ def slots_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int
     groups = training.concurrent_samples_per_replica
     if groups is not None:
         return groups * answers
-    places = int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", answers))
+    places = int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or answers)
     return max(answers, places + int(WAITING_SHARE * places))
 
 
 def places_per_replica(config: Mapping[str, Any], training: AsyncTraining) -> int:
     """How many of a replica's trajectories its engine generates at once."""
     slots = slots_per_replica(config, training)
-    return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs", slots)))
+    return min(slots, int(lookup(config, "actor_rollout_ref.rollout.max_num_seqs") or slots))
 
 
 def rehearses(config: Mapping[str, Any], training: AsyncTraining) -> bool:
     """Whether the run begins with a rehearsal."""
-    asked = render(training.rehearsal)
-    return asked == "true" or (asked == "auto" and lookup(config, "trainer.device") != "cpu")
+    return training.rehearsal is True or (training.rehearsal == "auto" and lookup(config, "trainer.device") != "cpu")
 
 
 def epoch_prompts(dataset_rows: int, batch_groups: int, training: AsyncTraining) -> int:
@@ -207,7 +201,7 @@ def plan_of(config: Mapping[str, Any], settings: Settings, dataset_rows: int | N
         batches_per_version=training.trigger_parameter_sync_step,
         answers_per_group=int(lookup(config, "actor_rollout_ref.rollout.n")),
         max_staleness=staleness_bound(training),
-        pipeline_depth=soft_depth(training),
+        pipeline_depth=training.staleness_threshold,
         trainer_ranks=trainer_ranks(config),
         rollout_replicas=replicas,
         total_steps=min(steps, default=0),

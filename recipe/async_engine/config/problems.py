@@ -1,10 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems found in a configuration, and the one error that reports all of them at once."""
+"""Settings by their dotted names: their values, what is wrong with them, and the one error that reports all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
+
+
+def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
+    """The value at a dotted path, or `default` where a part of the path is absent or null on the way."""
+    node: Any = config
+    for part in setting.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def render(value: object) -> str:
+    """A value as a config file writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,24 @@ here (docs/configuration.md is generated). They are read from plain mappings
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal
 
-from recipe.async_engine.config.alarms import Alarms
-from recipe.async_engine.config.fields import field, read_section, seconds, subsection
-from recipe.async_engine.config.log_prob_servers import LogProbServers, Proximal
-from recipe.async_engine.config.problems import Problem
+from pydantic.dataclasses import dataclass
+
+from recipe.async_engine.config.fields import STRICT, read_section, seconds, setting
+from recipe.async_engine.config.legacy import of_stock
+from recipe.async_engine.config.log_prob_servers import LogProbServers
+from recipe.async_engine.config.problems import Problem, lookup
 from recipe.async_engine.core.scoring import Anchor
 
-SHARED = "shared"
-VERSIONS: dict[str, Any] = {"unit": "versions", "minimum": 0}
+__all__ = ["SECTIONS", "SHARED", "AsyncTraining", "Settings", "Timeouts", "Weights", "lookup", "read_settings"]
+
+SHARED: Final = "shared"
+LONGEST_END_S = 120.0
+"""What the trackers get of `Timeouts.stop`, at most; and a third of it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Timeouts:
     """Deadlines. A wait that passes its deadline ends with an error that names the deadline's setting."""
 
@@ -38,7 +43,8 @@ class Timeouts:
     trajectory: float = seconds(
         2400.0,
         "One trajectory to its last token, all requests and tools of its agent loop included; one that fails by it is"
-        " retried. Time between generation turns does not count. With its retries it should end within `batch_wait`.",
+        " retried. Time between generation turns does not count. A weight sync that drains waits as long for running"
+        " answers. With its retries it should end within `batch_wait`.",
     )
     agent_worker: float = seconds(
         180.0,
@@ -47,10 +53,10 @@ class Timeouts:
     )
     reward: float = seconds(300.0, "The reward of one trajectory; a group that fails by it is retried.")
     batch_wait: float = seconds(
-        3600.0, "How long the trainer waits for the next batch before the run ends with an error."
+        3600.0,
+        "How long the trainer waits for the next batch, or for a validation pass over all prompts, before the run ends"
+        " with an error.",
     )
-    drain: float = seconds(1800.0, "How long a weight sync waits for running answers where it drains them.")
-    validation: float = seconds(3600.0, "One validation pass over all prompts.")
     rehearsal: float = seconds(
         120.0,
         "The transfer of the weights in the rehearsal (`rehearsal`), and each of its other steps. A sync has its own,"
@@ -69,21 +75,34 @@ class Timeouts:
         " before it ends the run. It is missed by a process that is stopped, or in which one call keeps Python's lock;"
         " longer than the longest such call (unpickling a large batch, say).",
     )
-    trackers: float = seconds(
-        120.0,
-        "How long the trackers (`trainer.logger`) have at a run's end, all at the same time, to take their last rows,"
-        " the summary and the status. One that takes longer is left behind.",
-    )
     stop: float = seconds(
-        900.0, "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off."
+        900.0,
+        "From SIGTERM or Ctrl-C to the end of the run: the step under way and a checkpoint. Then it is cut off. A third"
+        " of it, and two minutes at most, is for the trackers (`trainer.logger`) to take their last rows, the summary"
+        " and the status at any end; one that takes longer is left behind.",
     )
 
+    @property
+    def drain(self) -> float:
+        """How long a weight sync waits for running answers: as long as one may take."""
+        return self.trajectory
 
-@dataclasses.dataclass(frozen=True, slots=True)
+    @property
+    def validation(self) -> float:
+        """One validation pass over all prompts."""
+        return self.batch_wait
+
+    @property
+    def trackers(self) -> float:
+        """How long the trackers have at a run's end, all at the same time."""
+        return min(LONGEST_END_S, self.stop / 3)
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Weights:
     """How new weights get to the rollout replicas."""
 
-    staging: str = field(
+    staging: Literal["device", "host", "none"] = setting(
         "device",
         "Where a version waits until every replica has it: `device`, beside the live weights in the engine's memory,"
         " which takes room for the weights a second time (leave it with `rollout.gpu_memory_utilization`); generation"
@@ -91,214 +110,199 @@ class Weights:
         " devices, and generation pauses for a copy to the device as well. `none`: nowhere; generation pauses while"
         " they are loaded in place. Where both sides share accelerators nothing generates during a sync, and they are"
         " loaded in place either way.",
-        choices=("device", "host", "none"),
     )
-    publish: str | None = field(
+    publish: Literal["beside", "inline"] | None = setting(
         None,
         "Whether the trainer waits for a version to reach the replicas: `beside`, it copies its weights to host memory"
         " of its first rank and trains on while they travel; `inline`, it waits. null: `beside`, or `inline` where both"
         " sides share accelerators, or with `model_engine_server.anchor=latest`, whose servers need the newest version"
         " to score what is trained next.",
-        choices=("beside", "inline"),
     )
-    at_swap: str | None = field(
+    at_swap: Literal["drain", "interrupt", "keep"] | None = setting(
         None,
-        "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them"
-        " (`timeouts.drain`); `interrupt`, they are cut and go on under the new version from the tokens that they have;"
+        "What becomes of running answers when the weights are swapped: `drain`, the swap waits for them;"
+        " `interrupt`, they are cut and go on under the new version from the tokens that they have;"
         " `keep`, they are held in the engine and go on there, what is before them being computed again by the new"
-        " weights. Each token has the version that sampled it in any case."
-        " null: `interrupt`, or `drain` with `async_training.partial_rollout=false`.",
-        choices=("drain", "interrupt", "keep"),
+        " weights. Each token has the version that sampled it, and no cut answer is trained as a complete one. null:"
+        " `drain` with `whole_batches`, else `interrupt`. Stock's `async_training.partial_rollout` is read as"
+        " `interrupt` where it is true, and as `drain` where it is false.",
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Alarms:
+    """By the name of an alarm of `core.alarms`, how many times in a row end the run; null: it is counted and shown.
+
+    Of `failed_groups` it is a share. ``exit_status``: whether a run that ended with alarms, and otherwise well, exits
+    with status 3.
+    """
+
+    failed_groups: float | None = setting(0.5, "", gt=0)
+    skipped_updates: int | None = setting(3, "", ge=1)
+    unchanged_weights: int | None = setting(3, "", ge=1)
+    zero_gradients: int | None = setting(None, "", ge=1)
+    uniform_rewards: int | None = setting(None, "", ge=1)
+    empty_answers: int | None = setting(None, "", ge=1)
+    failed_validation: int | None = setting(None, "", ge=1)
+    exit_status: bool = setting(True, "")
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
 class AsyncTraining:
     """How far generation and training may run apart, and what happens at a weight sync."""
 
-    staleness_threshold: float = field(
+    staleness_threshold: float = setting(
         0.1,
-        "How far generation runs ahead of training: with 0 it starts only what the current version needs, with 1 it"
-        " may hold one more version's worth of groups. The soft depth of the pipeline (see `pipeline_depth`).",
-        **VERSIONS,
+        "How far generation runs ahead of training, fractions allowed: with 0 it starts only what the current version"
+        " needs, with 1 it may hold one more version's worth of groups. At most `max_staleness`.",
+        unit="versions",
+        ge=0,
     )
-    max_staleness: int | None = field(
+    max_staleness: int | None = setting(
         None,
         "The hard bound: no group is trained more versions after its oldest token than this, and nothing is dropped"
         " for it. null: 0 if `staleness_threshold` is 0; with whole batches the threshold; else 4, or the threshold"
         " rounded up if that is more.",
-        **VERSIONS,
+        unit="versions",
+        ge=0,
     )
-    pipeline_depth: float | None = field(
-        None,
-        "How far generation runs ahead, fractions allowed; at most `max_staleness`. null: `staleness_threshold`.",
-        **VERSIONS,
-    )
-    on_non_finite: str = field(
+    on_non_finite: Literal["fail", "drop"] = setting(
         "fail",
         "What a group counts as in which a reward, what groups are filtered by, or a log-prob of the rollout is NaN or"
         " infinite: `fail`, failed (after `max_group_retries` where another attempt may help, which it may not for a"
         " reward), or `drop`, filtered. It is not trained either way, and either way the run ends when a batch of"
         " groups in a row came to nothing.",
-        choices=("fail", "drop"),
     )
-    trigger_parameter_sync_step: int = field(4, "Batches trained from one weight sync to the next.", minimum=1)
-    placement: str = field(
+    trigger_parameter_sync_step: int = setting(4, "Batches trained from one weight sync to the next.", ge=1)
+    placement: Literal["separate", "shared"] = setting(
         "separate",
         "Where the two sides run: `separate` gives the rollout replicas accelerators of their own (`rollout.nnodes`,"
         " `rollout.n_gpus_per_node`); `shared` has both sides take turns on the trainer's, and the two settings have no"
         " effect. Each mode's own configuration sets it.",
-        choices=("separate", "shared"),
     )
-    off_policy_mask: int | None = field(
+    off_policy_mask: int | None = setting(
         None,
         "Tokens that were sampled more versions ago than this give no policy gradient (0: off-policy tokens give none);"
         " the rest of their answers does. null: every token does.",
-        **VERSIONS,
+        unit="versions",
+        ge=0,
     )
-    require_batches: int = field(
+    require_batches: int = setting(
         1,
         "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
-        minimum=1,
+        ge=1,
     )
-    whole_batches: bool = field(
+    whole_batches: bool = setting(
         False,
         "One-step-off: a prompt's batch is fixed when the prompt is issued, as in synchronous training, and batches are"
         " trained in that order. false: a step trains the oldest prompts whose answers are ready.",
     )
-    partial_rollout: bool = field(
-        True,
-        "At a weight sync: true interrupts running answers and continues them under the new version; false waits for"
-        " them (`timeouts.drain`). No interrupted answer is trained as a complete one either way.",
-    )
-    concurrent_samples_per_replica: int | None = field(
+    concurrent_samples_per_replica: int | None = setting(
         16,
         "Prompt groups a rollout replica works on at the same time. null: a quarter more answers than its engine has"
         " places for (`actor_rollout_ref.rollout.max_num_seqs`), so that one waits at the engine wherever one ends;"
         " where agent loops use tools, more by the time that they are there, four times as many at most.",
         unit="groups",
-        minimum=1,
+        ge=1,
     )
-    proximal_log_probs: str | None = field(
+    proximal_log_probs: Literal["bypass", "recompute", "server", "loglinear"] | None = setting(
         None,
         "Whose log-probs an update starts from: `bypass`, those of the policy that sampled; `recompute`, those of the"
         " newest published version, by the trainer; `server`, by the log-prob servers; `loglinear`, interpolated"
         " between sampling and current policy in the loss. null: `server` if there are any, else by"
         " `algorithm.rollout_correction.bypass_mode`, which otherwise follows from this.",
-        choices=tuple(Proximal),
     )
-    max_group_retries: int = field(
+    max_group_retries: int = setting(
         2,
         "How often a failed group is generated again, on another replica if there is one, before it counts as failed.",
-        minimum=0,
+        ge=0,
     )
-    max_replica_restarts: int = field(
+    max_replica_restarts: int = setting(
         3,
         "How many rollout replicas and log-prob servers, in all, are started in the place of those that died. The run"
         " goes on meanwhile and without them; a new one takes part from the next weight sync on. Where they share the"
         " trainer's accelerators, the next weight sync waits for it. Each reward worker is started again as often; an"
         " agent-loop worker is as often as it dies.",
-        minimum=0,
+        ge=0,
     )
-    partial_tokens_interval: float | None = field(
+    partial_tokens_interval: float | None = setting(
         2.0,
         "How often the tokens of answers under way are fetched from the rollout servers: an answer whose server dies"
         " goes on elsewhere from them. null: never; it then goes on from its last interruption.",
         unit="seconds",
-        above=0,
+        gt=0,
     )
-    reward_processes: int = field(
+    reward_processes: int = setting(
         1,
         "Processes of each reward worker (`reward.num_workers`) that call a synchronous reward function, with"
         " `timeouts.reward` for each call. 0: threads of the reward worker, as in verl; a call that never returns is"
         " given up, but goes on.",
-        minimum=0,
+        ge=0,
     )
-    reward_memory_gib: float | None = field(
-        None, "Address space of each process that scores; null: no limit.", unit="GiB", above=0
+    reward_memory_gib: float | None = setting(
+        None, "Address space of each process that scores; null: no limit.", unit="GiB", gt=0
     )
-    prefork_workers: bool = field(
+    prefork_workers: bool = setting(
         True,
         "Start the processes of a run as forks of one that has imported the stack: in a moment each, instead of some"
         " ten seconds. Only on the CPU platform and with a Ray that the run starts itself; without effect elsewhere.",
     )
-    device_memory_gib: float | None = field(
+    device_memory_gib: float | None = setting(
         None,
         "Memory of an accelerator, for the check before anything starts ([memory.md](memory.md)). null: as this"
         " machine's driver says, or Ray by the accelerators' type; where neither does, nothing is refused for it.",
         unit="GiB",
-        above=0,
+        gt=0,
     )
-    rehearsal: str | bool = field(
+    rehearsal: Literal["auto"] | bool = setting(
         "auto",
         "Whether a run begins with a rehearsal: its processes send the weights once more, with every trainer rank at"
         " work, interrupt and resume requests, put engines to sleep and wake them where they share accelerators, and"
         " compare log-probs ([first-run.md](first-run.md)). `auto`: on accelerators.",
-        choices=("auto", "true", "false"),
     )
-    events: bool = field(
+    events: bool = setting(
         True,
         "Keep a record of events in `trainer.default_local_dir`: what every part did, from when to when. From it come"
         " the account of every accelerator's seconds in `summary.json` and the report (docs/run-record.md).",
     )
-    start_from: str | None = field(
+    start_from: str | None = setting(
         None,
         "The folder `global_step_N` of a checkpoint, of stock verl or of this package, whose weights a run begins with"
         " where it has no checkpoint of its own to resume from. Only weights are carried, of the actor and, if there is"
         " one, of the critic: optimizer, learning-rate schedule, position in the data and the number of the step begin"
         " anew (docs/operations.md).",
     )
-    prometheus: bool = field(
-        True,
-        "Give the run's figures to Ray's exporter of Prometheus metrics, every second: `ray_recipe_*` on each node's"
-        " metrics port (docs/operations.md).",
+    alarms: Alarms = setting(
+        Alarms(),
+        "What ends a run that goes on without learning: by the name of an alarm"
+        " ([reliability.md](reliability.md)), how many times in a row do; null: it is counted and shown, and never"
+        " does."
+        " Of `failed_groups` it is the share of the last four batches' worth of groups (32 at least, or of all in a run"
+        " of fewer). By default `failed_groups: 0.5`, `skipped_updates: 3`, `unchanged_weights: 3`, and null for"
+        " `zero_gradients`, `uniform_rewards`, `empty_answers` and `failed_validation`. `exit_status: false`: a run"
+        " that ended with alarms, and otherwise well, exits with status 0 in place of 3.",
     )
-    alarms: Alarms = subsection(Alarms, "What is watched as a run goes.")  # noqa: RUF009 - it returns a dataclass field
-    weights: Weights = subsection(Weights, "Weight syncs.")  # noqa: RUF009 - it returns a dataclass field
-    timeouts: Timeouts = subsection(Timeouts, "Deadlines.")  # noqa: RUF009 - it returns a dataclass field
-    use_trainer_do_validate: bool = field(
-        False,
-        "Stock: validate on the trainer's accelerators too. Accepted without effect, with a notice: validation runs on"
-        " the rollout replicas and gives the same scores.",
-    )
-    use_dynamic_resource_scheduling: bool = field(
-        False,
-        "Stock: lend the trainer's accelerators to generation. Only false is accepted: placement is fixed here.",
-    )
-    dynamic_schedule_policy: str = field(
-        "default", "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
-    )
-    dynamic_schedule_deactivate_ratio: float = field(
-        0.3, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect.", minimum=0
-    )
-    dynamic_schedule_enable_rebalance: bool = field(
-        True, "Stock: only read with `use_dynamic_resource_scheduling`. Accepted without effect."
-    )
+    weights: Weights = setting(Weights(), "")
+    timeouts: Timeouts = setting(Timeouts(), "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class RolloutResources:
     """Resources of the rollout replicas, and how much they generate in all."""
 
-    nnodes: int = field(
+    nnodes: int = setting(
         1,
         "Nodes for rollout replicas.",
-        minimum=1,
+        ge=1,
         instead="recipe.partial_rollout, or +recipe=partial_rollout, generates on the trainer's accelerators alone.",
     )
-    n_gpus_per_node: int = field(8, "Accelerators for rollout replicas on each node.", minimum=1)
-    n: int | None = field(
-        None,
-        "Answers for each prompt; always equal to `actor_rollout_ref.rollout.n`, which is the one to set. (Stock has"
-        " this setting and never reads it.)",
-        unit="answers",
-    )
-    total_rollout_steps: int | None = field(
-        100, "Prompt groups issued in all, at most; null: no limit of its own.", unit="groups", minimum=1
+    n_gpus_per_node: int = setting(8, "Accelerators for rollout replicas on each node.", ge=1)
+    total_rollout_steps: int | None = setting(
+        100, "Prompt groups issued in all, at most; null: no limit of its own.", unit="groups", ge=1
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class BuiltinTask:
     """The task that comes with the package: a tokenizer, a small warm-started model, data and a rule-based reward.
 
@@ -306,15 +310,14 @@ class BuiltinTask:
     `data.train_files`, `reward.custom_reward_function.path`.
     """
 
-    dir: str | None = field(
+    dir: str | None = setting(
         None, "Where it is made, and found again by later runs. null: `task` in `trainer.default_local_dir`."
     )
-    seed: int = field(0, "Seed of data, model and warm start.", minimum=0)
-    family: str = field("qwen3", "Architecture of the model.", choices=("qwen3", "qwen2"))
-    lengths: str = field("uniform", "Distribution of the answers' lengths.", choices=("uniform", "long_tail"))
-    train_size: int = field(4096, "Prompts to train on.", unit="prompts", minimum=1)
-    val_size: int = field(256, "Prompts to validate on, none of them trained on.", unit="prompts", minimum=1)
-    permute_rewards: bool = field(
+    seed: int = setting(0, "Seed of data, model and warm start.", ge=0)
+    lengths: Literal["uniform", "long_tail"] = setting("uniform", "Distribution of the answers' lengths.")
+    train_size: int = setting(4096, "Prompts to train on.", unit="prompts", ge=1)
+    val_size: int = setting(256, "Prompts to validate on, none of them trained on.", unit="prompts", ge=1)
+    permute_rewards: bool = setting(
         False, "A control: training rewards are those of other answers, in permuted order, so nothing can be learned."
     )
 
@@ -336,7 +339,7 @@ class Settings:
         return dataclasses.replace(
             training.weights,
             publish=training.weights.publish or ("inline" if waits else "beside"),
-            at_swap=training.weights.at_swap or ("interrupt" if training.partial_rollout else "drain"),
+            at_swap=training.weights.at_swap or ("drain" if training.whole_batches else "interrupt"),
         )
 
 
@@ -353,6 +356,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
     """Read this package's sections of a whole configuration, with every fault found in them."""
+    config = of_stock(config)
     training, problems = read_section(AsyncTraining, config.get("async_training"), "async_training")
     rollout, more = read_section(RolloutResources, config.get("rollout"), "rollout")
     problems += more
@@ -365,15 +369,4 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
         # verl's own type, which verl reads.
         servers = {key: value for key, value in servers.items() if key != "engine"}
     log_probs, more = read_section(LogProbServers, servers, "model_engine_server")
-    problems += more
-    return Settings(training, rollout, task, log_probs), problems
-
-
-def lookup(config: Mapping[str, Any], setting: str, default: Any = None) -> Any:
-    """The value at a dotted path, or `default` where a part of the path is absent or null on the way."""
-    node: Any = config
-    for part in setting.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return default
-        node = node[part]
-    return node
+    return Settings(training, rollout, task, log_probs), problems + more

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.problems import ConfigError, Problem
-from recipe.async_engine.config.rules import micro_batches, parallel
+from recipe.async_engine.config.rules import parallel
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.rules.servers import SERVERS, log_prob_servers, proximal_log_probs
 from recipe.async_engine.config.sections import SHARED, RolloutResources, Settings, Weights, read_settings
@@ -46,9 +46,9 @@ def judge_v1(
     problems += own
     context = RuleContext(config, settings, None, available, files)
     if not problems:
-        problems = [*_rules(context, trainer), *micro_batches.micro_batches(context)]
+        problems = [*_rules(context, trainer), *parallel.micro_batches(context)]
         placed = as_placed(context, trainer)
-        problems += [*parallel.parallel_sizes(placed), *parallel.ranks(placed)]
+        problems += parallel.ranks(placed)
         for other in judges:
             problems += other.problems(placed)
     return problems, context

@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recipe.async_engine.config import notices
 from recipe.async_engine.config.facts import FileFact, Resources
 from recipe.async_engine.config.legacy import migrated
 from recipe.async_engine.config.plan import RunPlan, plan_of
-from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.problems import Problem, lookup
 from recipe.async_engine.config.rules import (
     algorithm,
     batches,
     data,
     engines,
     learning,
-    micro_batches,
     names,
     parallel,
     rewards,
     servers,
 )
 from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import lookup, read_settings
+from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.config.verdicts import refusals
 from recipe.async_engine.config.verl_types import well_formed
 
@@ -37,7 +37,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     batches.whole_batches,
     batches.shared_placement,
     batches.batch,
-    micro_batches.division,
+    parallel.division,
     names.names,
     algorithm.advantages,
     algorithm.losses,
@@ -45,8 +45,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     learning.learning,
     engines.engine,
     engines.critic,
-    micro_batches.micro_batches,
-    parallel.parallel_sizes,
+    parallel.micro_batches,
     parallel.ranks,
     engines.lora,
     engines.experts,
@@ -93,6 +92,22 @@ class Judge(Protocol):
         """What may not run well."""
 
 
+WARNINGS: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
+    batches.tight_bound,
+    engines.early_ends,
+    algorithm.without_effect,
+    notices.beside_others,
+    names.untried,
+    learning.trains_nothing,
+)
+
+
+def warnings_of(context: RuleContext, judges: Sequence[Judge] = (), of_v1: bool = False) -> list[str]:
+    """What may not run well, or has no effect, of what is accepted; in a trainer of verl's own by the judges alone."""
+    rules = (*(other.warnings for other in judges), *(() if of_v1 else (*WARNINGS, notices.notices)))
+    return [text for rule in rules for text in rule(context)]
+
+
 @dataclass(frozen=True)
 class Findings:
     """What was found of a configuration."""
@@ -128,11 +143,9 @@ def judge(
     if dataset_rows is None:
         dataset_rows = training_rows(config, files)
     context = RuleContext(config, settings, dataset_rows, available, files)
-    for rule in RULES:
-        problems += rule(context)
-    for other in judges:
-        problems += other.problems(context)
-    return problems, context
+    named = {problem.setting for problem in problems}
+    found = [problem for rule in (*RULES, *(other.problems for other in judges)) for problem in rule(context)]
+    return problems + [problem for problem in found if problem.setting not in named], context
 
 
 def training_rows(config: Mapping[str, Any], files: Sequence[FileFact]) -> int | None:

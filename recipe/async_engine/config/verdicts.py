@@ -8,6 +8,8 @@ depends on several settings or on the outside is the affair of the rules. tests/
 of verl's configurations, and fails for a setting that is not among those that were judged.
 """
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,10 +21,10 @@ from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
+QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
 PLACEHOLDER = "recipe.mains.trainer.NoAgentLoops"
 """What a flag has stock verl's task runner make in place of an agent-loop manager."""
-QUEUE = "nothing goes through TransferQueue here"
 
 
 class Kind(StrEnum):
@@ -73,63 +75,59 @@ def judged(context: RuleContext) -> bool:
     return bool(context.get(f"{REWARD_MODEL}.enable"))
 
 
-def _none(advice: str, *settings: str, **more: Any) -> tuple[Verdict, ...]:
-    return tuple(Verdict(setting, Kind.NO_EFFECT, advice, **more) for setting in settings)
+def _expanded(names: str) -> Iterator[str]:
+    """Settings of a text: ``a.{b,c}`` is `a.b` and `a.c`; ROLLOUT and the like stand for their sections."""
+    for name in names.split():
+        for parts in itertools.product(*(part.split(",") for part in re.split("[{}]", name))):
+            first, dot, rest = "".join(parts).partition(".")
+            yield f"{_SECTIONS.get(first, first)}{dot}{rest}"
 
 
-def _refused(advice: str, *settings: str, **more: Any) -> tuple[Verdict, ...]:
-    return tuple(Verdict(setting, Kind.REFUSED, advice, **more) for setting in settings)
+_SECTIONS = {
+    "ROLLOUT": ROLLOUT,
+    "ACTOR": ACTOR,
+    "REF": "actor_rollout_ref.ref",
+    "JUDGE": REWARD_MODEL,
+    "MODEL": "actor_rollout_ref.model",
+    "TRAINING": "async_training",
+    "ENGINE": f"{ROLLOUT}.checkpoint_engine",
+}
 
 
-VERLS = (
-    "actor_rollout_ref",
-    "algorithm",
-    "critic",
-    "custom_reward_function",
-    "data",
-    "global_profiler",
-    "model_engine",
-    "ray_kwargs",
-    "reward",
-    "reward_model",
-    "sandbox_fusion",
-    "trainer",
-)
-OURS = (
-    "async_training",
-    "chosen_by_flag",
-    "builtin_task",
-    "model_engine_server",
-    "plan_only",
-    "rehearse_only",
-    "rollout",
-)
-ENGINES_RESOURCES = tuple(f"{ROLLOUT}.{name}" for name in ("nnodes", "n_gpus_per_node"))
-CHECKPOINT_ENGINE = f"{ROLLOUT}.checkpoint_engine"
-TRAINED = (ACTOR, "actor_rollout_ref.ref", "critic")
-FILES = ("record", "replay")
+def _none(advice: str, names: str, **more: Any) -> tuple[Verdict, ...]:
+    return tuple(Verdict(setting, Kind.NO_EFFECT, advice, **more) for setting in _expanded(names))
+
+
+def _refused(advice: str, names: str, **more: Any) -> tuple[Verdict, ...]:
+    return tuple(Verdict(setting, Kind.REFUSED, advice, **more) for setting in _expanded(names))
+
+
+COMMITTED = "A checkpoint is committed when all of it is written; remove the setting."
+OWN = """actor_rollout_ref algorithm critic custom_reward_function data global_profiler model_engine ray_kwargs reward
+    reward_model sandbox_fusion trainer
+    async_training chosen_by_flag builtin_task model_engine_server plan_only rehearse_only rollout"""
+"""Sections of verl's, and of this package's."""
 
 TABLE: tuple[Verdict, ...] = (
-    *map(Verdict, (*VERLS, *OURS)),
+    *map(Verdict, OWN.split()),
     # Features of verl that this package has no part for.
     *_refused("On-policy distillation has no teacher here; use verl's own trainers.", "distillation", switch="enabled"),
     *_refused(
         "Weights that are trained for quantization do not reach the engines here; use verl's own trainers.",
-        *(f"{ACTOR}.{name}" for name in ("qat", "fsdp_config.qat", "megatron.qat")),
-        f"{ROLLOUT}.qat",
+        "ACTOR.{qat,fsdp_config.qat,megatron.qat} ROLLOUT.qat",
         switch="enable",
     ),
-    *_refused("Replicas answer prompts whole here: remove it.", f"{ROLLOUT}.disaggregation", switch="enabled"),
+    *_refused("Replicas answer prompts whole here: remove it.", "ROLLOUT.disaggregation", switch="enabled"),
     *_refused(
         "Its servers answer prompts whole here: remove it.",
-        f"{REWARD_MODEL}.rollout.disaggregation",
+        "JUDGE.rollout.disaggregation",
         switch="enabled",
         here=judged,
     ),
     *_refused(
         "This package brings weights to the replicas itself; another transport is a checkpoint engine of yours"
-        f" ({CHECKPOINT_ENGINE}.backend and custom_backend_module).",
-        f"{ROLLOUT}.checkpoint_manager_class",
+        f" ({ROLLOUT}.checkpoint_engine.backend and custom_backend_module).",
+        "ROLLOUT.checkpoint_manager_class",
         allowed="null",
     ),
     *_refused(
@@ -141,30 +139,30 @@ TABLE: tuple[Verdict, ...] = (
     *_refused(
         "Set it to false; to share accelerators between training and generation, use recipe.partial_rollout, which"
         " places both on them.",
-        "async_training.use_dynamic_resource_scheduling",
+        "TRAINING.use_dynamic_resource_scheduling",
     ),
     *_refused(
         "Rollout servers bring the scheduler that takes up answers which a weight sync has cut. Remove it.",
-        f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls",
+        "ROLLOUT.engine_kwargs.vllm.scheduler_cls",
         allowed="null",
     ),
     # Settings of which a run here takes one value.
     *_refused(
         "Other rollout engines are not supported yet in this mode.",
-        f"{ROLLOUT}.name",
+        "ROLLOUT.name",
         allowed="vllm",
         refuses=lambda name: name != "vllm",
     ),
     *_refused(
         "Other engines are not supported for reward models.",
-        f"{REWARD_MODEL}.rollout.name",
+        "JUDGE.rollout.name",
         allowed="vllm",
         refuses=lambda name: name != "vllm",
         here=judged,
     ),
     *_refused(
         "Answers are scored while others are generated and trained on: give the model accelerators of its own.",
-        f"{REWARD_MODEL}.enable_resource_pool",
+        "JUDGE.enable_resource_pool",
         allowed=f"true with {REWARD_MODEL}.enable=true",
         refuses=lambda pool: not pool,
         here=judged,
@@ -176,32 +174,26 @@ TABLE: tuple[Verdict, ...] = (
     ),
     *_refused(
         "Off-policy corrections and the staleness metrics need the log-probs of the policy that sampled.",
-        f"{ROLLOUT}.calculate_log_probs",
+        "ROLLOUT.calculate_log_probs",
         allowed="true",
         refuses=lambda asked: not asked,
     ),
     *_refused(
         "verl then gives every request the same seed, so the answers to one prompt come out equal.",
-        f"{ROLLOUT}.full_determinism",
+        "ROLLOUT.full_determinism",
     ),
-    *_refused(
-        "A checkpoint is committed when all of it is written; remove the setting.", f"{ACTOR}.checkpoint.async_save"
-    ),
-    *_refused(
-        "A checkpoint is committed when all of it is written; remove the setting.",
-        "critic.checkpoint.async_save",
-        here=lambda context: context.has_critic,
-    ),
+    *_refused(COMMITTED, "ACTOR.checkpoint.async_save"),
+    *_refused(COMMITTED, "critic.checkpoint.async_save", here=lambda context: context.has_critic),
     *_refused(
         f"verl's servers refuse it without statistics: set {ROLLOUT}.disable_log_stats=false beside it.",
-        f"{ROLLOUT}.prometheus",
+        "ROLLOUT.prometheus",
         switch="enable",
         allowed=f"false with {ROLLOUT}.disable_log_stats=true",
         here=lambda context: bool(context.get(f"{ROLLOUT}.disable_log_stats", True)),
     ),
     *_refused(
         "verl's servers refuse it without statistics.",
-        f"{ROLLOUT}.disable_log_stats",
+        "ROLLOUT.disable_log_stats",
         allowed="false with trainer.logger=rl_insight",
         here=lambda context: "rl_insight" in str(context.get("trainer.logger")),
     ),
@@ -210,123 +202,82 @@ TABLE: tuple[Verdict, ...] = (
     *_none("it is for verl's own v1 trainers; async_training has what this one reads", V1),
     Verdict(f"{V1}.trainer_mode", here=by_flag),
     *_none("set async_training.trigger_parameter_sync_step", f"{V1}.separate_async.parameter_sync_step"),
-    *_none(
-        "set async_training.staleness_threshold",
-        *(f"{V1}.{name}_async.num_warmup_batches" for name in ("separate", "colocate")),
-    ),
+    *_none("set async_training.staleness_threshold", f"{V1}.{{separate,colocate}}_async.num_warmup_batches"),
     *_none("set async_training.max_staleness, the hard bound", f"{V1}.sampler.max_off_policy_threshold"),
     *_none(QUEUE, "transfer_queue"),
     *_none(QUEUE, "transfer_queue.enable", quiet=(True,)),
     *_none(QUEUE, "transfer_queue.backend.SimpleStorage.num_data_storage_units", quiet=(1,)),
     *_none("answers are always generated, none is dumped or taken from a dump", "skip"),
     *_none("all of the validation data is scored at once, by what the engines have places for", "data.val_batch_size"),
-    *_none("metrics of routing are verl's v1 trainers' own", f"{ROLLOUT}.moe_load_balance_metrics_interval"),
+    *_none("metrics of routing are verl's v1 trainers' own", "ROLLOUT.moe_load_balance_metrics_interval"),
     *_none("prompts are issued one by one", "algorithm.filter_groups.max_inflight_gen_batches"),
     *_none("trainer.max_actor_ckpt_to_keep decides for whole checkpoints", "trainer.max_critic_ckpt_to_keep"),
     *_none(
         "set rollout.nnodes and rollout.n_gpus_per_node",
-        *ENGINES_RESOURCES,
+        "ROLLOUT.{nnodes,n_gpus_per_node}",
         here=lambda context: separate(context) and not by_flag(context),
     ),
     *_none(
-        "replicas keep their memory, which is theirs alone",
-        f"{ROLLOUT}.free_cache_engine",
-        here=separate,
-        quiet=(False,),
+        "replicas keep their memory, which is theirs alone", "ROLLOUT.free_cache_engine", here=separate, quiet=(False,)
     ),
-    *_none("rollout replicas validate, with the same scores", "async_training.use_trainer_do_validate"),
+    *_none("rollout replicas validate, with the same scores", "TRAINING.use_trainer_do_validate"),
     *_none(
         "it is read with use_dynamic_resource_scheduling alone",
-        *(f"async_training.dynamic_schedule_{name}" for name in ("policy", "deactivate_ratio", "enable_rebalance")),
+        "TRAINING.dynamic_schedule_{policy,deactivate_ratio,enable_rebalance}",
     ),
     *_none(
         "both sides share the trainer's accelerators: trainer.nnodes and trainer.n_gpus_per_node",
-        *("rollout.nnodes", "rollout.n_gpus_per_node", *ENGINES_RESOURCES),
+        "{rollout,ROLLOUT}.{nnodes,n_gpus_per_node}",
         here=shared,
         quiet=(1, 8),
     ),
     *_none(
-        "no replica has accelerators of its own in this mode",
-        f"{ROLLOUT}.standalone_gpu_memory_utilization",
-        here=shared,
+        "no replica has accelerators of its own in this mode", "ROLLOUT.standalone_gpu_memory_utilization", here=shared
     ),
     *_none("both sides share their accelerators in this mode", "actor_rollout_ref.hybrid_engine", here=shared),
     *_none(
         "each trainer rank hands its weights to the engine beside it",
-        *(f"{CHECKPOINT_ENGINE}.{name}" for name in ("backend", "custom_backend_module", "engine_kwargs")),
+        "ENGINE.{backend,custom_backend_module,engine_kwargs}",
         here=shared,
         quiet=("recipe_gloo", "recipe.laptop.transfer.gloo_engine"),
     ),
     # Settings that nothing in verl reads.
-    *_none(UNREAD, f"{ACTOR}.use_rollout_log_probs", quiet=(True, False)),
-    *_none(UNREAD, *(f"{ROLLOUT}.{name}" for name in ("do_sample", "over_sample_rate", "multi_stage_wake_up", "skip"))),
-    *_none(UNREAD, *(f"{ROLLOUT}.engine_kwargs.{name}" for name in ("sglang", "trtllm"))),
-    *_none(UNREAD, f"{ROLLOUT}.agent.custom_async_server", f"{ROLLOUT}.multi_turn.interaction_config_path"),
-    *_none(
-        UNREAD,
-        *(
-            f"{ROLLOUT}.multi_turn.{name}"
-            for name in ("num_repeat_rollouts", "tokenization_sanity_check_mode", "use_inference_chat_template")
-        ),
-    ),
-    *_none(
-        "verl 0.9.1 reads it nowhere either; set optim.clip_grad beside it", f"{ACTOR}.grad_clip", "critic.grad_clip"
-    ),
-    *_none(UNREAD, f"{ROLLOUT}.layered_summon", here=separate),
-    *_none(
-        UNREAD,
-        *(f"{REWARD_MODEL}.rollout.{name}" for name in ("do_sample", "layered_summon", "multi_stage_wake_up", "n")),
-    ),
-    *_none(UNREAD, "actor_rollout_ref.nccl_timeout", "critic.nccl_timeout"),
-    *_none(
-        UNREAD,
-        *(f"data.{name}" for name in ("tokenizer", "sampler", "datagen", "return_full_prompt", "return_raw_input_ids")),
-    ),
+    *_none(UNREAD, "ACTOR.use_rollout_log_probs", quiet=(True, False)),
     *_none(UNREAD, "data.return_raw_chat", quiet=(True,)),
-    *_none(UNREAD, "data.return_multi_modal_inputs", "trainer.ray_wait_register_center_timeout"),
+    *_none(UNREAD, "ROLLOUT.layered_summon", here=separate),
+    *_none(
+        UNREAD,
+        """ROLLOUT.{do_sample,over_sample_rate,multi_stage_wake_up,skip,engine_kwargs.sglang,engine_kwargs.trtllm}
+        ROLLOUT.{agent.custom_async_server,multi_turn.interaction_config_path,multi_turn.num_repeat_rollouts}
+        ROLLOUT.multi_turn.{tokenization_sanity_check_mode,use_inference_chat_template}
+        JUDGE.rollout.{do_sample,layered_summon,multi_stage_wake_up,n} {actor_rollout_ref,critic}.nccl_timeout
+        data.{tokenizer,sampler,datagen,return_full_prompt,return_raw_input_ids,return_multi_modal_inputs}
+        trainer.ray_wait_register_center_timeout ACTOR.freeze_vision_tower {ACTOR,REF,critic}.rollout_n
+        critic.forward_{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu}
+        {ACTOR,REF,critic}.veomni.{ckpt_manager,force_use_huggingface,load_checkpoint_path,entropy_checkpointing}
+        {ACTOR,REF,critic}.megatron.dist_checkpointing_prefix
+        {ACTOR,REF,critic}.{megatron,veomni}.router_replay.{record,replay}_file
+        global_profiler.global_tool_config.torch_memory.{stacks,kw_args}""",
+    ),
+    *_none("verl 0.9.1 reads it nowhere either; set optim.clip_grad beside it", "{ACTOR,critic}.grad_clip"),
     *_none(
         "verl 0.9.1 reads it nowhere either; data.filter_overlong_prompts leaves out prompts that are too long",
         "data.truncation",
     ),
-    *_none(UNREAD, f"{ACTOR}.freeze_vision_tower", *(f"{section}.rollout_n" for section in TRAINED)),
-    *_none(
-        UNREAD,
-        *(f"critic.forward_{name}" for name in ("micro_batch_size", "micro_batch_size_per_gpu")),
-        "critic.forward_max_token_len_per_gpu",
-    ),
-    *_none(
-        UNREAD,
-        *(
-            f"{section}.{name}"
-            for section in TRAINED
-            for name in (
-                *(f"veomni.{name}" for name in ("ckpt_manager", "force_use_huggingface", "load_checkpoint_path")),
-                *("megatron.dist_checkpointing_prefix", "veomni.entropy_checkpointing"),
-                *(f"{engine}.router_replay.{name}_file" for engine in ("megatron", "veomni") for name in FILES),
-            )
-        ),
-    ),
-    *_none(UNREAD, *(f"global_profiler.global_tool_config.torch_memory.{name}" for name in ("stacks", "kw_args"))),
-    *_none("it is read by an engine of NPUs alone", f"{ACTOR}.fsdp_config.turbo_config"),
-    *_none("it is read by an engine of NPUs alone", "actor_rollout_ref.ref.fsdp_config.turbo_config"),
-    *_none("it is read by an engine of NPUs alone", "critic.fsdp.turbo_config"),
+    *_none("it is read by an engine of NPUs alone", "{ACTOR.fsdp_config,REF.fsdp_config,critic.fsdp}.turbo_config"),
     *_none(
         "SGLang alone reads it",
-        *(f"{ROLLOUT}.skip_tokenizer_init", f"{REWARD_MODEL}.rollout.skip_tokenizer_init"),
-        *(
-            f"{model}.mtp.speculative_{name}"
-            for model in ("actor_rollout_ref.model", "critic.model")
-            for name in ("algorithm", "eagle_topk", "num_draft_tokens", "num_steps")
-        ),
+        """{ROLLOUT,JUDGE.rollout}.skip_tokenizer_init
+        {MODEL,critic.model}.mtp.speculative_{algorithm,eagle_topk,num_draft_tokens,num_steps}""",
     ),
     *_none(
         f"set {ROLLOUT}.agent.default_agent_loop=tool_agent, or give the data a column agent_name",
-        f"{ROLLOUT}.multi_turn.enable",
+        "ROLLOUT.multi_turn.enable",
     ),
-    *_none("set actor_rollout_ref.model.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+    *_none("set actor_rollout_ref.model.use_fused_kernels", "ACTOR.use_fused_kernels"),
     *_none(
         "set actor_rollout_ref.model.use_remove_padding",
-        *(f"{section}.use_remove_padding" for section in (ACTOR, "actor_rollout_ref.ref")),
+        "{ACTOR,REF}.use_remove_padding",
         here=lambda context: context.get(f"{ACTOR}.strategy") != "veomni",
     ),
     *_none("checkpoints are loaded from where they are, and stay", "trainer.del_local_ckpt_after_load"),

@@ -1,237 +1,218 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of verl's settings that this package reads.
+"""The types of verl's settings, by the values that they have in verl's own configuration.
 
-Contract: `well_formed` reports every such setting whose value is of another type than the rules and the shells expect,
-and gives a configuration in which each of them has a harmless value, so that all other rules can still be applied.
-This package's own settings have their types in `sections`.
-Shown by tests/integration/test_config_fuzz.py.
+Contract: verl's types accept any value of most settings, so that text in place of a number fails in the first update.
+`well_formed` reports every setting whose value is of another kind than verl's own (a number, a truth value, a list, a
+section, text), or outside the limits of `LIMITED`, and gives a configuration in which each of them is null, or an empty
+section, so that all rules can still be applied. null is left to verl but for parallel sizes and `NEEDED`. This
+package's own settings have their types in `sections`. Shown by tests/integration/test_config_fuzz.py.
 """
 
+import contextlib
+import functools
+import importlib.util
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from recipe.async_engine.config.fields import is_count, is_number, render
-from recipe.async_engine.config.problems import Problem
-from recipe.async_engine.config.sections import lookup
+import yaml
+
+from recipe.async_engine.config.fields import is_count, is_number
+from recipe.async_engine.config.problems import Problem, lookup, render
 
 DEEPEST = 32  # levels of sections and lists; verl's own have seven
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+MISSING, ABSENT = "???", object()
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a value must be, in words and as a test, and a harmless value in place of a wrong one."""
+class Expected(NamedTuple):
+    """What a value must be, in words and as a test."""
 
     allowed: str
     fits: Callable[[Any], bool]
-    harmless: Any
-    advice: str = "Correct the value, or remove the setting."
-    needed: bool = False  # a setting that is absent is as one that is null
-
-
-def _or_null(expected: Expected) -> Expected:
-    return Expected(f"{expected.allowed}, or null", lambda value: value is None or expected.fits(value), None)
+    advice: str = ""
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_paths(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(item, str) and item for item in value)
-    return value is None or isinstance(value, str)
+def _is_list(value: Any, fits: Callable[[Any], bool] = lambda item: isinstance(item, str)) -> bool:
+    return isinstance(value, list | tuple) and all(map(fits, value))
 
 
-SECTION = Expected("a section of settings", lambda value: isinstance(value, Mapping), {})
-COUNT = Expected("an integer >= 1", is_count, 1)
-# Without a harmless value: rules leave out what they would have said of it.
-AMOUNT = Expected("an integer >= 1", is_count, None, "Set it to at least 1.", needed=True)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+SECTION = Expected("a section of settings", lambda value: isinstance(value, Mapping))
+FLAG = Expected("true or false", lambda value: isinstance(value, bool) or value in (0, 1))
+NUMBER = Expected("a number", lambda value: is_number(value) and -math.inf < value < math.inf)
+LIST = Expected("a list", lambda value: isinstance(value, list | tuple))
+TEXT = Expected("text", lambda value: not isinstance(value, Mapping | list | tuple))
+NAME = Expected("a name", lambda value: _is_text(value) and value != "")
+PATH = Expected("a path or name", _is_text)
+PATHS = Expected("a path or name, or a list of them", lambda value: _is_text(value) or _is_list(value))
+COUNT = Expected("an integer >= 1", is_count)
+NATURAL = Expected("an integer >= 0", lambda value: _is_integer(value) and value >= 0)
+INTEGER = Expected("an integer", _is_integer)
+LISTED = Expected("a list of names", _is_list)
+STEPS = Expected("a list of steps from 1 on", lambda value: _is_list(value, is_count), "Write [2], or [2,3].")
 FREQUENCY = Expected(
     "an integer >= 1 (versions), or -1 for never",
     lambda value: _is_integer(value) and value >= -1,
-    -1,
     "It counts weight versions.",
-    needed=True,
 )
-NATURAL = Expected("an integer >= 0, or null", lambda value: value is None or (_is_integer(value) and value >= 0), None)
-FLAG = Expected("true or false", lambda value: isinstance(value, bool), False)
-NAME = Expected("a name", lambda value: isinstance(value, str) and value != "", "")
-TEXT = Expected("a path or name", lambda value: isinstance(value, str), "")
-NAMES = Expected("a name, or a list of names", _is_paths, None)
-PATHS = Expected("a path, or a list of paths", _is_paths, None)
-MAYBE_SECTION, MAYBE_COUNT, MAYBE_FLAG, MAYBE_TEXT = map(_or_null, (SECTION, COUNT, FLAG, TEXT))
 SHARE = Expected(
     "a number > 0 and <= 1",
     lambda value: is_number(value) and 0 < value <= 1,
-    None,
     "It is the share of an accelerator that an engine takes.",
 )
-STEPS = Expected(
-    "a list of steps from 1 on",
-    lambda value: isinstance(value, list | tuple) and all(map(is_count, value)),
-    None,
-    "Write [2], or [2,3].",
-)
-LISTED = Expected(
-    "a list of names",
-    lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
-    None,
-)
-MAYBE_INTEGER = _or_null(Expected("an integer", _is_integer, None))
 
-
-def _of(section: str, expected: Expected, *names: str) -> dict[str, Expected]:
-    return {f"{section}.{name}" if section else name: expected for name in names}
-
-
-# Outer sections first: what is inside a wrong one is not looked at.
-EXPECTED: Mapping[str, Expected] = {
-    **_of("", SECTION, "data", "trainer", "reward", "algorithm", "actor_rollout_ref", "actor_rollout_ref.model"),
-    **_of("", SECTION, ROLLOUT, ACTOR, f"{ROLLOUT}.agent", f"{ROLLOUT}.checkpoint_engine", f"{ACTOR}.checkpoint"),
-    **_of("", MAYBE_SECTION, "critic", "critic.model", "critic.checkpoint", "ray_kwargs", "ray_kwargs.ray_init"),
-    **_of("reward", MAYBE_SECTION, "reward_manager", "reward_model", "custom_reward_function"),
-    **_of("", MAYBE_SECTION, "custom_reward_function", "data.custom_cls", "algorithm.filter_groups"),
-    **_of("", MAYBE_SECTION, "distillation", "algorithm.kl_ctrl", "algorithm.rollout_correction"),
-    **_of("critic", MAYBE_SECTION, "fsdp", "optim"),
-    **_of("ray_kwargs.ray_init", MAYBE_SECTION, "runtime_env", "runtime_env.env_vars"),
-    **_of("reward.reward_model", MAYBE_SECTION, "rollout", "rollout.disaggregation"),
-    **_of(ACTOR, MAYBE_SECTION, "fsdp_config", "megatron", "optim", "policy_loss", "qat", "fsdp_config.qat"),
-    **_of(ACTOR, MAYBE_SECTION, "fsdp_config.mixed_precision", "megatron.qat"),
-    **_of("actor_rollout_ref", MAYBE_SECTION, "ref", "ref.fsdp_config", "model.lora", "model.mtp"),
-    **_of("actor_rollout_ref.model", MAYBE_SECTION, "override_config", "override_config.model_config"),
-    **_of(ROLLOUT, MAYBE_SECTION, "engine_kwargs", "engine_kwargs.vllm", "disaggregation", "multi_turn", "prometheus"),
-    **_of(ROLLOUT, MAYBE_SECTION, "qat", "trace", "val_kwargs"),
-    **_of(ROLLOUT, AMOUNT, "n", "agent.num_workers"),
-    **_of(ROLLOUT, COUNT, "tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
-    **_of(ROLLOUT, COUNT, "max_num_seqs", "max_num_batched_tokens", "val_kwargs.n"),
-    **_of(ROLLOUT, COUNT, "checkpoint_engine.update_weights_bucket_megabytes"),
-    **_of(ROLLOUT, MAYBE_COUNT, "max_model_len", "prompt_length", "response_length"),
-    **_of(ROLLOUT, FLAG, "enable_chunked_prefill", "calculate_log_probs", "full_determinism"),
-    **_of(ROLLOUT, FLAG, "free_cache_engine", "enable_sleep_mode"),
-    **_of(ROLLOUT, NAME, "name", "checkpoint_engine.backend"),
-    **_of(ACTOR, AMOUNT, "ppo_mini_batch_size"),
-    **_of(ACTOR, COUNT, "ulysses_sequence_parallel_size"),
-    **_of(ACTOR, MAYBE_COUNT, "ppo_micro_batch_size_per_gpu", "loss_scale_factor"),
-    **_of(ACTOR, FLAG, "use_dynamic_bsz", "checkpoint.async_save"),
-    **_of(ACTOR, NAME, "strategy", "fsdp_config.model_dtype"),
-    **_of("actor_rollout_ref", FLAG, "hybrid_engine"),
-    **_of("actor_rollout_ref", MAYBE_TEXT, "model.path"),
-    **_of("algorithm", NAME, "adv_estimator"),
-    **_of("algorithm.filter_groups", FLAG, "enable"),
-    **_of("algorithm.filter_groups", MAYBE_TEXT, "metric"),
-    **_of("algorithm.filter_groups", MAYBE_INTEGER, "max_num_gen_batches"),
-    **_of("critic", MAYBE_FLAG, "enable"),
-    **_of("critic", FLAG, "checkpoint.async_save", "use_dynamic_bsz"),
-    **_of("critic", NAME, "strategy"),
-    **_of("critic", MAYBE_TEXT, "model.path"),
-    **_of("critic", MAYBE_COUNT, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu"),
-    **_of("data", AMOUNT, "max_prompt_length", "max_response_length"),
-    **_of("data", PATHS, "train_files", "val_files"),
-    **_of("data", NATURAL, "train_batch_size", "gen_batch_size", "dataloader_num_workers"),
-    **_of("data", MAYBE_COUNT, "filter_overlong_prompts_workers"),
-    **_of("data", MAYBE_INTEGER, "seed"),
-    **_of("data", NAME, "prompt_key", "reward_fn_key"),
-    **_of("data", FLAG, "filter_overlong_prompts"),
-    **_of("data", MAYBE_INTEGER, "train_max_samples"),
-    **_of("data", MAYBE_TEXT, "custom_cls.path"),
-    **_of("trainer", AMOUNT, "nnodes", "n_gpus_per_node", "total_epochs"),
-    **_of("trainer", MAYBE_COUNT, "total_training_steps", "max_actor_ckpt_to_keep"),
-    **_of("trainer", FREQUENCY, "save_freq", "test_freq"),
-    **_of("trainer", NAME, "resume_mode", "default_local_dir"),
-    **_of("trainer", MAYBE_TEXT, "device", "resume_from_path", "default_hdfs_dir"),
-    **_of("trainer", MAYBE_TEXT, "rollout_data_dir", "validation_data_dir"),
-    **_of("reward", AMOUNT, "num_workers"),
-    **_of("reward", MAYBE_TEXT, "custom_reward_function.path", "custom_reward_function.name"),
-    **_of("reward", NAME, "reward_manager.source"),
-    **_of("reward.reward_model", FLAG, "enable", "enable_resource_pool"),
-    **_of("reward.reward_model", MAYBE_INTEGER, "nnodes", "n_gpus_per_node"),
-    # Of the actor.
-    **_of(ACTOR, MAYBE_FLAG, "use_kl_loss", "qat.enable", "fsdp_config.qat.enable", "megatron.qat.enable"),
-    **_of(ACTOR, MAYBE_COUNT, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size"),
-    **_of(ACTOR, MAYBE_INTEGER, "fsdp_config.fsdp_size"),
-    **_of(ACTOR, MAYBE_TEXT, "kl_loss_type", "policy_loss.loss_mode", "loss_agg_mode"),
-    **_of(f"{ACTOR}.fsdp_config.mixed_precision", MAYBE_TEXT, "param_dtype", "reduce_dtype", "buffer_dtype"),
-    **_of("actor_rollout_ref.ref", MAYBE_FLAG, "log_prob_use_dynamic_bsz"),
-    **_of("actor_rollout_ref.ref", MAYBE_COUNT, "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"),
-    **_of("actor_rollout_ref.ref", MAYBE_INTEGER, "fsdp_config.fsdp_size"),
-    **_of("actor_rollout_ref.ref", MAYBE_TEXT, "strategy"),
-    **_of("actor_rollout_ref.model", NATURAL, "lora_rank", "lora.rank"),
-    **_of("actor_rollout_ref.model", MAYBE_FLAG, "mtp.enable_rollout", "use_liger", "use_remove_padding", "lora.merge"),
-    **_of("actor_rollout_ref.model", MAYBE_TEXT, "lora_adapter_path", "tokenizer_path"),
-    **_of("actor_rollout_ref.model", NAMES, "external_lib"),
-    **_of("actor_rollout_ref.model.override_config", MAYBE_TEXT, "attn_implementation"),
-    **_of("actor_rollout_ref.model.override_config", MAYBE_COUNT, "max_position_embeddings"),
-    # Of rollout and rewards.
-    **_of(ROLLOUT, MAYBE_FLAG, "disaggregation.enabled", "disable_log_stats", "prometheus.enable", "qat.enable"),
-    **_of(ROLLOUT, MAYBE_FLAG, "log_prob_use_dynamic_bsz"),
-    **_of(ROLLOUT, MAYBE_COUNT, "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"),
-    **_of(ROLLOUT, MAYBE_TEXT, "agent.agent_loop_config_path", "agent.default_agent_loop", "checkpoint_manager_class"),
-    **_of(ROLLOUT, MAYBE_TEXT, "checkpoint_engine.custom_backend_module", "dtype", "logprobs_mode", "load_format"),
-    **_of(ROLLOUT, MAYBE_TEXT, "quantization", "scheduling_policy", "trace.backend", "multi_turn.format"),
-    **_of(f"{ROLLOUT}.multi_turn", MAYBE_TEXT, "tool_config_path", "function_tool_path", "interaction_config_path"),
-    **_of("reward", MAYBE_TEXT, "reward_manager.name", "reward_model.model_path"),
-    **_of(
-        "reward.reward_model.rollout", MAYBE_FLAG, "disaggregation.enabled", "enable_sleep_mode", "free_cache_engine"
+# By the last part of a setting's name, where verl's own value does not say it all.
+LIMITED: Mapping[str, Expected] = {
+    **dict.fromkeys(
+        (
+            *("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
+            *("ulysses_sequence_parallel_size", "max_num_seqs", "max_num_batched_tokens", "num_workers", "n"),
+            *("update_weights_bucket_megabytes", "max_model_len", "prompt_length", "response_length"),
+            *("max_prompt_length", "max_response_length", "ppo_mini_batch_size", "ppo_micro_batch_size"),
+            *("ppo_micro_batch_size_per_gpu", "loss_scale_factor", "ppo_max_token_len_per_gpu"),
+            *("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", "max_position_embeddings"),
+            *("filter_overlong_prompts_workers", "max_actor_ckpt_to_keep", "total_epochs"),
+        ),
+        COUNT,
     ),
-    **_of("reward.reward_model.rollout", MAYBE_COUNT, "max_num_batched_tokens", "max_num_seqs", "data_parallel_size"),
-    **_of(
-        "reward.reward_model.rollout", MAYBE_COUNT, *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
+    **dict.fromkeys(
+        (
+            *("train_batch_size", "gen_batch_size", "dataloader_num_workers", "lora_rank", "rank"),
+            *("critic_warmup", "num_gpus", "num_cpus"),
+        ),
+        NATURAL,
     ),
-    **_of("reward.reward_model.rollout", MAYBE_TEXT, "name"),
-    **_of(ROLLOUT, _or_null(SHARE), "standalone_gpu_memory_utilization"),
-    **_of(ROLLOUT, MAYBE_TEXT, "engine_kwargs.vllm.scheduler_cls"),
-    # Of the rest.
-    **_of("", MAYBE_SECTION, "global_profiler"),
-    **_of("global_profiler", _or_null(STEPS), "steps"),
-    **_of(f"{ACTOR}.checkpoint", _or_null(LISTED), "save_contents", "load_contents"),
-    **_of("critic.checkpoint", _or_null(LISTED), "save_contents", "load_contents"),
-    **_of("", MAYBE_FLAG, "distillation.enabled", "algorithm.use_kl_in_reward", "algorithm.use_pf_ppo"),
-    **_of("", MAYBE_TEXT, "model_engine", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"),
-    **_of("", MAYBE_SECTION, "algorithm.pf_ppo"),
-    **_of("", MAYBE_TEXT, "algorithm.pf_ppo.reweight_method", f"{ROLLOUT}.multi_turn.tool_response_truncate_side"),
-    **_of("algorithm.rollout_correction", MAYBE_FLAG, "bypass_mode"),
-    **_of("algorithm.rollout_correction", MAYBE_TEXT, "loss_type", "rollout_is", "rollout_rs"),
-    **_of("critic", MAYBE_INTEGER, "fsdp.fsdp_size"),
-    **_of("critic", MAYBE_TEXT, "optim.optimizer", "optim.optimizer_impl"),
-    **_of(ACTOR, MAYBE_TEXT, "optim.optimizer", "optim.optimizer_impl"),
-    **_of("critic", MAYBE_COUNT, "ppo_max_token_len_per_gpu"),
-    **_of("critic", NAMES, "model.external_lib"),
-    **_of("trainer", NAMES, "logger"),
-    **_of("trainer", NATURAL, "critic_warmup"),
-    **_of("ray_kwargs.ray_init", NATURAL, "num_gpus", "num_cpus"),
-    **_of("ray_kwargs.ray_init", MAYBE_TEXT, "address"),
+    **dict.fromkeys(
+        ("max_num_gen_batches", "train_max_samples", "seed", "nnodes", "n_gpus_per_node", "fsdp_size"), INTEGER
+    ),
+    **dict.fromkeys(
+        (
+            *("path", "resume_from_path", "default_hdfs_dir", "rollout_data_dir", "validation_data_dir", "name"),
+            *("lora_adapter_path", "tokenizer_path", "agent_loop_config_path", "custom_backend_module"),
+            *("tool_config_path", "function_tool_path", "model_path", "rollout_is", "rollout_rs", "backend"),
+            *("quantization", "metric", "strategy", "device"),
+        ),
+        PATH,
+    ),
+    **dict.fromkeys(("use_dynamic_bsz", "log_prob_use_dynamic_bsz", "enable"), FLAG),
+    **dict.fromkeys(("train_files", "val_files", "external_lib", "logger", "target_modules"), PATHS),
+    **dict.fromkeys(("save_contents", "load_contents"), LISTED),
+    **dict.fromkeys(("save_freq", "test_freq"), FREQUENCY),
+    "steps": STEPS,
+    "default_local_dir": NAME,
 }
-ABSENT = object()
+# Settings that verl reads and its configuration does not have, or has from another one.
+ADDED: Mapping[str, Expected] = {
+    f"{ROLLOUT}.standalone_gpu_memory_utilization": SHARE,
+    f"{ROLLOUT}.qat": SECTION,
+    "model_engine": PATH,
+    "trainer.total_training_steps": Expected("an integer >= 1, or null", is_count),
+    **dict.fromkeys((f"{ROLLOUT}.qat.enable", f"{ACTOR}.megatron.qat.enable"), FLAG),
+    **dict.fromkeys((f"{ROLLOUT}.enable_sleep_mode", "reward.reward_model.rollout.enable_sleep_mode"), FLAG),
+    **dict.fromkeys((f"{ACTOR}.megatron", f"{ACTOR}.megatron.qat", f"{ACTOR}.fsdp_config.mixed_precision"), SECTION),
+    **dict.fromkeys(
+        (f"{ACTOR}.fsdp_config.mixed_precision.{name}_dtype" for name in ("param", "reduce", "buffer")), PATH
+    ),
+    f"{MODEL}.override_config.model_config": SECTION,
+    f"{MODEL}.override_config.attn_implementation": PATH,
+    f"{MODEL}.override_config.max_position_embeddings": COUNT,
+    **dict.fromkeys((f"{ROLLOUT}.checkpoint_manager_class", f"{ROLLOUT}.engine_kwargs.vllm.scheduler_cls"), PATH),
+    f"{ROLLOUT}.multi_turn.interaction_config_path": PATH,
+    "ray_kwargs.ray_init.runtime_env.env_vars": SECTION,
+    "ray_kwargs.ray_init.address": PATH,
+    "ray_kwargs.ray_init.num_gpus": NATURAL,
+    "actor_rollout_ref.ref.strategy": PATH,
+}
+# Without these a run cannot be planned; a setting that is absent is as one that is null.
+NEEDED: Mapping[str, Expected] = {
+    **dict.fromkeys((f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers", f"{ACTOR}.ppo_mini_batch_size"), COUNT),
+    **dict.fromkeys(("data.max_prompt_length", "data.max_response_length", "reward.num_workers"), COUNT),
+    **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs"), COUNT),
+    **dict.fromkeys(("trainer.save_freq", "trainer.test_freq"), FREQUENCY),
+}
+
+
+@functools.lru_cache
+def verls_own(model_engine: str = "dp") -> Mapping[str, Any]:
+    """The configuration that verl has for a training engine, not resolved; empty where it is not installed."""
+    engine = "" if model_engine == "dp" else f"_{model_engine}"
+    verl = importlib.util.find_spec("verl")
+    file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
+    with contextlib.suppress(OSError, ValueError), file.open("rb") as stream:
+        return dict(yaml.load(stream, yaml.CSafeLoader))
+    return {} if model_engine == "dp" else verls_own()
+
+
+@functools.lru_cache
+def expected(model_engine: str = "dp") -> Mapping[str, Expected]:
+    """What each setting has to be, outer sections first."""
+    found = {**dict(_kinds(verls_own(model_engine))), **ADDED, **NEEDED}
+    return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
+
+
+def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Expected]]:
+    for name, usual in section.items():
+        setting = f"{above}{name}"
+        match usual:
+            case Mapping():
+                yield setting, SECTION
+                yield from _kinds(usual, f"{setting}.")
+            case "???":  # to be given; rules say what it has to be
+                continue
+            case _ if name in LIMITED:
+                kind, is_open = LIMITED[name], usual is None or str(usual).startswith("${")
+                yield setting, kind._replace(allowed=f"{kind.allowed}, or null") if is_open else kind
+            case bool():
+                yield setting, FLAG
+            # Numbers, or two as text; learning.py has their limits.
+            case int() | float() if not name.endswith("_threshold"):
+                yield setting, NUMBER
+            case list():
+                yield setting, LIST
+            case str() if not usual.startswith("${"):
+                yield setting, TEXT
 
 
 def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[str, Any], list[Problem]]:
-    """The configuration with a harmless value for each setting of a wrong type, and these as problems.
+    """The configuration without values of a wrong kind, and these as problems.
 
     Args:
         misses: whether settings that have to be there and are not are problems too.
     """
     repaired, problems = _not_too_deep(config)
-    for setting, expected in EXPECTED.items():
+    for setting, kind in expected(str(config.get("model_engine", "dp"))).items():
         value = lookup(repaired, setting, ABSENT)
-        if value is ABSENT and expected.needed and misses:
-            problems.append(Problem(setting, "null", expected.allowed, expected.advice))
-        elif value is not ABSENT and not expected.fits(value):
-            problems.append(Problem(setting, render(value), expected.allowed, expected.advice))
-            _replace(repaired, setting.split("."), expected.harmless)
+        is_needed = (setting in NEEDED and misses) or (setting.endswith("parallel_size") and value is None)
+        if value is ABSENT or value is None:
+            if is_needed:
+                problems.append(Problem(setting, "null", kind.allowed, kind.advice or "Set it."))
+        elif value == MISSING:
+            problems.append(Problem(setting, MISSING, "a value", "It is missing: give it, or remove the setting."))
+            _replace(repaired, setting.split("."), None)
+        elif not kind.fits(value):
+            advice = kind.advice or "Correct the value, or remove the setting."
+            problems.append(Problem(setting, render(value), kind.allowed, advice))
+            _replace(repaired, setting.split("."), {} if kind is SECTION else None)
     return repaired, problems
 
 
 def _not_too_deep(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Without what is nested so deep that nothing could read it, and its settings as problems."""
-    problems = []
-    kept: dict[str, Any] = dict(config)
+    problems, kept = [], dict(config)
     for setting in _too_deep(config):
         problems.append(Problem(setting, "nested", f"at most {DEEPEST} levels, of text as names", "Write it flat."))
-        section = setting.split(".")[0]
-        kept[section] = None
+        kept[setting.split(".")[0]] = None
     return kept, problems
 
 

@@ -9,8 +9,8 @@ live ones) and `promoted` (they are the live ones now). Contract:
   requests of its live version have been scored, or ``drain_s`` after the newer weights were complete; what comes too
   late is scored by the live version and marked. It moves on when somebody asks for the newer version or the next
   weights come, so that a request which is on its way during a weight sync still finds its version.
-- ``anchor: latest``: a server moves on at once. A request names the oldest version that will do, and waits for it, or,
-  with ``answer_stale``, is scored by an older live version until then.
+- ``anchor: latest``: a server moves on at once. A request names the oldest version that will do, and waits
+  for it.
 - Requests of the oldest groups go first. A batch has at most ``max_batch_tokens``, a larger request its own batch; no
   request waits for a fuller batch longer than ``max_delay_s``.
 - A request whose version will not come is handed back, never kept.
@@ -43,7 +43,6 @@ class ScoringSettings:
     max_batch_tokens: int = 16384
     max_delay_s: float = 0.05
     drain_s: float = 10.0
-    answer_stale: bool = False
     holds_for_weights: bool = False
 
 
@@ -242,8 +241,7 @@ class ScoringQueue:
         )
         if live is None or self.paused or holds:
             return []
-        stale_too = self._settings.anchor is Anchor.LATEST and self._settings.answer_stale
-        ready = [request for request in self._waiting.values() if stale_too or request.version <= live]
+        ready = [request for request in self._waiting.values() if request.version <= live]
         return sorted(ready, key=lambda request: (request.start, request.id))
 
     def _is_due(self, ready: list[ScoringRequest], now: float) -> bool:

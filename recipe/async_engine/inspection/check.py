@@ -3,14 +3,13 @@
 
 Contract: `check` is the one call a main makes before it starts a process; `look` gives what it found without judging.
 They read the data files and the models' config.json, ask the model hub (with a deadline), change nothing (`datasets`
-keeps what it reads in its cache), and start nothing but the driver's own program that tells the accelerators' memory.
+and the hub keep what is read in their caches), and start nothing but the driver's own program that tells the memory of
+accelerators.
 The judgement is `config.validation`'s, that of the judges which a main brings, and that of verl's own types where
 verl is imported anyway.
 """
 
 import contextlib
-import functools
-import importlib.util
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import from_json
@@ -28,17 +26,13 @@ from safetensors import SafetensorError, safe_open
 
 from recipe.async_engine.config.facts import FileFact, NodeRoom, Resources
 from recipe.async_engine.config.fields import is_count
-from recipe.async_engine.config.kinds import of_another_kind
-from recipe.async_engine.config.known_models import known_model
 from recipe.async_engine.config.legacy import migrated
-from recipe.async_engine.config.notices import left_behind, notices
+from recipe.async_engine.config.notices import left_behind
 from recipe.async_engine.config.packages import MODULES
 from recipe.async_engine.config.plan import RunPlan, has_critic
-from recipe.async_engine.config.problems import ConfigError, Problem
-from recipe.async_engine.config.rules import algorithm, batches, engines, learning, names, stock
-from recipe.async_engine.config.rules.context import RuleContext
-from recipe.async_engine.config.sections import lookup
-from recipe.async_engine.config.validation import Findings, Judge, judge
+from recipe.async_engine.config.problems import ConfigError, Problem, lookup
+from recipe.async_engine.config.rules.names import unusual
+from recipe.async_engine.config.validation import Findings, Judge, judge, warnings_of
 from recipe.async_engine.config.verl_types import well_formed
 from recipe.async_engine.inspection.accelerators import memory_here
 from recipe.async_engine.inspection.code_files import code_facts
@@ -156,25 +150,13 @@ def look(
     if makes_task:
         facts = [fact for fact in facts if fact.path != "null"] + list(_builtin_task(usable))
     problems, context = judge(settings, _available(usable, available), facts, judges=judges)
-    named = {problem.setting for problem in problems}
-    problems += [problem for problem in of_another_kind(settings, _verls(context)) if problem.setting not in named]
     if with_verl is None:
-        with_verl = not context.on_cpu or (not problems and bool(names.unusual(context)))
+        with_verl = not context.on_cpu or (not problems and bool(unusual(context)))
     if with_verl:
         from recipe.async_engine.inspection.verl_check import verl_problems
 
         problems += verl_problems(context, problems)
-    said = (
-        *batches.tight_bound(context),
-        *engines.early_ends(context),
-        *algorithm.without_effect(context),
-        *stock.without_effect(context),
-        *names.untried(context),
-        *learning.trains_nothing(context),
-    )
-    warnings = [text for other in judges for text in other.warnings(context)]
-    warnings += [*said, *_without_effect(context), *dropped]
-    return Findings(problems, warnings, context)
+    return Findings(problems, [*warnings_of(context, judges), *dropped], context)
 
 
 def _builtin_task(config: Mapping[str, Any]) -> Iterator[FileFact]:
@@ -200,26 +182,6 @@ def _available(config: Mapping[str, Any], given: Resources | None) -> Resources 
     return None if found == Resources(None) else found
 
 
-def _without_effect(context: RuleContext) -> list[str]:
-    """By every setting as verl has it, in the file that comes with it; without that there is nothing to compare."""
-    defaults = _verls(context)
-    return list(notices(context, defaults)) if defaults else []
-
-
-def _verls(context: RuleContext) -> dict[str, Any]:
-    engine = str(context.get("model_engine", "dp"))
-    return _defaults("" if engine == "dp" else f"_{engine}")
-
-
-@functools.lru_cache
-def _defaults(engine: str) -> dict[str, Any]:
-    verl = importlib.util.find_spec("verl")
-    file = Path(str(verl.origin if verl else "")).with_name("trainer") / f"config/_generated_ppo{engine}_trainer.yaml"
-    with contextlib.suppress(OSError, ValueError), file.open("rb") as stream:
-        return dict(yaml.load(stream, yaml.CSafeLoader))
-    return {}
-
-
 def _is_remote(path: str) -> bool:
     return "://" in path
 
@@ -240,8 +202,7 @@ def _model(config: Mapping[str, Any]) -> Iterator[FileFact]:
             # on a slow disk.
             on_cpu = setting == policy and lookup(config, "trainer.device") == "cpu"
             largest = _largest_tensor(Path(path)) if on_cpu else None
-            fault = _model_fault(str(path))
-            sizes = _model_config(str(path), fault is None)
+            sizes, fault = _model_config(str(path))
             yield FileFact(setting, str(path), "model", fault, largest_tensor=largest, model_config=sizes)
 
 
@@ -255,51 +216,52 @@ def _start(config: Mapping[str, Any]) -> Iterator[FileFact]:
         yield FileFact("async_training.start_from", path, "checkpoint", fault)
 
 
-def _model_config(path: str, is_there: bool) -> Mapping[str, Any] | None:
-    """A model's config.json: of a folder, of the hub's cache, as this package knows it, or from the hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file: Path | None = Path(path) / "config.json"
-    if not os.path.isdir(path):
-        cached = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
-        file = Path(cached) if isinstance(cached, str) else None
-    if file is None:
-        return known_model(path) or (_config_on_hub(path) if is_there else None)
-    with contextlib.suppress(OSError, ValueError):
-        read = from_json(file.read_bytes())
-        return read if isinstance(read, dict) else None
-    return None
-
-
-def _config_on_hub(name: str) -> Mapping[str, Any] | None:
-    """From the hub, without keeping it: the run's own processes download the model."""
-    import httpx
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
-        url = hf_hub_url(name, "config.json")
-        answer = get_session().get(url, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S, follow_redirects=True)
-        read = answer.json() if answer.status_code == 200 else None
-        return read if isinstance(read, dict) else None
-    return None
-
-
-def _model_fault(path: str) -> str | None:
-    local = Path(path)
-    if os.path.isdir(local):
-        if not os.path.isfile(local / "config.json"):
-            return "has no config.json"
-        try:
-            is_object = isinstance(from_json((local / "config.json").read_bytes()), dict)
-        except (OSError, ValueError) as error:
-            return f"has a config.json that cannot be read ({error})"
-        return None if is_object else "has a config.json that is no JSON object"
-    if os.path.exists(local):
-        return "is not a directory"
+def _model_config(path: str) -> tuple[Mapping[str, Any] | None, str | None]:
+    """A model's config.json where it is at hand, and why the model cannot be used."""
+    if os.path.isdir(path):
+        return _read_config(Path(path) / "config.json")
+    if os.path.exists(path):
+        return None, "is not a directory"
     if path.startswith("~"):
-        return "does not exist: ~ is taken as it is written; write the whole path"
-    return _hub_fault(path) if is_hub_name(path) else "does not exist"
+        return None, "does not exist: ~ is taken as it is written; write the whole path"
+    if not is_hub_name(path):
+        return None, "does not exist"
+    # verl's documentation has this variable for a mirror that it asks instead of the hub.
+    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
+        return None, None
+    file, fault = _on_hub(path)
+    return (None, fault) if file is None else _read_config(file)
+
+
+def _read_config(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    try:
+        read = from_json(file.read_bytes())
+    except FileNotFoundError:
+        return None, "has no config.json"
+    except (OSError, ValueError) as error:
+        return None, f"has a config.json that cannot be read ({error})"
+    return (read, None) if isinstance(read, dict) else (None, "has a config.json that is no JSON object")
+
+
+def _on_hub(name: str) -> tuple[Path | None, str | None]:
+    """A hub model's config.json, which stays in the hub's cache, or why the model cannot be had."""
+    import httpx
+    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    absent = "exists neither as a directory nor in the hub's local cache, and the hub"
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True)), None
+    except LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            return None, f"{absent} is offline (HF_HUB_OFFLINE)"
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)  # which is asked once
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)), None
+    except HfHubHTTPError as error:
+        return None, f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
+    except (OSError, httpx.HTTPError) as error:
+        return None, f"{absent} cannot be reached ({type(error).__name__})"
 
 
 def _largest_tensor(model: Path) -> tuple[str, int] | None:
@@ -310,33 +272,6 @@ def _largest_tensor(model: Path) -> tuple[str, int] | None:
             names = weights.keys()
             sizes |= {name: math.prod(weights.get_slice(name).get_shape()) for name in names}
     return max(sizes.items(), key=lambda item: item[1], default=None)
-
-
-def _hub_fault(name: str) -> str | None:
-    """Why a hub model cannot be had: neither in the local cache nor, as far as can be told, on the hub."""
-    # A mirror that verl asks instead of the hub (see verl's documentation).
-    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() == "true":
-        return None
-    import httpx
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
-    offline = "exists neither as a directory nor in the hub's local cache, and the hub is offline (HF_HUB_OFFLINE)"
-    try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return None
-        if constants.HF_HUB_OFFLINE:
-            return offline
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-    except HFValidationError:
-        return "does not exist as a directory, and is no valid name of a hub model"
-    except OfflineModeIsEnabled:
-        return offline
-    except HfHubHTTPError as error:
-        return f"does not exist as a directory, and the hub refuses it ({type(error).__name__})"
-    except (OSError, httpx.HTTPError) as error:
-        return f"does not exist as a directory, and the hub cannot be reached ({type(error).__name__})"
-    return None
 
 
 def _reward_function(config: Mapping[str, Any]) -> Iterator[FileFact]:

@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.async_engine.config.facts import FileFact
+from recipe.async_engine.config.problems import lookup
 from recipe.async_engine.config.rules.names import LOGGERS, asked
-from recipe.async_engine.config.sections import lookup
 from recipe.async_engine.inspection.node_probe import is_there
 
 ROLLOUT = "actor_rollout_ref.rollout"

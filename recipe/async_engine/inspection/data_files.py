@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from pebble import concurrent
 
 from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, FileFact
-from recipe.async_engine.config.sections import Timeouts, lookup
+from recipe.async_engine.config.problems import lookup
+from recipe.async_engine.config.sections import Timeouts
 from recipe.async_engine.inspection.prompt_check import row_faults
 
 if TYPE_CHECKING:

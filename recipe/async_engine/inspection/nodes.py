@@ -2,8 +2,8 @@
 """Asks each node of a cluster whether a run's processes can work there, and refuses the run where they cannot.
 
 Contract: one small task on each node that has CPUs or accelerators, before anything expensive starts; what is wrong
-with any of them is said at once, by node (`config.nodes`). The run's folder counts as shared where a node sees a file
-that this process has just written there, and removes again.
+with any of them is said at once, by node (`node_problems`, a pure function). The run's folder counts as shared where a
+node sees a file that this process has just written there, and removes again.
 
 Shown by tests/config/test_nodes.py, tests/integration/test_nodes.py and tests/e2e/test_nodes.py.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.async_engine import __version__
 from recipe.async_engine.config.facts import NodeFact, NodeRoom, Resources
-from recipe.async_engine.config.nodes import NodesNotReady, node_problems
-from recipe.async_engine.config.packages import needs
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.packages import Need, needs
+from recipe.async_engine.config.problems import lookup
+from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.inspection import node_probe
 from recipe.async_engine.inspection.accelerators import memory_by_type
 
@@ -47,6 +47,60 @@ PATHS = (
 """What a process of the run opens that may be on any node."""
 ACCELERATORS = ("GPU", "NPU")
 """As Ray names them."""
+
+
+class NodesNotReady(RecipeError):
+    """Processes of the run could not work on a node of the cluster; the message has every problem found."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"The run's processes cannot work on every node of the cluster:{lines}")
+
+
+def node_problems(facts: Sequence[NodeFact], recipe: str, folder: str, needs: Sequence[Need] = ()) -> list[str]:
+    """Of all nodes; none means that the run may start.
+
+    Args:
+        recipe: this package's version where the main runs.
+        folder: `trainer.default_local_dir`.
+        needs: packages that nodes with accelerators were asked for.
+    """
+    releases = sorted({fact.verl for fact in facts if fact.verl is not None})
+    found = [problem for fact in facts for problem in _problems(fact, recipe, releases, folder)]
+    for fact in facts:
+        for need in needs:
+            if need.is_lacking(fact.absent):
+                asked = f"{need.setting} asks for {need.package}, which node {fact.address} does not have in the"
+                found.append(f"{asked} environment of Ray's workers. {need.advice}")
+    return found
+
+
+def _problems(fact: NodeFact, recipe: str, releases: Sequence[str], folder: str) -> Iterator[str]:
+    node = f"node {fact.address}"
+    if fact.error is not None:
+        yield f"{node} {fact.error}. Repair it, or take it out of the cluster."
+        return
+    if fact.verl is None:
+        yield f"{node} has no verl in the environment of Ray's workers. Install the same one as on the other nodes."
+    elif len(releases) > 1:
+        yield f"{node} has verl {fact.verl}; the cluster has {', '.join(releases)}. Install the same one everywhere."
+    if fact.recipe is None:
+        yield f"{node} has no verl-recipe-async in the environment of Ray's workers. Install version {recipe} there."
+    elif fact.recipe != recipe:
+        yield f"{node} has verl-recipe-async {fact.recipe}, the main {recipe}. Install the same one everywhere."
+    elif not fact.routes:
+        yield (
+            f"{node} would not load this package with verl: its entry point is not installed there, or"
+            " VERL_USE_EXTERNAL_PLUGINS keeps it out. Install verl-recipe-async there with pip, or set"
+            " VERL_USE_EXTERNAL_MODULES=recipe.async_engine.plugin for Ray's workers."
+        )
+    for setting, path, fault in fact.faults:
+        yield f"{setting}={path} {fault} on {node}. Put it on a file system that all nodes share, or copy it there."
+    if not fact.sees_folder:
+        yield (
+            f"trainer.default_local_dir={folder} is not the same folder on {node}: a file that the main has written"
+            " there is not seen. Choose one on a file system that all nodes share; a checkpoint is written by several."
+        )
 
 
 def check_nodes(config: Mapping[str, Any], timeout_s: float) -> None:

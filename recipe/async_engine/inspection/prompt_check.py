@@ -26,7 +26,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from recipe.async_engine.config.facts import VERLS_LOOPS, VERLS_MANAGERS, RowFault
 from recipe.async_engine.config.plan import MODEL
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.problems import lookup
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -268,7 +268,7 @@ class RolloutScheduler:
                 raise BatchTimeout(
                     f"{self.manager.running} trajectories still generate after {timeout_s:g} s of draining before "
                     f"a weight sync, and {self.ledger.counts().running} groups are not complete; raise "
-                    "async_training.timeouts.drain, or set async_training.partial_rollout=True "
+                    "async_training.timeouts.trajectory, or set async_training.weights.at_swap=interrupt "
                     "so that a sync interrupts and resumes them"
                 )
             self.manager.drain()

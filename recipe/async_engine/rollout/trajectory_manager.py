@@ -42,7 +42,7 @@ AS_OFTEN_AS_IT_DIES = -1
 
 
 class ValidationTimeout(RecipeError):
-    """Validation took longer than ``async_training.timeouts.validation``."""
+    """Validation took longer than ``async_training.timeouts.batch_wait``."""
 
 
 class ValidationFailed(RecipeError):
@@ -135,7 +135,7 @@ class TrajectoryManager(AgentLoopManager):
             if not limit.expired():
                 raise
             raise ValidationTimeout(
-                "validation was not done within async_training.timeouts.validation; raise it, or validate fewer "
+                "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
         finally:

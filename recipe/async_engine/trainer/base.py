@@ -154,14 +154,13 @@ class AsyncPPOTrainer(SavedRun):
         self.record.ask()
         self.scheduler.tokens = self.interrupted_tokens
         self.scheduler.restore_groups(groups)
-        told = self.plan.settings.async_training.prometheus
         self.figures = FiguresStage(
             self.ledger,
             self.scheduler,
             self.timeline,
             self.alarms,
             lambda: self.publisher.live_replicas,
-            PrometheusExporter(str(self.config.trainer.experiment_name)) if told else None,
+            PrometheusExporter(str(self.config.trainer.experiment_name)),
         )
         self.publishing = PublishStage(
             self.plan,
@@ -208,7 +207,7 @@ class AsyncPPOTrainer(SavedRun):
     def end_tracking(self, error: Mapping[str, str] | None, limit_s: float | None = None) -> None:
         """Give the trackers their last rows and how the run ended; callable from any thread.
 
-        ``error``: name and message. ``limit_s``: by default ``async_training.timeouts.trackers``.
+        ``error``: name and message. ``limit_s``: by default what ``async_training.timeouts.stop`` leaves them.
         """
         if self.trackers is not None:
             self.trackers.finish(self.account(), error, limit_s or self.timeouts.trackers)

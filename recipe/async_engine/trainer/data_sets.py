@@ -21,10 +21,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer.chat_template import apply_chat_template
 
 from recipe.async_engine.config.facts import TRAIN_FILES, VAL_FILES, VERLS_LOOPS
-from recipe.async_engine.config.fields import render
 from recipe.async_engine.config.plan import MODEL
-from recipe.async_engine.config.problems import ConfigError, Problem
-from recipe.async_engine.config.sections import lookup
+from recipe.async_engine.config.problems import ConfigError, Problem, lookup, render
 from recipe.async_engine.core.columns import FAILURE
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.rollout.prompts import IndexedDataset

@@ -72,7 +72,7 @@ class FiguresStage:
 
     Args:
         live_replicas: how many there are now.
-        exporter: what tells Prometheus, with ``async_training.prometheus``.
+        exporter: what tells Prometheus.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class PublishStage:
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
         seconds = parts * timeouts.weight_sync
         if self._drains:
-            setting += f" and timeouts.drain={timeouts.drain:g}"
+            setting += f" and timeouts.trajectory={timeouts.drain:g}"
             seconds += timeouts.drain
         return seconds, setting
 

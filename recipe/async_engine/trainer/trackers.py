@@ -174,7 +174,7 @@ class Trackers:
         for tracker in self._trackers:
             if not tracker.over.wait(max(0.0, deadline - time.monotonic())):
                 logger.error(
-                    "tracker %s has not taken the end of the run within %g s (async_training.timeouts.trackers); it is "
+                    "tracker %s has not taken the end of the run within %g s (of async_training.timeouts.stop); it is "
                     "left behind and may lack rows",
                     tracker.name,
                     limit_s,

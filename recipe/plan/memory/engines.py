@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.log_prob_servers import LogProbServers
-from recipe.async_engine.config.model_shape import ModelShape
 from recipe.async_engine.config.plan import adapter_rank, replica_size, trainer_ranks
 from recipe.async_engine.config.sections import SHARED, lookup
 from recipe.plan.memory.items import GIB, MIB, Item
+from recipe.plan.memory.shape import ModelShape
 from recipe.plan.memory.training import (
     FP32,
     FSDP,

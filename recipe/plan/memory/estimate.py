@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.model_shape import ModelShape
 from recipe.async_engine.config.plan import (
     has_critic,
     has_reference,
@@ -44,6 +43,8 @@ from recipe.plan.memory.engines import (
     server_rank,
 )
 from recipe.plan.memory.items import GIB, Item, Moment, Part, gib, listed
+from recipe.plan.memory.parallel import parallel_sizes
+from recipe.plan.memory.shape import ModelShape, model_of
 from recipe.plan.memory.training import CONTEXT, Rank
 
 # An estimate may be wrong by so much (docs/memory.md).
@@ -262,11 +263,11 @@ MODELS_OWN = f"{ROLLOUT}.max_model_len, which is the number of the model's posit
 
 def parts(context: RuleContext) -> list[Part]:
     """The run's parts with what each takes of its accelerators; none where the model's shape is not known."""
-    policy = context.model(POLICY_PATH)
+    policy = model_of(context, POLICY_PATH)
     strategies = {context.get(f"{section}.strategy") for section in context.trained}
     if policy is None or context.on_cpu or not strategies <= {"fsdp", "fsdp2", "megatron"}:
         return []
-    models = Models(policy, context.model("critic.model.path"), context.positions)
+    models = Models(policy, model_of(context, "critic.model.path"), context.positions)
     return parts_of(context.config, context.settings, models, device_bytes(context))
 
 
@@ -280,6 +281,7 @@ def device_bytes(context: RuleContext) -> int | None:
 
 def problems(context: RuleContext) -> Iterator[Problem]:
     """What cannot fit; what is only near is `warnings`."""
+    yield from parallel_sizes(context)
     for verdict in _verdicts(context):
         if verdict.refused:
             setting, *others = verdict.part.settings
@@ -293,7 +295,7 @@ def problems(context: RuleContext) -> Iterator[Problem]:
 
 def _cache(context: RuleContext) -> Iterator[Problem]:
     """vLLM starts only with a KV cache for one request of the longest length (vllm/v1/core/kv_cache_utils.py)."""
-    shape, device = context.model(POLICY_PATH), device_bytes(context)
+    shape, device = model_of(context, POLICY_PATH), device_bytes(context)
     windowed = context.policy.get("sliding_window") and context.policy.get("use_sliding_window", True)
     other_size = context.get(f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype")
     if shape is None or device is None or context.on_cpu or windowed or other_size:

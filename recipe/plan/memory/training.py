@@ -10,8 +10,8 @@ them with published and measured figures.
 
 from dataclasses import dataclass
 
-from recipe.async_engine.config.model_shape import ModelShape
 from recipe.plan.memory.items import GIB, Item, listed
+from recipe.plan.memory.shape import ModelShape
 
 # The process: CUDA's context, NCCL's buffers, libraries.
 CONTEXT = Item("context, NCCL, libraries", GIB, certain=False)

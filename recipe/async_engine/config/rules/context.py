@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe.async_engine.config.facts import FileFact, Resources
-from recipe.async_engine.config.fields import is_count, render
+from recipe.async_engine.config.fields import is_count
 from recipe.async_engine.config.log_prob_servers import Proximal
-from recipe.async_engine.config.model_shape import ModelShape, shape_of
 from recipe.async_engine.config.plan import batch_size, has_critic, has_reference, proximal_source
-from recipe.async_engine.config.problems import Problem
-from recipe.async_engine.config.sections import Settings, lookup
+from recipe.async_engine.config.problems import Problem, lookup, render
+from recipe.async_engine.config.sections import Settings
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
 REWARD_MODEL = "reward.reward_model"
@@ -74,13 +73,6 @@ class RuleContext:
     def trainer_scores(self) -> bool:
         """Whether the trainer computes log-probs of its own, if only those that no log-prob server answers."""
         return proximal_source(self.config, self.settings) in (Proximal.RECOMPUTE, Proximal.SERVER)
-
-    def model(self, setting: str) -> ModelShape | None:
-        """The shape of the model that a setting names, where its config.json is at hand and of a known family."""
-        for fact in self.files:
-            if fact.setting == setting and fact.model_config is not None:
-                return shape_of(fact.model_config)
-        return None
 
     @property
     def positions(self) -> int | None:

@@ -54,10 +54,6 @@ def _is_no_described_loop(context: RuleContext) -> bool:
     return context.get(f"{ROLLOUT}.agent.default_agent_loop") not in described
 
 
-def _takes_torchs(section: str) -> Callable[[RuleContext], bool]:
-    return lambda context: bool(context.get(f"{section}.optim.optimizer_impl") == "torch.optim")
-
-
 @dataclass(frozen=True, slots=True)
 class Name:
     """A setting whose value verl looks up late.
@@ -77,40 +73,41 @@ class Name:
 
 
 KL = tuple(f"{name}{more}" for name in KL_ESTIMATORS for more in ("", "+"))
-CORE = "verl.trainer.ppo.core_algos"
+CORE, AGENT, LOSS = "verl.trainer.ppo.core_algos", "verl.experimental.agent_loop", f"{ACTOR}.policy_loss.loss_mode"
+LOSSES = (
+    *("bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo"),
+    "vanilla",
+)
+PARSERS = ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax", "qwen3_coder", "seed")
+
+
+def _is_on(setting: str, *values: Any) -> Callable[[RuleContext], bool]:
+    """Whether a setting is on, or one of ``values``."""
+    return lambda context: context.get(setting) in values if values else bool(context.get(setting))
+
+
 NAMES: tuple[Name, ...] = (
+    Name("algorithm.adv_estimator", (*ADVANTAGE_ESTIMATORS, "remax"), f"{CORE}:ADV_ESTIMATOR_REGISTRY"),
     Name(
-        "algorithm.adv_estimator",
-        (*ADVANTAGE_ESTIMATORS, "remax"),
-        f"{CORE}:ADV_ESTIMATOR_REGISTRY",
-    ),
-    Name(
-        f"{ACTOR}.policy_loss.loss_mode",
-        (
-            *("bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"),
-            *("sapo", "vanilla"),
-        ),
+        LOSS,
+        LOSSES,
         f"{CORE}:POLICY_LOSS_REGISTRY",
-        used=lambda context: not str(context.get(f"{ACTOR}.policy_loss.loss_mode")).startswith("recipe_"),
+        used=lambda context: not str(context.get(LOSS)).startswith("recipe_"),
     ),
     Name(
         "reward.reward_manager.name",
         VERLS_MANAGERS,
         "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER",
         external=False,
-        used=lambda context: bool(context.get("reward.reward_manager.source", "register") == "register"),
+        used=_is_on("reward.reward_manager.source", "register", None),
     ),
     Name(
         f"{ROLLOUT}.agent.default_agent_loop",
         VERLS_LOOPS,
-        "verl.experimental.agent_loop.agent_loop:_agent_loop_registry",
+        f"{AGENT}.agent_loop:_agent_loop_registry",
         used=_is_no_described_loop,
     ),
-    Name(
-        f"{ROLLOUT}.multi_turn.format",
-        ("deepseek_v4", "gemma4", "glm", "gpt-oss", "hermes", "kimi", "minimax", "qwen3_coder", "seed"),
-        "verl.experimental.agent_loop.tool_parser:ToolParser._registry",
-    ),
+    Name(f"{ROLLOUT}.multi_turn.format", PARSERS, f"{AGENT}.tool_parser:ToolParser._registry"),
     Name(
         BACKEND,
         ("naive", "nccl", "delta_sharded", *UNTRIED_ENGINES),
@@ -129,31 +126,23 @@ NAMES: tuple[Name, ...] = (
             f"{section}.optim.optimizer",
             ("Adam", "AdamW", "SGD"),
             "torch.optim:__dict__",
-            used=_takes_torchs(section),
+            used=_is_on(f"{section}.optim.optimizer_impl", "torch.optim"),
         )
         for section in (ACTOR, "critic")
     ),
     Name("reward.reward_manager.source", ("register", "importlib")),
     Name(f"{ROLLOUT}.trace.backend", ("mlflow", "trackio", "weave")),
     Name(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", ("left", "middle", "right")),
-    Name(
-        "algorithm.pf_ppo.reweight_method",
-        ("pow", "max_min", "max_random"),
-        used=lambda context: bool(context.get("algorithm.use_pf_ppo")),
-    ),
+    Name("algorithm.pf_ppo.reweight_method", ("pow", "max_min", "max_random"), used=_is_on("algorithm.use_pf_ppo")),
     Name(f"{ROLLOUT}.scheduling_policy", ("fcfs", "priority")),
     Name(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs", "raw_logprobs")),
     Name(f"{ROLLOUT}.dtype", ("auto", "half", "float16", "bfloat16", "float", "float32")),
     Name(f"{CORRECTION}.loss_type", ("ppo_clip", "reinforce")),
     Name(f"{CORRECTION}.rollout_is", ("token", "sequence")),
-    Name("algorithm.kl_penalty", KL, used=lambda context: bool(context.get("algorithm.use_kl_in_reward"))),
-    Name(f"{ACTOR}.kl_loss_type", KL, used=lambda context: bool(context.get(f"{ACTOR}.use_kl_loss"))),
+    Name("algorithm.kl_penalty", KL, used=_is_on("algorithm.use_kl_in_reward")),
+    Name(f"{ACTOR}.kl_loss_type", KL, used=_is_on(f"{ACTOR}.use_kl_loss")),
     Name("trainer.resume_mode", ("auto", "disable", "resume_path")),
-    Name(
-        "algorithm.kl_ctrl.type",
-        ("fixed", "adaptive"),
-        used=lambda context: bool(context.get("algorithm.use_kl_in_reward")),
-    ),
+    Name("algorithm.kl_ctrl.type", ("fixed", "adaptive"), used=_is_on("algorithm.use_kl_in_reward")),
     *(
         Name(f"{ACTOR}.fsdp_config.{name}", DTYPES)
         for name in ("model_dtype", *(f"mixed_precision.{part}_dtype" for part in ("param", "reduce", "buffer")))

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel sizes by which engines can divide a model's layers, and their own ranks.
+"""How ranks and batches are divided: what verl asserts when the workers are up, or later.
 
-Contract: what an engine asserts when it builds a model is refused before it is started, for each model that a run has:
-the policy's in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
-tests/config/test_parallel_sizes.py, which asks Megatron itself.
+verl/workers/config/actor.py:199-209 and critic.py (a size, or sizing by tokens), verl/workers/engine_workers.py:616-643
+(the same way for updates and log-probs), verl/workers/engine/utils.py:124 (sizes that divide) and
+verl/utils/seqlen_balancing.py:384 (the longest sequence fits into a micro-batch). Shown by
+tests/config/test_model_rules.py and test_parallel_sizes.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from recipe.async_engine.config.model_shape import ModelShape
 from recipe.async_engine.config.problems import Problem
-from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
+from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
-STAGES_OF_THEIR_OWN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # By training engine, the settings by which ranks share a model or a sequence.
 OF_FSDP = ("ulysses_sequence_parallel_size",)
 TITANS = tuple(f"torchtitan.{kind}_parallel_size" for kind in ("tensor", "pipeline", "context"))
@@ -31,24 +30,8 @@ SHARING = {
 SERVERS, PARALLEL, REFERENCE = "model_engine_server", "model_parallel_size", "actor_rollout_ref.ref"
 
 
-def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
-    policy, critic = context.model("actor_rollout_ref.model.path"), context.model("critic.model.path")
-    if policy is not None:
-        yield from _rollout(context, ROLLOUT, policy)
-        yield from _training(context, ACTOR, policy)
-        yield from _servers(context, policy)
-    if critic is not None:
-        yield from _training(context, "critic", critic)
-    judge = context.model(f"{REWARD_MODEL}.model_path")
-    if judge is not None:
-        yield from _rollout(context, f"{REWARD_MODEL}.rollout", judge)
-
-
 def ranks(context: RuleContext) -> Iterator[Problem]:
-    """Sizes by which an engine lays its ranks out; the actor's own parallel sizes are `micro_batches.division`'s."""
-    for section in context.engines:
-        if (context.count(f"{section}.data_parallel_size") or 1) > 1:
-            yield from _one_stage(context, f"{section}.pipeline_{PARALLEL}")
+    """Sizes by which an engine lays its ranks out; the actor's own parallel sizes are `division`'s."""
     nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
     if nodes is not None and per_node is not None:
         trainer = nodes * per_node
@@ -62,13 +45,6 @@ def ranks(context: RuleContext) -> Iterator[Problem]:
         servers = f"{SERVERS}.engine"
         yield from _copies(context, servers, servers, context.settings.servers.ranks)
         yield from _parallel(context, servers, context.settings.servers.ranks)
-
-
-def _one_stage(context: RuleContext, setting: str) -> Iterator[Problem]:
-    """verl leaves pipeline stages out where it counts a node's engine cores (vllm_async_server.py:388)."""
-    if (context.count(setting) or 1) > 1:
-        advice = "verl would start a core of the engine for each stage: set it, or data_parallel_size, to 1."
-        yield context.problem(setting, "1 with data_parallel_size above 1", advice)
 
 
 def _copies(context: RuleContext, section: str, engine: str, count: int) -> Iterator[Problem]:
@@ -109,111 +85,119 @@ def _critics_batches(context: RuleContext, count: int) -> Iterator[Problem]:
         yield context.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
 
 
-def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """vLLM's (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
-    in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
-    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
-    if in_parallel and not shape.experts:
-        yield _no_experts(context, f"{section}.expert_parallel_size")
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The settings by which one kind of work is divided into micro-batches.
 
-
-def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    strategy = context.get(f"{section}.strategy")
-    if strategy == "megatron":
-        yield from _megatron(context, f"{section}.megatron", shape)
-    elif strategy not in SHARING:
-        yield from _ulysses(context, section, shape)
-
-
-def _servers(context: RuleContext, shape: ModelShape) -> Iterator[Problem]:
-    if context.settings.servers.backend == "megatron":
-        yield from _megatron(context, f"{SERVERS}.engine", shape)
-    elif context.settings.servers.enabled:
-        yield from _ulysses(context, f"{SERVERS}.engine", shape)
-
-
-def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """verl's (verl/models/transformers/monkey_patch.py:344)."""
-    yield from _attention(context, f"{section}.ulysses_sequence_parallel_size", shape)
-
-
-def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
-    """Megatron's (megatron/core/transformer/transformer_config.py:920, tensor_parallel/layers.py)."""
-    of_experts = f"{section}.expert_tensor_parallel_size"
-    # Where none is set for experts, Megatron takes the other layers'.
-    inherited = {} if context.count(of_experts) else _experts(shape)
-    # mbridge pads no vocabulary; what Megatron-Bridge does is its own matter.
-    vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
-    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
-    yield from _divides(context, of_experts, _experts(shape))
-    yield from _stages(context, section, shape.layers)
-    setting = f"{section}.expert_{PARALLEL}"
-    if shape.experts:
-        yield from _divides(context, setting, {"experts": shape.experts})
-    elif (context.count(setting) or 1) > 1:
-        yield _no_experts(context, setting)
-
-
-def _no_experts(context: RuleContext, setting: str) -> Problem:
-    return context.problem(setting, "1 with a model without experts", "Remove it.")
-
-
-def _experts(shape: ModelShape) -> dict[str, int]:
-    """What tensor parallelism divides of experts."""
-    return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
-
-
-def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
-    """What Megatron asks of the layers of pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
-
-    The first and the last stage may have a number of their own, or embedding and loss count as a layer each; the others
-    have equal numbers. A layout that names the layers of each stage is checked by Megatron alone.
+    Attributes:
+        dynamic: whether by tokens, else by a number of sequences.
+        rows: sequences of a micro-batch of a rank; ``old_rows``: verl's name for all ranks together, which its engines
+            do not read.
+        tokens: of a micro-batch of a rank.
     """
-    layout = f"{section}.override_transformer_config"
-    if context.get(f"{layout}.pipeline_model_parallel_layout"):
+
+    dynamic: str
+    rows: str
+    old_rows: str
+    tokens: str
+
+
+def _scoring(section: str) -> Sizing:
+    names = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu")
+    return Sizing(*(f"{section}.log_prob_{name}" for name in names))
+
+
+def _updating(section: str) -> Sizing:
+    names = ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
+    return Sizing(f"{section}.use_dynamic_bsz", *(f"{section}.{name}" for name in names))
+
+
+def micro_batches(context: RuleContext) -> Iterator[Problem]:
+    """Each kind of work has a size, of the kind that is asked for, and room for the longest sequence."""
+    for section, sizing in _used(context).items():
+        by_tokens = bool(context.get(sizing.dynamic))
+        if not by_tokens and (context.get(sizing.rows) is None or context.get(sizing.old_rows) is not None):
+            allowed = f"an integer >= 1 where {sizing.dynamic}=false, and {sizing.old_rows} null"
+            switch = f"{ACTOR}.use_dynamic_bsz" if section in (ACTOR, ROLLOUT, REFERENCE) else sizing.dynamic
+            name = sizing.old_rows.rpartition(".")[2]
+            advice = f"Set it, or {switch}=True, and remove {name}."
+            yield context.problem(sizing.rows, allowed, advice)
+        # verl's critic goes by tokens either way (engine.use_dynamic_bsz).
+        tokens = context.count(sizing.tokens)
+        shares = _sequence_shares(context, "critic" if section == "critic" else ACTOR)
+        if (by_tokens or section == "critic") and tokens is not None and tokens * shares < context.longest:
+            allowed = f"at least {-(-context.longest // shares)}"
+            split = f", a share of it on each of {shares} ranks" if shares > 1 else ""
+            advice = f"The longest sequence has data.max_prompt_length + max_response_length tokens{split}: raise it."
+            yield context.problem(sizing.tokens, allowed, advice)
+    actor, scoring = context.get(f"{ACTOR}.use_dynamic_bsz"), context.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz")
+    if scoring is not None and bool(actor) != bool(scoring):
+        setting = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
+        yield context.problem(setting, f"the value of {ACTOR}.use_dynamic_bsz", "Remove it: it follows that one.")
+
+
+def _used(context: RuleContext) -> dict[str, Sizing]:
+    sizings = {section: _updating(section) for section in context.trained}
+    # verl asserts the sizes for log-probs whether or not the trainer computes any.
+    sizings[ROLLOUT] = _scoring(ROLLOUT)
+    if context.uses_reference:
+        sizings[REFERENCE] = _scoring(REFERENCE)
+    return sizings
+
+
+def division(context: RuleContext) -> Iterator[Problem]:
+    mini, answers = context.count(f"{ACTOR}.ppo_mini_batch_size"), context.count(f"{ROLLOUT}.n")
+    nodes, per_node = context.count("trainer.nnodes"), context.count("trainer.n_gpus_per_node")
+    if mini is None or answers is None or nodes is None or per_node is None:
         return
-    ends = {name: count for name in STAGES_OF_THEIR_OWN if (count := context.count(f"{layout}.{name}"))}
-    more = [name for name in COUNTED_AS_LAYERS if context.get(f"{layout}.{name}")]
-    if ends and more:
-        advice = f"Megatron takes only one of the two: remove it or {', '.join(ends)}."
-        yield context.problem(f"{layout}.{more[0]}", f"false with {', '.join(ends)}", advice)
+    ranks, copies = nodes * per_node, math.prod(shared_by(context, ACTOR).values())
+    if ranks % copies:
+        advice = f"Change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes of {ACTOR}."
+        yield context.problem("trainer.n_gpus_per_node", f"a multiple of the model's {copies} parallel ranks", advice)
         return
-    setting, chunks = (f"{section}.{kind}pipeline_{PARALLEL}" for kind in ("", "virtual_"))
-    size = context.count(setting) or 1
-    stages, left = size - len(ends), layers + len(more) - sum(ends.values())
-    if not (stages == left == 0 or (stages > 0 < left and left % stages == 0)):
-        among = f"{stages} other stages" if ends else "its stages"
-        advice = f"Or give a stage a number of its own: {layout}.{STAGES_OF_THEIR_OWN[0]}."
-        yield context.problem(setting, f"such that {left} layers divide equally among {among}", advice)
-    elif virtual := context.count(chunks):
-        counts = {*ends.values(), left // stages} if stages else {*ends.values()}
-        if size == 1:
-            yield context.problem(chunks, f"null with {setting}=1", "One stage has no chunks to take turns: remove it.")
-        elif any(count % virtual for count in counts):
-            allowed = f"a divisor of the layers of each stage, {' and '.join(map(str, sorted(counts)))}"
-            yield context.problem(chunks, allowed, "A stage is divided into as many chunks, which take turns.")
+    yield from _expert_division(context, ranks)
+    parts, trajectories = ranks // copies, mini * answers
+    setting = f"{ACTOR}.ppo_mini_batch_size"
+    if trajectories % parts:
+        advice = f"{mini} prompts with {answers} answers are {trajectories} trajectories: change either."
+        yield context.problem(setting, f"such that its trajectories divide by {parts} data-parallel ranks", advice)
+        return
+    yield from _divisors(context, trajectories // parts, (context.batch_groups or mini) * answers // parts)
 
 
-def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping[str, int]) -> Iterator[Problem]:
-    found = list(_attention(context, setting, shape))
-    mlp = {"columns of the MLP": shape.mlp} if shape.dense_layers else {}
-    yield from found or _divides(context, setting, {**mlp, **more})
+def _divisors(context: RuleContext, mini: int, batch: int) -> Iterator[Problem]:
+    """Micro-batches by a number of sequences divide what a rank has: ``mini`` of an update, ``batch`` of a step."""
+    works = {ACTOR: (_updating(ACTOR), mini, "mini-batch")}
+    if context.trainer_scores:
+        works[ROLLOUT] = (_scoring(ROLLOUT), batch, "batch")
+    if context.uses_reference:
+        works[REFERENCE] = (_scoring(REFERENCE), batch, "batch")
+    for sizing, rows, what in works.values():
+        micro = context.count(sizing.rows)
+        if not context.get(sizing.dynamic) and micro is not None and rows % micro:
+            allowed = f"a divisor of {rows}, the trajectories of a rank's {what}"
+            advice = f"Lower it, or set {ACTOR}.use_dynamic_bsz=True."
+            yield context.problem(sizing.rows, allowed, advice)
 
 
-def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
-    """Heads are divided; those of keys and values may be repeated instead."""
-    size = context.count(setting) or 1
-    if shape.heads % size:
-        yield from _divides(context, setting, {"attention heads": shape.heads})
-    elif shape.kv_heads % size and size % shape.kv_heads:
-        allowed = f"a divisor or a multiple of the model's {shape.kv_heads} heads of keys and values"
-        yield context.problem(setting, allowed, "Each rank has an equal number, or one that others have too.")
+def _expert_division(context: RuleContext, ranks: int) -> Iterator[Problem]:
+    if context.get(f"{ACTOR}.strategy") != "megatron":
+        return
+    names = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
+    tensor = context.count(f"{ACTOR}.megatron.tensor_model_parallel_size") or 1
+    defaults = {"expert_tensor_parallel_size": tensor}
+    sizes = [context.count(f"{ACTOR}.megatron.{name}") or defaults.get(name, 1) for name in names]
+    if sizes[0] > 1 and ranks % math.prod(sizes):
+        setting = f"{ACTOR}.megatron.{names[0]}"
+        product = " x ".join(map(str, sizes))
+        advice = (
+            f"Expert, expert-tensor and pipeline parallel sizes are {product}, and the trainer has {ranks} ranks."
+            f" {ACTOR}.megatron.{names[1]}=null means {tensor}, the tensor parallel size."
+        )
+        yield context.problem(setting, f"such that their product divides {ranks}", advice)
 
 
-def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
-    """The first of ``wholes`` that a size does not divide."""
-    size = context.count(setting) or 1
-    what = next((what for what, whole in wholes.items() if whole % size), None)
-    if what is not None:
-        allowed = f"a divisor of the model's {wholes[what]} {what}"
-        yield context.problem(setting, allowed, "Each rank has an equal number.")
+def _sequence_shares(context: RuleContext, section: str) -> int:
+    """Ranks that split each sequence."""
+    # Of each engine's, the last one shares a sequence.
+    return list(shared_by(context, section).values())[-1]

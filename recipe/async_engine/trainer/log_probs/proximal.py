@@ -220,8 +220,7 @@ def _will_do(
 ) -> bool:
     """Whether a row will do, by the versions of its sampled tokens, int64 (tokens,) each; ``newest``: published."""
     if servers.anchor == Anchor.LATEST:
-        older_will_do = servers.while_loading == "old_version"
-        return bool((scored_by == newest).all()) or (older_will_do and bool((scored_by >= 0).all()))
+        return bool((scored_by == newest).all())
     # What came late to a server was scored by a later version, which the server said.
     expected = (scored_by == sampled_by) | ((scored_by > sampled_by) & bool(late_tokens))
     return bool(expected.all())

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.async_engine.config.rules.context import RuleContext
+from recipe.plan.memory.known import known_model
+
 # What a family has beside the weights of its linear layers: biases of q, k and v; a norm of each head's q and k.
 FAMILIES: Mapping[str, tuple[bool, bool]] = {
     "llama": (False, False),
@@ -111,6 +114,14 @@ class ModelShape:
 
 
 MOST_LAYERS = 10_000
+
+
+def model_of(context: RuleContext, setting: str) -> ModelShape | None:
+    """The shape of the model that a setting names, where its config.json, or its name, says it."""
+    for fact in context.files:
+        if fact.setting == setting and (config := fact.model_config or known_model(fact.path)) is not None:
+            return shape_of(config)
+    return None
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parallel sizes by which engines can divide the layers of a model whose shape is known.
+
+Contract: what an engine asserts when it builds a model is refused before it is started, for each model that a run has:
+the policy's in rollout, trainer and log-prob servers, the critic, the reward model. Shown by
+tests/config/test_parallel_sizes.py, which asks Megatron itself.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from recipe.async_engine.config.problems import Problem
+from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
+from recipe.async_engine.config.rules.parallel import PARALLEL, SERVERS, SHARING
+from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+from recipe.plan.memory.shape import ModelShape, model_of
+
+STAGES_OF_THEIR_OWN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def parallel_sizes(context: RuleContext) -> Iterator[Problem]:
+    policy, critic = model_of(context, "actor_rollout_ref.model.path"), model_of(context, "critic.model.path")
+    if policy is not None:
+        yield from _rollout(context, ROLLOUT, policy)
+        yield from _training(context, ACTOR, policy)
+        yield from _servers(context, policy)
+    if critic is not None:
+        yield from _training(context, "critic", critic)
+    judge = model_of(context, f"{REWARD_MODEL}.model_path")
+    if judge is not None:
+        yield from _rollout(context, f"{REWARD_MODEL}.rollout", judge)
+
+
+def _rollout(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
+    """vLLM's (vllm/model_executor/layers/linear.py, models/qwen2.py:137, config/model.py:1361)."""
+    in_parallel = (context.count(f"{section}.expert_parallel_size") or 1) > 1
+    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {} if in_parallel else _experts(shape))
+    if in_parallel and not shape.experts:
+        yield _no_experts(context, f"{section}.expert_parallel_size")
+
+
+def _training(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
+    strategy = context.get(f"{section}.strategy")
+    if strategy == "megatron":
+        yield from _megatron(context, f"{section}.megatron", shape)
+    elif strategy not in SHARING:
+        yield from _ulysses(context, section, shape)
+
+
+def _servers(context: RuleContext, shape: ModelShape) -> Iterator[Problem]:
+    if context.settings.servers.backend == "megatron":
+        yield from _megatron(context, f"{SERVERS}.engine", shape)
+    elif context.settings.servers.enabled:
+        yield from _ulysses(context, f"{SERVERS}.engine", shape)
+
+
+def _ulysses(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
+    """verl's (verl/models/transformers/monkey_patch.py:344)."""
+    yield from _attention(context, f"{section}.ulysses_sequence_parallel_size", shape)
+
+
+def _megatron(context: RuleContext, section: str, shape: ModelShape) -> Iterator[Problem]:
+    """Megatron's (megatron/core/transformer/transformer_config.py:920, tensor_parallel/layers.py)."""
+    of_experts = f"{section}.expert_tensor_parallel_size"
+    # Where none is set for experts, Megatron takes the other layers'.
+    inherited = {} if context.count(of_experts) else _experts(shape)
+    # mbridge pads no vocabulary; what Megatron-Bridge does is its own matter.
+    vocabulary = {"entries of the vocabulary": shape.vocab} if context.get(f"{section}.vanilla_mbridge") else {}
+    yield from _tensor(context, f"{section}.tensor_{PARALLEL}", shape, {**vocabulary, **inherited})
+    yield from _divides(context, of_experts, _experts(shape))
+    yield from _stages(context, section, shape.layers)
+    setting = f"{section}.expert_{PARALLEL}"
+    if shape.experts:
+        yield from _divides(context, setting, {"experts": shape.experts})
+    elif (context.count(setting) or 1) > 1:
+        yield _no_experts(context, setting)
+
+
+def _no_experts(context: RuleContext, setting: str) -> Problem:
+    return context.problem(setting, "1 with a model without experts", "Remove it.")
+
+
+def _experts(shape: ModelShape) -> dict[str, int]:
+    """What tensor parallelism divides of experts."""
+    return {"columns of an expert": shape.expert_mlp} if shape.experts else {}
+
+
+def _stages(context: RuleContext, section: str, layers: int) -> Iterator[Problem]:
+    """What Megatron asks of the layers of pipeline stages (megatron/core/transformer/transformer_config.py:1350-1480).
+
+    The first and the last stage may have a number of their own, or embedding and loss count as a layer each; the others
+    have equal numbers. A layout that names the layers of each stage is checked by Megatron alone.
+    """
+    layout = f"{section}.override_transformer_config"
+    if context.get(f"{layout}.pipeline_model_parallel_layout"):
+        return
+    ends = {name: count for name in STAGES_OF_THEIR_OWN if (count := context.count(f"{layout}.{name}"))}
+    more = [name for name in COUNTED_AS_LAYERS if context.get(f"{layout}.{name}")]
+    if ends and more:
+        advice = f"Megatron takes only one of the two: remove it or {', '.join(ends)}."
+        yield context.problem(f"{layout}.{more[0]}", f"false with {', '.join(ends)}", advice)
+        return
+    setting, chunks = (f"{section}.{kind}pipeline_{PARALLEL}" for kind in ("", "virtual_"))
+    size = context.count(setting) or 1
+    stages, left = size - len(ends), layers + len(more) - sum(ends.values())
+    if not (stages == left == 0 or (stages > 0 < left and left % stages == 0)):
+        among = f"{stages} other stages" if ends else "its stages"
+        advice = f"Or give a stage a number of its own: {layout}.{STAGES_OF_THEIR_OWN[0]}."
+        yield context.problem(setting, f"such that {left} layers divide equally among {among}", advice)
+    elif virtual := context.count(chunks):
+        counts = {*ends.values(), left // stages} if stages else {*ends.values()}
+        if size == 1:
+            yield context.problem(chunks, f"null with {setting}=1", "One stage has no chunks to take turns: remove it.")
+        elif any(count % virtual for count in counts):
+            allowed = f"a divisor of the layers of each stage, {' and '.join(map(str, sorted(counts)))}"
+            yield context.problem(chunks, allowed, "A stage is divided into as many chunks, which take turns.")
+
+
+def _tensor(context: RuleContext, setting: str, shape: ModelShape, more: Mapping[str, int]) -> Iterator[Problem]:
+    found = list(_attention(context, setting, shape))
+    mlp = {"columns of the MLP": shape.mlp} if shape.dense_layers else {}
+    yield from found or _divides(context, setting, {**mlp, **more})
+
+
+def _attention(context: RuleContext, setting: str, shape: ModelShape) -> Iterator[Problem]:
+    """Heads are divided; those of keys and values may be repeated instead."""
+    size = context.count(setting) or 1
+    if shape.heads % size:
+        yield from _divides(context, setting, {"attention heads": shape.heads})
+    elif shape.kv_heads % size and size % shape.kv_heads:
+        allowed = f"a divisor or a multiple of the model's {shape.kv_heads} heads of keys and values"
+        yield context.problem(setting, allowed, "Each rank has an equal number, or one that others have too.")
+
+
+def _divides(context: RuleContext, setting: str, wholes: Mapping[str, int]) -> Iterator[Problem]:
+    """The first of ``wholes`` that a size does not divide."""
+    size = context.count(setting) or 1
+    what = next((what for what, whole in wholes.items() if whole % size), None)
+    if what is not None:
+        allowed = f"a divisor of the model's {wholes[what]} {what}"
+        yield context.problem(setting, allowed, "Each rank has an equal number.")
