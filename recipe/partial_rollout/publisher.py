@@ -5,28 +5,26 @@ Contract: generation happens between :meth:`begin_generation` and :meth:`pause` 
 engine has given back its requests; requests on their way come back unanswered, so none waits at a server while the
 trainer has its turn. :meth:`release` then frees the replicas' memory for the trainer, and :meth:`swap` takes it back
 with new weights, each rank handing them to the engine beside it; the version is announced when all of them have
-committed. A replica that died is out of routing for the rest of its turn; before the next publication
-`recipe.partial_rollout.fleet` has it started again.
+committed. A replica that died is out of routing for the rest of its turn; before the next publication, which waits for
+it, it is started again at its place, as far as the budget goes, since every rank hands its weights to one beside it.
 
 Ranks that gather their weights from the same shards (FSDP) hand over the same bits, and a version of which they do
 not ends the run. Megatron's ranks each hand over their own copy of what is not sharded (norms, biases, routers), and
 nothing keeps those copies equal to the last bit: there a difference is logged, once.
 
-Shown by tests/integration/test_turn_publisher.py and tests/e2e/test_partial_rollout.py.
+Shown by tests/integration/test_turn_publisher.py, tests/e2e/test_partial_rollout.py and test_lost_replica.py.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
-from recipe.async_engine.weights.publisher import (
-    ChecksumMismatch,
-    NoReplicaLeft,
-    PublishFailed,
-    StagedVersion,
-    WeightPublisher,
-)
+from verl.workers.rollout.replica import RolloutReplica
+
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, Action, ReplicaRecord
+from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,17 @@ class TurnPublisher(WeightPublisher):
     ranks_agree = True
     """Whether all trainer ranks hand over the same bits; see the module's contract."""
     _told_of_difference = False
+    _restart: Callable[[RolloutReplica], RolloutReplica]
+    _budget = _restarts = 0
+
+    def restart_lost(self, restart: Callable[[RolloutReplica], RolloutReplica], budget: int) -> None:
+        """Have ``restart`` start lost replicas again, ``budget`` times in all; it returns when one is up."""
+        self._restart, self._budget = restart, budget
+
+    @property
+    def restarts(self) -> int:
+        """Replicas started again so far."""
+        return self._restarts
 
     def begin_generation(self) -> None:
         """Let the replicas, which hold a complete version, answer requests; NoReplicaLeft if none is alive."""
@@ -81,8 +90,29 @@ class TurnPublisher(WeightPublisher):
         await asyncio.gather(*[server.check_engine.remote() for server in record.replica.servers])
 
     def stage(self, version: int) -> StagedVersion:
-        """Nothing yet: the engines' memory is the trainer's until `swap`, which loads the weights in place."""
+        """Start lost replicas again; the engines' memory is the trainer's until `swap` loads the weights in place.
+
+        Raises:
+            PublishFailed: one died and the budget is used up, or it did not start.
+        """
+        cause = self.find_dead()
+        for lost in self.take_lost():
+            self.add_replicas([self._in_place_of(lost, cause)])
         return StagedVersion(version)
+
+    def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
+        if self._restarts >= self._budget:
+            raise PublishFailed(
+                f"rollout replica {lost.replica_rank} died ({cause}) and {self._restarts} have been started again: "
+                f"async_training.max_replica_restarts={self._budget}"
+            )
+        self._restarts += 1
+        logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)
+        try:
+            return self._restart(lost)
+        except Exception as error:  # whatever kept it from starting is the run's end
+            what = f"rollout replica {lost.replica_rank} died ({cause}) and could not be started again"
+            raise PublishFailed(f"{what}: {error}") from error
 
     async def _swap(self, staged: StagedVersion) -> None:
         version = staged.version

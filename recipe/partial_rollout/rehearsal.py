@@ -17,11 +17,7 @@ from recipe.partial_rollout.publisher import TurnPublisher
 class TurnRehearsal(Rehearsal):
     """See the module's contract."""
 
-    @property
-    def publisher(self) -> TurnPublisher:
-        """The fleet's."""
-        assert isinstance(self.fleet.publisher, TurnPublisher)
-        return self.fleet.publisher
+    publisher: TurnPublisher
 
     def rehearse(self) -> None:
         """As every mode's, within a generation turn."""

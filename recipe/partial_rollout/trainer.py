@@ -16,7 +16,6 @@ from recipe.async_engine.rollout.group_run import GroupRun
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
 from recipe.async_engine.trainer.shared_worker import HybridActorWorker
 from recipe.async_engine.trainer.startup import RolloutSide, side_by_side, start_agents
-from recipe.partial_rollout.fleet import TurnFleet
 from recipe.partial_rollout.publisher import TurnPublisher
 from recipe.partial_rollout.rehearsal import TurnRehearsal
 
@@ -50,9 +49,9 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
         self.publisher.pause()
         self.publisher.release()
 
-    def _new_fleet(self, rollout: RolloutSide) -> TurnFleet:
+    def _replace_lost(self, rollout: RolloutSide) -> None:
         budget = self.plan.settings.async_training.max_replica_restarts
-        return TurnFleet(self.publisher, lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
+        self.publisher.restart_lost(lambda lost: rollout.replicas.start_again(lost, self.timeouts.startup), budget)
 
     def _next_groups(self) -> list[GroupRun] | None:
         """One generation turn."""
@@ -94,7 +93,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
     def _validate_now(self) -> dict[str, float]:
         """Validate between turns: the engines answer validation only, training's trajectories wait."""
         if not self.publisher.is_awake:
-            self.metrics.update(self.fleet.publish(self.ledger.version))
+            self.metrics.update(self.publisher.publish(self.ledger.version))
         self.publisher.begin_generation()
         try:
             return super()._validate_now()

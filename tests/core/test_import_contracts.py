@@ -34,6 +34,7 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
             "from recipe.async_engine.rollout.scheduler import Scheduler",
             "recipe.async_engine.weights is not allowed to import recipe.async_engine.rollout",
         ),
+        ("trainer/base.py", "import vllm", "recipe.async_engine.trainer is not allowed to import vllm"),
         (
             "trainer/base.py",
             "from recipe.fully_async import trainer",

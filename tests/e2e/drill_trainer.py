@@ -78,8 +78,8 @@ class DrillTrainer(AsyncPPOTrainer):
             "engine core": lambda: engine_core(replicas[0].servers[0]),
             "agent-loop worker": lambda: pid_of(self.async_rollout_manager.agent_loop_workers[0]),
             "reward worker": lambda: pid_of(self.reward_loop_manager.reward_loop_workers[0]),
-            "log-prob server": lambda: pid_of(self.fleet.servers[0].servers[0]),
-            "log-prob worker": lambda: pid_of(self.fleet.servers[0].workers[0]),
+            "log-prob server": lambda: pid_of(self.publisher.servers[0].servers[0]),
+            "log-prob worker": lambda: pid_of(self.publisher.servers[0].workers[0]),
         }
         return find[os.environ["DRILL_PART"]]()
 

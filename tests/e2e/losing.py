@@ -82,7 +82,7 @@ class Losing:
         return [*replica.workers, *replica.servers]
 
     def _wait(self) -> None:
-        wait_for_replacements(self.fleet)
+        wait_for_replacements(self.publisher)
 
 
 class LosingApart(Losing, AsyncPPOTrainer):

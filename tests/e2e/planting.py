@@ -112,7 +112,7 @@ class Planting(AsyncPPOTrainer):
                     return update(*args, **kwargs)
 
             self.actor_rollout_wg.update_actor = slow
-        resume = self.fleet.resume
+        resume = self.publisher.resume
 
         def resumed(staged: Any) -> Any:
             metrics = resume(staged)
@@ -120,7 +120,7 @@ class Planting(AsyncPPOTrainer):
                 note("held", self._taken_at, time.monotonic())
             return metrics
 
-        self.fleet.resume = resumed  # type: ignore[method-assign]
+        self.publisher.resume = resumed  # type: ignore[method-assign]
 
     def _next_groups(self) -> Any:
         groups = super()._next_groups()

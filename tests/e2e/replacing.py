@@ -21,7 +21,7 @@ from recording import kill, pid_of
 
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 from recipe.async_engine.trainer.base import AsyncPPOTrainer
-from recipe.async_engine.trainer.fleet import Fleet
+from recipe.async_engine.weights.publisher import WeightPublisher
 from recipe.async_engine.weights.replica_set import generates
 
 START_S = 120.0
@@ -36,10 +36,10 @@ def asked_of(publisher: Any, replica: Any) -> int:
     return ray.get(publisher.known.load_balancer.__ray_call__.remote(count, replica.server_address), timeout=60)
 
 
-def wait_for_replacements(fleet: Fleet) -> None:
+def wait_for_replacements(publisher: WeightPublisher) -> None:
     """Until those that are being started are up."""
     deadline = time.monotonic() + START_S
-    for attempt in fleet._replacements._attempts:
+    for attempt in publisher._replacements._attempts:
         attempt.result.result(max(0.0, deadline - time.monotonic()))
 
 
@@ -76,13 +76,13 @@ class ReplacingTrainer(AsyncPPOTrainer):
     def _train(self, groups: list[Any]) -> Any:
         if self.global_steps == int(os.environ["KILL_AT_STEP"]):
             kill(self.publisher.replicas[1])
-            kill(self.fleet.servers[0])
+            kill(self.publisher.servers[0])
             os.kill(pid_of(self.async_rollout_manager.agent_loop_workers[0]), signal.SIGKILL)
         if self.global_steps == 2:
             self.http_statuses.append(self._complete_over_http())
             self.dropped = drop_a_request(self.publisher.replicas[0].server_handle)
         if self.global_steps == 10:
-            wait_for_replacements(self.fleet)
+            wait_for_replacements(self.publisher)
             wait_for_agents(self.scheduler._pool)
         batch = super()._train(groups)
         if self.is_last_step:
@@ -96,7 +96,7 @@ class ReplacingTrainer(AsyncPPOTrainer):
 
     def _write(self) -> None:
         replica = next(replica for replica in reversed(self.publisher.replicas) if generates(replica))
-        server = self.fleet.servers[-1]
+        server = self.publisher.servers[-1]
         answered = {
             "replica": replica.replica_rank,
             "asked": asked_of(self.publisher, replica),

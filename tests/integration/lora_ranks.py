@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from verl.utils.fsdp_utils import merged_lora_context
 
-from recipe.async_engine.weights.lora_engine import MergeError, merged_parameters
+from recipe.async_engine.weights.lora_engine import merged_parameters
+from recipe.async_engine.weights.snapshot import WeightsError
 
 RANKS_S = 120
 TIMES = 20
@@ -70,7 +71,7 @@ def difference(whole: PeftModel) -> float:
 def refusal(**settings: Any) -> str:
     try:
         sent(shard(adapted(**settings)))
-    except MergeError as error:
+    except WeightsError as error:
         return str(error)
     return ""
 

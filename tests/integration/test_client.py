@@ -17,8 +17,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.engines.answers import RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.load_balancer import SAY_ENDED_S
-from recipe.async_engine.engines.vllm.output_watch import RECOMPUTED, VERSION_RUNS, OutputWatch, Sampled
+from recipe.async_engine.engines.vllm.output_watch import OutputWatch
 from recipe.async_engine.record.activity import EngineActivity, Work
 from recipe.async_engine.rollout import client as client_module
 from recipe.async_engine.rollout.client import (

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
 from recipe.async_engine.core.errors import GenerationError
-from recipe.async_engine.engines.vllm.output_watch import Sampled
+from recipe.async_engine.engines.answers import Sampled
 from recipe.async_engine.rollout.client import ResumingClient, VersionMismatch
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording

@@ -15,13 +15,14 @@ from ray.exceptions import ActorDiedError
 from remote_fakes import Handle
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from recipe.async_engine.actors.replacement import Replacements
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import WeightLoadError, WeightStreamError
 from recipe.async_engine.weights import publisher as module
 from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
-from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed, WeightPublisher
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, WeightPublisher
 from recipe.async_engine.weights.snapshot import Wire
-from recipe.async_engine.weights.transfer_group import TransferGroup
+from recipe.async_engine.weights.transfer_group import ChecksumMismatch, TransferGroup
 
 INTERRUPT = Weights(publish="inline", at_swap="interrupt")
 BESIDE = replace(INTERRUPT, publish="beside")
@@ -632,3 +633,41 @@ def test_weights_that_are_loaded_in_place_travel_as_training_has_them() -> None:
     fleet = Fleet((), weights=replace(BESIDE, staging="none"))
     fleet.publish(0)
     assert fleet.sender.copies == [(0, Wire())]
+
+
+def begun(replacements: Replacements) -> None:
+    """Wait until what is being started is up."""
+    for attempt in replacements._attempts:
+        attempt.result.result(5)
+
+
+def test_what_took_a_lost_ones_place_gets_weights_from_the_next_publication_on() -> None:
+    fleet, replacements = Fleet((), ("die",)), Replacements(1, 5.0, lambda lost: None)
+    fleet.publisher.replace_lost(replacements, lambda: Replica(2, fleet.journal))
+    fleet.publish(1)
+    assert fleet.routed == ["server-0"]
+    begun(replacements)
+    fleet.publish(2)
+    assert fleet.routed == ["server-0", "server-2"]
+    assert fleet.publisher.restarts == 1
+
+
+def test_agent_loops_are_told_of_the_log_prob_servers_that_are_there() -> None:
+    told: list[list[str]] = []
+    fleet, replacements = Fleet(()), Replacements(1, 5.0, lambda lost: None)
+    fleet.publisher.replace_lost(replacements, lambda: pytest.fail("no rollout replica was lost"))
+    first, second = LogProbServer(1, fleet.journal, "die"), LogProbServer(2, fleet.journal)
+    fleet.publisher.use_servers(
+        [first, second], lambda handles: told.append(sorted(handles)), lambda: LogProbServer(3, fleet.journal)
+    )
+    fleet.publish(1)
+    begun(replacements)
+    fleet.publish(2)
+    fleet.publish(3)
+    assert told == [["server-1", "server-2"], ["server-2"], ["server-2", "server-3"]]
+
+
+def test_what_is_lost_and_not_replaced_stays_with_the_publisher() -> None:
+    fleet = Fleet((), ("die",))
+    fleet.publish(1)
+    assert fleet.publisher.replicas == fleet.replicas and fleet.publisher.restarts == 0

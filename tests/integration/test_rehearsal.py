@@ -18,8 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import WeightLoadError, WeightStreamError
 from recipe.async_engine.core.rehearsed import FAILED, FELL_BACK, LEFT_OUT, PASSED
-from recipe.async_engine.engines.vllm.output_watch import Sampled
-from recipe.async_engine.trainer import fleet as fleets
+from recipe.async_engine.engines.answers import Sampled
 from recipe.async_engine.trainer import rehearsal as module
 from recipe.async_engine.trainer.probe import Probe, RehearsalFailed
 from recipe.async_engine.trainer.rehearsal import Rehearsal
@@ -93,7 +92,7 @@ class Engine:
 
 
 class Stage:
-    """A publisher's fleet after its first publication, and the rehearsal over it."""
+    """A publisher after its first publication, and the rehearsal over it."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class Stage:
         monkeypatch.setattr(module.ray, "get", self._passed)
         section = Rollout(**rollout)
         self.rehearsal = Rehearsal(
-            fleets.Fleet(self.publisher),
+            self.publisher,
             SimpleNamespace(pass_without_update=lambda data: data),
             ranks=3,
             version=0,

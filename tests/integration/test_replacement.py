@@ -16,8 +16,6 @@ import pytest
 from recipe.async_engine.actors import replacement
 from recipe.async_engine.actors.replacement import Replacements, clear_replica, cleared_on_failure
 from recipe.async_engine.core.errors import NothingFree
-from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.weights.publisher import StagedVersion
 
 SOON_S = 5.0
 
@@ -28,40 +26,6 @@ def wait_for(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return result
-
-
-class Part:
-    """A replica of either kind."""
-
-    def __init__(self, number: int, generates: bool = True) -> None:
-        self.replica_rank, self.generates = number, generates
-        self.server_address, self.server_handle = f"server-{number}", SimpleNamespace(number=number)
-
-
-class Publisher:
-    """What `WeightPublisher` has of a fleet; ``dying`` is found dead at the next publication."""
-
-    def __init__(self, *replicas: Part) -> None:
-        self.replicas = list(replicas)
-        self.dying: list[Part] = []
-
-    def add_replicas(self, replicas: list[Part]) -> None:
-        self.replicas += replicas
-
-    def snapshot(self, version: int) -> None: ...
-
-    def stage(self, version: int) -> StagedVersion:
-        return StagedVersion(version)
-
-    def swap(self, staged: StagedVersion) -> None: ...
-
-    def resume(self, staged: StagedVersion) -> dict[str, float]:
-        return {"version": staged.version}
-
-    def take_lost(self) -> list[Part]:
-        lost, self.dying = self.dying, []
-        self.replicas = [replica for replica in self.replicas if replica not in lost]
-        return lost
 
 
 def test_lost_part_is_cleared_away_before_another_one_starts_and_handed_out_once() -> None:
@@ -213,45 +177,3 @@ def test_failed_start_gives_back_what_it_had_and_keeps_its_error(start_killed_re
     with pytest.raises(OSError, match="no port is free"), cleared_on_failure([start_killed_replica()]):
         raise OSError("no port is free")
     assert ray.available_resources()["GPU"] == 2
-
-
-def test_fleet_publishes_to_what_took_a_lost_ones_place_from_the_next_sync_on() -> None:
-    lost, other = Part(0), Part(1)
-    publisher = Publisher(lost, other)
-    replacements = Replacements(1, SOON_S, lambda part: None)
-    fleet = Fleet(publisher, replacements, lambda: Part(2))
-    publisher.dying = [lost]
-    assert fleet.publish(1) == {"version": 1}
-    assert publisher.replicas == [other]
-    wait_for(lambda: replacements._attempts[0].result.done())
-    fleet.publish(2)
-    assert [replica.replica_rank for replica in publisher.replicas] == [1, 2]
-    assert fleet.metrics(2)["fully_async/count/restarts"] == 1
-
-
-def test_agent_loops_are_told_of_the_log_prob_servers_that_are_there() -> None:
-    told: list[list[int]] = []
-    first, second = Part(0, generates=False), Part(1, generates=False)
-    publisher = Publisher(Part(0))
-    replacements = Replacements(1, SOON_S, lambda part: None)
-    fleet = Fleet(publisher, replacements, lambda: pytest.fail("no rollout replica was lost"))
-    fleet.use_servers(
-        [first, second],
-        lambda handles: told.append([handle.number for handle in handles.values()]),
-        lambda: Part(2, generates=False),
-    )
-    publisher.dying = [first]
-    fleet.publish(1)
-    wait_for(lambda: replacements._attempts[0].result.done())
-    fleet.publish(2)
-    fleet.publish(3)
-    assert told == [[0, 1], [1], [1, 2]]
-    assert [replica.replica_rank for replica in publisher.replicas] == [0, 1, 2]
-
-
-def test_without_replacements_lost_parts_stay_with_the_publisher() -> None:
-    lost = Part(0)
-    publisher = Publisher(lost)
-    publisher.dying = [lost]
-    Fleet(publisher).publish(1)
-    assert publisher.replicas == [lost]

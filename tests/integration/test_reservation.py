@@ -22,7 +22,7 @@ from recipe.async_engine.actors.replacement import clear_replica
 from recipe.async_engine.config.placement import Wanted, wanted
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.errors import NothingFree
-from recipe.async_engine.engines.reservation import NoRoom, Reservations
+from recipe.async_engine.engines.reservation import Reservations
 from recipe.async_engine.trainer.startup import Startup
 
 TRAINER = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8}
@@ -121,7 +121,7 @@ def nodes_of(pool: RayResourcePool) -> set[str]:
 def test_what_does_not_fit_is_named_with_what_each_node_has_free_and_keeps_nothing(groups: list[Any]) -> None:
     reservations = Reservations()
     parts = [Wanted("trainer_pool", "the training ranks", "trainer.n_gpus_per_node", 6, 3, 3)]
-    with pytest.raises(NoRoom) as raised:
+    with pytest.raises(NothingFree) as raised:
         reservations.reserve(parts, timeout_s=1.0)
     said = str(raised.value)
     assert said.startswith("the 6 accelerators and 18 CPUs on one node, 3 times for the training ranks were not free")

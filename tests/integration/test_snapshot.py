@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_engine.weights import arena
-from recipe.async_engine.weights.snapshot import SnapshotError, WeightSnapshot, Wire, last_parts, widest
+from recipe.async_engine.weights.snapshot import WeightsError, WeightSnapshot, Wire, last_parts, widest
 
 BF16 = Wire(torch.bfloat16, frozenset({"gate.weight"}))
 
@@ -122,7 +122,7 @@ def test_weights_are_gone_through_once_where_they_are_as_the_last_ones_on_every_
 
 def test_weights_whose_shapes_change_each_time_are_not_copied() -> None:
     sizes = iter(range(1, 9))
-    with pytest.raises(SnapshotError, match="its shapes changed meanwhile"):
+    with pytest.raises(WeightsError, match="its shapes changed meanwhile"):
         WeightSnapshot(is_sender=True).take(lambda: [("a", torch.ones(next(sizes)))], 1, BF16)
 
 
@@ -143,14 +143,14 @@ def test_tensors_are_brought_to_the_device_that_the_engine_sends_from() -> None:
 
 def test_no_other_version_than_the_copied_one_is_sent_and_none_is_copied_over_one_under_way() -> None:
     snapshot = WeightSnapshot(is_sender=True)
-    with pytest.raises(SnapshotError, match="version 1 cannot be sent: the copy is of version None"):
+    with pytest.raises(WeightsError, match="version 1 cannot be sent: the copy is of version None"):
         sent(snapshot, 1)
     snapshot.take(model().items, 1, BF16)
-    with pytest.raises(SnapshotError, match="the copy is of version 1"):
+    with pytest.raises(WeightsError, match="the copy is of version 1"):
         sent(snapshot, 2)
-    with snapshot.stream(1), pytest.raises(SnapshotError, match=r"version 2 cannot be copied: .* version 1 is in use"):
+    with snapshot.stream(1), pytest.raises(WeightsError, match=r"version 2 cannot be copied: .* version 1 is in use"):
         snapshot.take(model().items, 2, BF16)
-    with snapshot.stream(1), pytest.raises(SnapshotError, match=r"version 1 cannot be sent: .* is in use"):
+    with snapshot.stream(1), pytest.raises(WeightsError, match=r"version 1 cannot be sent: .* is in use"):
         sent(snapshot, 1)
     sent(snapshot, 1)
 
@@ -165,7 +165,7 @@ def test_a_copy_that_broke_off_is_not_sent() -> None:
     with pytest.raises(OSError, match="a shard is gone"):
         snapshot.take(breaking, 2, BF16)
     for version in (1, 2):
-        with pytest.raises(SnapshotError, match="the copy is of version None"):
+        with pytest.raises(WeightsError, match="the copy is of version None"):
             sent(snapshot, version)
 
 

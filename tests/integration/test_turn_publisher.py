@@ -15,8 +15,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import EngineDied
-from recipe.async_engine.weights.publisher import ChecksumMismatch, NoReplicaLeft, PublishFailed
-from recipe.partial_rollout.fleet import ReplicaLost, TurnFleet
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed
+from recipe.async_engine.weights.transfer_group import ChecksumMismatch
 from recipe.partial_rollout.publisher import TurnPublisher
 
 
@@ -184,20 +184,20 @@ def test_a_dead_engine_is_started_again_before_the_next_publication() -> None:
         started[-1].server_address = "server-1-again"
         return started[-1]
 
-    fleet = TurnFleet(turn.publisher, restart, budget=1)
-    fleet.publish(1)
-    assert fleet.metrics(1) == {"fully_async/count/restarts": 0}
+    turn.publisher.restart_lost(restart, budget=1)
+    turn.publisher.publish(1)
+    assert turn.publisher.restarts == 0
     turn.engines[1].alive = False
     turn.journal.clear()
-    fleet.publish(2)
+    turn.publisher.publish(2)
     assert turn.journal[0] == ("restart", 1)
     assert turn.routed == ["server-0"]
     turn.publisher.begin_generation()
     assert turn.routed == ["server-0", "server-1-again"]
-    assert fleet.metrics(2) == {"fully_async/count/restarts": 1}
+    assert turn.publisher.restarts == 1
     started[0].alive = False
-    with pytest.raises(ReplicaLost, match=r"replica 1 died \(.*the engine died\).*max_replica_restarts=1"):
-        fleet.publish(3)
+    with pytest.raises(PublishFailed, match=r"replica 1 died \(.*the engine died\).*max_replica_restarts=1"):
+        turn.publisher.publish(3)
 
 
 def test_a_replica_that_does_not_start_again_ends_the_run_with_both_causes() -> None:
@@ -207,5 +207,6 @@ def test_a_replica_that_does_not_start_again_ends_the_run_with_both_causes() -> 
     def restart(lost: Any) -> Engine:
         raise TimeoutError("no memory")
 
-    with pytest.raises(ReplicaLost, match=r"replica 0 died .*could not be started again: no memory"):
-        TurnFleet(turn.publisher, restart, budget=1).publish(1)
+    turn.publisher.restart_lost(restart, budget=1)
+    with pytest.raises(PublishFailed, match=r"replica 0 died .*could not be started again: no memory"):
+        turn.publisher.publish(1)

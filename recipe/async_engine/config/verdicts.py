@@ -20,6 +20,9 @@ from recipe.async_engine.config.rules.context import REWARD_MODEL, RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
 
+ENGINES = {"vllm": "recipe.async_engine.engines.vllm.replica.GatedVLLMReplica"}
+"""The rollout engines, by ``rollout.name``: of each the class that `recipe.async_engine.engines.protocol` describes."""
+
 UNREAD = "verl 0.9.1 reads it nowhere either; remove it"
 QUEUE = "nothing goes through TransferQueue here"
 V1 = "trainer.v1"
@@ -150,8 +153,8 @@ TABLE: tuple[Verdict, ...] = (
     *_refused(
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
-        allowed="vllm",
-        refuses=lambda name: name != "vllm",
+        allowed=" or ".join(ENGINES),
+        refuses=lambda name: name not in ENGINES,
     ),
     *_refused(
         "Other engines are not supported for reward models.",

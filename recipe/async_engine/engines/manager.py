@@ -14,22 +14,24 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.router import get_router_handle
 
 from recipe.async_engine.actors.control import with_control
 from recipe.async_engine.actors.replacement import cleared_on_failure, end_servers
 from recipe.async_engine.engines.load_balancer import HELD, CountingBalancer
+from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
-from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 
 END_S = 30.0
 
 
 class ReplicaManager(LLMServerManager):
-    """verl's server manager over :class:`GatedVLLMReplica` s, in two steps: construct, then :meth:`launch`."""
+    """verl's server manager over the run's rollout engine, in two steps: construct, then :meth:`launch`."""
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
-        self.rollout_replica_class = partial(GatedVLLMReplica, reservations=reservations)
+        engine = engine_class(config.actor_rollout_ref.rollout.name)
+        self.rollout_replica_class = partial(engine, reservations=reservations)
         super().__init__(config)
         self.global_load_balancer = self._new_load_balancer()
 
@@ -48,7 +50,7 @@ class ReplicaManager(LLMServerManager):
             servers={}, router_config_path=file, full_determinism=hashes, load_balancer_cls=self._load_balancer_cls
         )
 
-    def start_another(self) -> GatedVLLMReplica:
+    def start_another(self) -> RolloutReplica:
         """One more replica, on resources of its own; returns when its server is up, holding no weights.
 
         NothingFree: there are no such resources now.
@@ -58,7 +60,7 @@ class ReplicaManager(LLMServerManager):
             asyncio.run(replica.init_standalone())
         return replica
 
-    def start_again(self, lost: GatedVLLMReplica, timeout_s: float) -> GatedVLLMReplica:
+    def start_again(self, lost: RolloutReplica, timeout_s: float) -> RolloutReplica:
         """A replica in the place of ``lost``, beside the same trainer ranks and with the same name.
 
         Returns when its server is up, holding no weights; TimeoutError if it is not in time, or ``lost`` did not end.
@@ -73,7 +75,7 @@ class ReplicaManager(LLMServerManager):
         asyncio.run(start())
         return replica
 
-    def _new_replica(self, number: int) -> GatedVLLMReplica:
+    def _new_replica(self, number: int) -> RolloutReplica:
         per_node = self.rollout_config.n_gpus_per_node
         return self.rollout_replica_class(number, self.rollout_config, self.model_config, per_node)
 

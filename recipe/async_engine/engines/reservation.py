@@ -27,14 +27,10 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from recipe.async_engine.actors.sockets import rendezvous_ports
 from recipe.async_engine.config.placement import REPLICA_CPUS, Wanted
-from recipe.async_engine.core.errors import NothingFree, RecipeError
+from recipe.async_engine.core.errors import NothingFree
 
 FREE_S, POLL_S = 3.0, 0.05
 """How long, and how often, a replica that is started in a run looks for accelerators: Ray counts them a bit late."""
-
-
-class NoRoom(RecipeError):
-    """The nodes of the cluster had no room for a part of the run within ``async_training.timeouts.startup``."""
 
 
 class Reservations:
@@ -44,12 +40,12 @@ class Reservations:
         self._pools: dict[str, RayResourcePool] = {}
 
     def reserve(self, parts: Sequence[Wanted], timeout_s: float) -> None:
-        """Reserve ``parts``, in this order; NoRoom if one is not there within ``timeout_s`` seconds from now on."""
+        """Reserve ``parts``, in this order; NothingFree if one is not there within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         for part in parts:
             pool = _pool(part)
             if not _reserve(pool, part, deadline):
-                raise NoRoom(
+                raise NothingFree(
                     f"{_described(part)} were not free within {timeout_s:g} s ({part.setting}, and nine tenths of "
                     f"async_training.timeouts.startup); free are {_free()}"
                 )

@@ -29,8 +29,8 @@ from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
+from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
-from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 from recipe.async_engine.rewards.pool import COUNTS, RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
 from recipe.async_engine.rewards.scorer import checked, number_of
 
@@ -218,8 +218,9 @@ class ScoringManager(RewardLoopManager):
 
     def __init__(self, config: Any, reservations: Reservations | None = None) -> None:
         if config.reward.reward_model.enable:
-            replica = partial(GatedVLLMReplica, reservations=reservations)
-            RolloutReplicaRegistry.register("vllm", lambda: replica)
+            name = config.reward.reward_model.rollout.name
+            replica = partial(engine_class(name), reservations=reservations)
+            RolloutReplicaRegistry.register(name, lambda: replica)
         super().__init__(config)
 
     def _init_reward_loop_workers(self) -> None:

@@ -47,8 +47,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipe.async_engine.core.cuts import refused
 from recipe.async_engine.core.errors import EngineDied, GenerationError, RequestFailed
-from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
-from recipe.async_engine.engines.vllm.output_watch import (
+from recipe.async_engine.engines.answers import (
     ABORTED,
     CHECKPOINT,
     COMPLETED,
@@ -58,6 +57,7 @@ from recipe.async_engine.engines.vllm.output_watch import (
     VERSION_RUNS,
     Flight,
 )
+from recipe.async_engine.engines.load_balancer import ENDED, SAY_ENDED_S
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from recipe.async_engine.engines.vllm.output_watch import ABORTED, CHECKPOINT, Flight
+from recipe.async_engine.engines.answers import ABORTED, CHECKPOINT, Flight
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.async_engine.actors.worker_set import WorkerRestarted, WorkerSpoilt
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
-from recipe.async_engine.engines.vllm.output_watch import COMPLETED
+from recipe.async_engine.engines.answers import COMPLETED
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed

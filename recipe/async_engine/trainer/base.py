@@ -26,6 +26,7 @@ from recipe.async_engine.config.plan import batch_size, derive, epoch_prompts, r
 from recipe.async_engine.config.sections import read_settings
 from recipe.async_engine.core.alarms import UnchangedWeights
 from recipe.async_engine.core.scoring import Anchor
+from recipe.async_engine.log_prob_servers.meter import ServerMeter
 from recipe.async_engine.record.contents import lacking
 from recipe.async_engine.record.events import RECORDED, Class
 from recipe.async_engine.record.figures import TRAINER_DOES
@@ -112,6 +113,7 @@ class AsyncPPOTrainer(SavedRun):
         self.unchanged = UnchangedWeights()
         self.global_steps, self.is_last_step, self.max_steps_duration = 0, False, 0.0
         self.metrics, self.timing_raw = {}, {}
+        self.server_meter = ServerMeter()
         self._validated_at = -1
         self.trackers: Trackers | None = None
         self.stopped_by: str | None = None
@@ -165,7 +167,7 @@ class AsyncPPOTrainer(SavedRun):
         self.publishing = PublishStage(
             self.plan,
             self.scheduler,
-            self.fleet,
+            self.publisher,
             self.published,
             self.unchanged,
             self.alarms,
@@ -270,7 +272,9 @@ class AsyncPPOTrainer(SavedRun):
         self.metrics.update(self.step_metrics.of_step(batch, self.metrics, self.timing_raw))
         if self.publishing.is_over:
             self.publishing.finish(self.metrics)
-        self.metrics.update(self.fleet.metrics(self.ledger.announced))
+        self.metrics["fully_async/count/restarts"] = self.publisher.restarts
+        if self.plan.settings.servers.enabled:
+            self.metrics.update(self.server_meter.read(self.publisher.told, self.ledger.announced))
         assert self.figures is not None
         self.metrics.update(self.figures.now(self.global_steps))
         self.metrics.update(self.reward_loop_manager.metrics())
@@ -316,7 +320,7 @@ class AsyncPPOTrainer(SavedRun):
             self.publishing.finish(self.metrics)
             if self.is_within_version:
                 # The run ends within a version: its last weights are validated, but are no version of the ledger.
-                self.metrics.update(self.fleet.publish(version))
+                self.metrics.update(self.publisher.publish(version))
             self.metrics.update(self._validate_now())
 
     def _publish(self) -> None:

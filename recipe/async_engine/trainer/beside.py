@@ -3,7 +3,7 @@
 
 Contract: the work is over when it returned or failed, or at its deadline, which counts from its beginning. Whoever
 waits for it gets what it returned, or its error; until someone does, ``alarm`` has been given the error at once. Shown
-by tests/integration/test_publication.py and test_saving.py.
+by tests/integration/test_beside.py and test_saving.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.engines.vllm.output_watch import ABORTED
+from recipe.async_engine.engines.answers import ABORTED
 from recipe.async_engine.trainer.beside import Beside
 from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 

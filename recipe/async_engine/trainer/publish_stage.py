@@ -20,9 +20,8 @@ from recipe.async_engine.core.alarms import Alarms, UnchangedWeights
 from recipe.async_engine.record.timeline import Timeline
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
 from recipe.async_engine.trainer.actor_worker import PublishedWeights
-from recipe.async_engine.trainer.fleet import Fleet
-from recipe.async_engine.trainer.publication import Publication
-from recipe.async_engine.weights.publisher import ATTEMPTS
+from recipe.async_engine.trainer.beside import Beside
+from recipe.async_engine.weights.publisher import ATTEMPTS, PublishFailed, WeightPublisher
 
 Metrics = dict[str, Any]
 Timing = dict[str, float]
@@ -36,7 +35,7 @@ class PublishStage:
     Args:
         plan: of the run.
         scheduler: told of each version; its ledger counts them.
-        fleet: what gets the weights.
+        publisher: hands the weights to whatever gets them.
         published: the trainer's copy of the weights published last.
         unchanged: judges whether versions differ, and ``alarms`` is told.
         timeline: is told of the way.
@@ -47,20 +46,20 @@ class PublishStage:
         self,
         plan: RunPlan,
         scheduler: RolloutScheduler,
-        fleet: Fleet,
+        publisher: WeightPublisher,
         published: PublishedWeights,
         unchanged: UnchangedWeights,
         alarms: Alarms,
         timeline: Timeline,
         fail: Callable[[BaseException], None],
     ) -> None:
-        self._plan, self._scheduler, self._fleet = plan, scheduler, fleet
+        self._plan, self._scheduler, self._publisher = plan, scheduler, publisher
         self._published, self._unchanged, self._alarms = published, unchanged, alarms
         self._timeline = timeline
         self._drains = plan.settings.weights.at_swap == "drain"
-        self._way = Publication(*self._deadline(), fail)
+        self._way = self._new_way(fail)
 
-    def _deadline(self) -> tuple[float, str]:
+    def _new_way(self, fail: Callable[[BaseException], None]) -> Beside[dict[str, float]]:
         # A sync asks who is there, transfers at most three times, pauses, swaps and resumes, each within its deadline.
         timeouts, parts = self._plan.settings.async_training.timeouts, 4 + ATTEMPTS
         setting = f"{parts} times async_training.timeouts.weight_sync={timeouts.weight_sync:g}"
@@ -68,7 +67,11 @@ class PublishStage:
         if self._drains:
             setting += f" and timeouts.trajectory={timeouts.drain:g}"
             seconds += timeouts.drain
-        return seconds, setting
+
+        def late(version: int) -> PublishFailed:
+            return PublishFailed(f"version {version} was not announced within {seconds:g} s ({setting})")
+
+        return Beside("publication", seconds, late, fail)
 
     @property
     def is_over(self) -> bool:
@@ -80,7 +83,7 @@ class PublishStage:
         with self._paused(metrics, timing):
             self.finish(metrics)
             version = self._scheduler.ledger.version + 1
-            self._fleet.snapshot(version)
+            self._publisher.snapshot(version)
             self._unchanged.seal(version)
             self._published.keep()
             self._scheduler.version_sealed()
@@ -90,7 +93,7 @@ class PublishStage:
         version = self._scheduler.ledger.version
         with self._paused(metrics, timing):
             self._way.begin(version, lambda: self._bring(version))
-            if self._fleet.publisher.weights.publish == "inline":
+            if self._publisher.weights.publish == "inline":
                 self.finish(metrics)
 
     def finish(self, metrics: Metrics) -> None:
@@ -112,8 +115,8 @@ class PublishStage:
         """
         version = self._scheduler.ledger.version
         with self._published.in_use() if is_within_version else nullcontext():
-            self._fleet.publish(version)
-        self._unchanged.published(version, self._fleet.publisher.checksum)
+            self._publisher.publish(version)
+        self._unchanged.published(version, self._publisher.checksum)
         if not is_within_version:
             self._published.keep()
 
@@ -129,17 +132,17 @@ class PublishStage:
         """Bring a sealed version to the replicas and announce it; returns metrics of the sync."""
         self._timeline.note(f"version {version} is sealed")
         with self._timeline.during("stage", version):
-            staged = self._fleet.stage(version)
+            staged = self._publisher.stage(version)
         training = self._plan.settings.async_training
         if self._drains:
             with self._timeline.during("drain", version):
                 self._scheduler.pause_until_drained(training.timeouts.drain, fill=training.whole_batches)
         with self._timeline.during("swap", version):
-            self._fleet.swap(staged)
+            self._publisher.swap(staged)
         # No replica generates: what starts from here on is the new version's.
         self._scheduler.version_announced()
         with self._timeline.during("resume", version):
-            metrics = self._fleet.resume(staged)
+            metrics = self._publisher.resume(staged)
         if self._drains:
             self._scheduler.open_turn()
         self._timeline.note(f"version {version} is announced")
@@ -147,7 +150,7 @@ class PublishStage:
 
     def _note_arrived(self) -> int:
         """A version has been announced; returns 1 if it should have been another one, else 0."""
-        unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._fleet.publisher.checksum)
+        unchanged = self._unchanged.published(self._scheduler.ledger.announced, self._publisher.checksum)
         if unchanged is not None:
             self._alarms.note("unchanged_weights", unchanged)
         return int(bool(unchanged))

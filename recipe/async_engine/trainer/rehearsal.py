@@ -34,9 +34,8 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from recipe.async_engine.core.errors import WeightLoadError
 from recipe.async_engine.core.rehearsed import FAILED, FELL_BACK, LEFT_OUT, PASSED, Check, Rehearsed, agreement
 from recipe.async_engine.trainer.beside import Beside
-from recipe.async_engine.trainer.fleet import Fleet
 from recipe.async_engine.trainer.probe import ANSWERS_PER_REPLICA, Answer, Probe, RehearsalFailed, ordinary_tokens
-from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion
+from recipe.async_engine.weights.publisher import NoReplicaLeft, PublishFailed, StagedVersion, WeightPublisher
 from recipe.async_engine.weights.replica_set import ReplicaRecord, plain_cause
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Rehearsal:
     """See the module's contract. The trainer's thread calls it, once.
 
     Attributes:
-        fleet: what gets the weights, after its first publication.
+        publisher: of the run, after its first publication.
         workers: verl's group of the trainer's `ActorWorker` s, ``ranks`` of them.
         version: the one that was published.
         probe: asks the replicas.
@@ -65,7 +64,7 @@ class Rehearsal:
         result: what was found, also where `run` raises.
     """
 
-    fleet: Fleet
+    publisher: WeightPublisher
     workers: Any
     ranks: int
     version: int
@@ -82,7 +81,7 @@ class Rehearsal:
         """The rehearsal of an `AsyncPPOTrainer` whose first version is published."""
         rollout, timeout_s = trainer.config.actor_rollout_ref.rollout, trainer.timeouts.rehearsal
         return cls(
-            trainer.fleet,
+            trainer.publisher,
             trainer.actor_rollout_wg,
             trainer.plan.trainer_ranks,
             trainer.ledger.version,
@@ -111,13 +110,13 @@ class Rehearsal:
         self.send_again(before)
         with self.checking("engines answer as before") as check:
             if lost := [record.name for record in present if record.dead]:
-                raise RehearsalFailed(f"lost on the way: {', '.join(lost)} ({self.fleet.publisher.known.errors})")
+                raise RehearsalFailed(f"lost on the way: {', '.join(lost)} ({self.publisher.known.errors})")
             after = self.probe.sampled(present)
             check.said = self._judge("answers of {} changed, though the weights did not", _same_tokens(before, after))
 
     def generating(self) -> list[ReplicaRecord]:
         """The rollout replicas."""
-        return [record for record in self.fleet.publisher.known.present if record.generates]
+        return [record for record in self.publisher.known.present if record.generates]
 
     @contextmanager
     def checking(self, name: str) -> Iterator[Check]:
@@ -146,7 +145,7 @@ class Rehearsal:
 
     def _sent(self) -> Check:
         """Send it in the way of now, which is another one afterwards if that failed."""
-        weights, began = self.fleet.publisher.weights, time.monotonic()
+        weights, began = self.publisher.weights, time.monotonic()
         check = Check(f"weights arrive (publish={weights.publish}, staging={weights.staging})")
         cause: Exception | None = None
         try:
@@ -168,13 +167,13 @@ class Rehearsal:
     def _send(self) -> str:
         """Make one transfer: the first one once, in the rehearsal's deadline; after a fallback as any other."""
         with nullcontext() if self.result.fallbacks else self.in_haste():
-            if self.fleet.publisher.weights.publish != "beside":
+            if self.publisher.weights.publish != "beside":
                 self.work()
                 with self.published():
                     self._bring()
                 return ""
             with self.published():
-                self.fleet.snapshot(self.version)
+                self.publisher.snapshot(self.version)
             late = PublishFailed(f"it was not over within {self._longest_s:g} s")
             sync: Beside[None] = Beside("rehearsed-sync", self._longest_s, lambda number: late)
             sync.begin(self.version, self._bring)
@@ -185,15 +184,15 @@ class Rehearsal:
 
     def _bring(self) -> None:
         """Have the replicas stage the version and swap it in."""
-        staged, weights = self.fleet.stage(self.version), self.fleet.publisher.weights
+        staged, weights = self.publisher.stage(self.version), self.publisher.weights
         if weights.staging != "none":
             self._see_all_have(staged)
 
         def swap() -> None:
-            self.fleet.swap(staged)
+            self.publisher.swap(staged)
             self._see_all_have(staged)
             self._note_servers(staged)
-            self.fleet.resume(staged)
+            self.publisher.resume(staged)
 
         name = "requests go on after a swap"
         if weights.at_swap == "drain":
@@ -208,17 +207,17 @@ class Rehearsal:
         answers = self.probe.under(self.generating(), change, self._longest_s)
         cut = sum(answer.requests > 1 for answer in answers)
         check.said = f"{len(answers)} came back whole, {cut} of them in parts"
-        if not cut and self.fleet.publisher.weights.at_swap == "interrupt":
+        if not cut and self.publisher.weights.at_swap == "interrupt":
             check.outcome, check.said = LEFT_OUT, "they were over before they could be cut"
 
     def _see_all_have(self, staged: StagedVersion) -> None:
         lacking = [record.name for record in self.generating() if record not in staged.holders]
         if lacking:
-            raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.fleet.publisher.known.errors}")
+            raise PublishFailed(f"{', '.join(lacking)} did not get them: {self.publisher.known.errors}")
 
     def _note_servers(self, staged: StagedVersion) -> None:
         """Say which log-prob servers lack the version: that costs no run anything but the trainer's time."""
-        servers = [record for record in self.fleet.publisher.known.records if not record.generates]
+        servers = [record for record in self.publisher.known.records if not record.generates]
         said = "; ".join(f"{record.name}: {record.error}" for record in servers if record not in staged.holders)
         if servers:
             outcome = FELL_BACK if said else PASSED
@@ -229,7 +228,7 @@ class Rehearsal:
 
     def _fall_back(self) -> str | None:
         """Choose another way for all weights of the run; returns its setting, None where there is no other."""
-        publisher = self.fleet.publisher
+        publisher = self.publisher
         weights = publisher.weights
         inline = weights.publish == "beside"
         in_place = weights.staging != "none" and weights.at_swap != "keep"
@@ -246,7 +245,7 @@ class Rehearsal:
     @contextmanager
     def in_haste(self) -> Iterator[None]:
         """Within it a transfer has one attempt, and the rehearsal's deadline."""
-        publisher = self.fleet.publisher
+        publisher = self.publisher
         usual = publisher.known.timeout_s, publisher.attempts
         publisher.known.timeout_s, publisher.attempts = min(usual[0], self.timeout_s), 1
         try:
@@ -257,7 +256,7 @@ class Rehearsal:
     @property
     def _longest_s(self) -> float:
         # A transfer asks who is there, connects in two steps and sends, each in the deadline and a moment.
-        return 5 * self.fleet.publisher.known.timeout_s + 60
+        return 5 * self.publisher.known.timeout_s + 60
 
     # Work of the trainer's ranks.
 

@@ -44,9 +44,8 @@ from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
 from recipe.async_engine.rollout.users_manager import manager_class
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
-from recipe.async_engine.trainer.fleet import Fleet, Handles
 from recipe.async_engine.trainer.stages import Stages
-from recipe.async_engine.weights.publisher import WeightPublisher
+from recipe.async_engine.weights.publisher import Handles, WeightPublisher
 from recipe.async_engine.weights.snapshot import widest
 
 
@@ -166,10 +165,9 @@ class Startup:
     """Of each log-prob server."""
     reservations: Reservations
     is_up = False
-    """Whether there are ``publisher``, ``published`` and ``fleet``."""
+    """Whether there are ``publisher`` and ``published``."""
     publisher: WeightPublisher
     published: PublishedWeights
-    fleet: Fleet
 
     def init_workers(self) -> None:
         """Start every process of the run."""
@@ -208,7 +206,7 @@ class Startup:
         )
 
     def reserve(self) -> None:
-        """Reserve the accelerators of every part; NoRoom if they are not there in time."""
+        """Reserve the accelerators of every part; NothingFree if they are not there in time."""
         self.reservations = Reservations()
         parts = wanted(OmegaConf.to_container(self.config, resolve=True), self.plan.settings)
         # The watch, whose deadline for the start is this setting, knows less of what is missing.
@@ -236,7 +234,7 @@ class Startup:
         )
         self.stages.use_rollout(rollout.agents, rollout.replicas, rollout.rewards, self.publisher)
         self.published = PublishedWeights(self.actor_rollout_wg, self.plan, self.config.trainer.save_freq > 0)
-        self.fleet = self._new_fleet(rollout)
+        self._replace_lost(rollout)
         self.is_up = True
 
     def _dtypes_of_receivers(self) -> list[str]:
@@ -250,10 +248,11 @@ class Startup:
             dtypes.append(engine.dtype if self.plan.settings.servers.backend == "megatron" else fsdp)
         return dtypes
 
-    def _new_fleet(self, rollout: RolloutSide) -> Fleet:
+    def _replace_lost(self, rollout: RolloutSide) -> None:
+        """Have lost replicas replaced."""
         budget = self.plan.settings.async_training.max_replica_restarts
         replacements = Replacements(budget, self.timeouts.startup, clear_replica)
-        return Fleet(self.publisher, replacements, rollout.replicas.start_another)
+        self.publisher.replace_lost(replacements, rollout.replicas.start_another)
 
     def _use_servers(self, replicas: list[ModelEngineReplica], servers: LogProbServers) -> None:
         """Give the log-prob servers weights from now on, and work."""
@@ -269,7 +268,7 @@ class Startup:
         def start_another() -> ModelEngineReplica:
             return launch_servers(numbers=[next(numbers)])[0]
 
-        self.fleet.use_servers(replicas, tell, start_another)
+        self.publisher.use_servers(replicas, tell, start_another)
 
     def start_training(self) -> None:
         """Start the training workers and have them make their models."""

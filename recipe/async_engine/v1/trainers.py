@@ -36,8 +36,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from recipe.async_engine.config.v1_validation import read_v1
 from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
+from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
-from recipe.async_engine.engines.vllm.replica import GatedVLLMReplica
 from recipe.async_engine.inspection.check import plain
 from recipe.async_engine.log_prob_servers.client import ScoringClient
 from recipe.async_engine.log_prob_servers.replica import launch
@@ -82,7 +82,7 @@ class BoundedTrainer(PPOTrainer):
                 self.role_worker_mapping[role] = ray.remote(HybridActorWorker)
 
     def _setup(self) -> None:
-        RolloutReplicaRegistry.register("vllm", lambda: GatedVLLMReplica)
+        RolloutReplicaRegistry.register("vllm", lambda: engine_class("vllm"))
         super()._setup()
         self._scoring: ScoringClient | None = None
         self._server_sync: CheckpointEngineManager | None = None

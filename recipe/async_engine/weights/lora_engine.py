@@ -24,13 +24,9 @@ from verl.utils.model import convert_weight_keys
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
 
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.weights.snapshot import WeightsError
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-
-class MergeError(RecipeError):
-    """An adapter that cannot be merged into a copy of its base weights."""
 
 
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
@@ -40,7 +36,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
     the model's own.
 
     Raises:
-        MergeError: an adapter is of a kind whose product is not just added to a weight (DoRA, say), or its weight is
+        WeightsError: an adapter is of a kind whose product is not just added to a weight (DoRA, say), or its weight is
             another layer's too, which has no such adapter.
     """
     adapted = {
@@ -51,7 +47,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         _check_plain(name, layer)
         tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
         if tied:
-            raise MergeError(
+            raise WeightsError(
                 f"{name} has an adapter and shares its weight with {tied[0]}, so that merged weights cannot be both: "
                 "leave it out with actor_rollout_ref.model.exclude_modules"
             )
@@ -65,7 +61,7 @@ def _check_plain(name: str, layer: LoraLayer) -> None:
     biased = any(layer.lora_bias.get(adapter) for adapter in layer.active_adapters)
     if not isinstance(layer, Linear | Embedding) or layer.lora_variant or biased:
         kind = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values()) or type(layer).__name__
-        raise MergeError(
+        raise WeightsError(
             f"the adapter of {name} cannot be merged into a copy: {kind}{' with a bias' if biased else ''}. Plain LoRA "
             "adapters of linear and embedding layers can: see actor_rollout_ref.model.target_modules, lora_adapter_path"
         )

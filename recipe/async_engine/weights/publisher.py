@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight publisher: brings one version of the weights to all rollout replicas, or says which ones lack it.
+"""The weight publisher: brings one version of the weights to rollout replicas and log-prob servers alike.
 
 Contract:
 
@@ -17,36 +17,52 @@ Contract:
 * Who loaded other weights than the trainer sent, by their checksums, has failed to load. A log-prob server that has
   failed is told so and scores nothing before a later load; it never ends the run.
 * One that fails again and again costs the others nothing: after the second attempt they load without it.
+* What a publication finds dead is replaced from then on, beside the run and as far as the budget goes; the newcomer
+  takes part in the next publication. Agent-loop workers are told which log-prob servers there are.
 * If no replica is left, :class:`NoReplicaLeft` ends the job with the cause.
 
 Shown by tests/integration/test_publisher.py and, with replicas killed in real syncs, by test_nccl_engine.py there and
-tests/e2e/test_faults.py.
+tests/e2e/test_faults.py and test_replacement.py.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
-from recipe.async_engine.actors.control import sign_of_life
+from recipe.async_engine.actors.replacement import Replacements
 from recipe.async_engine.config.sections import Weights
 from recipe.async_engine.core.errors import RecipeError, WeightLoadError, WeightStreamError
-from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
-from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, ReplicaSet, plain_cause
+from recipe.async_engine.weights.replica_set import (
+    PING_TIMEOUT_S,
+    ReplicaRecord,
+    ReplicaSet,
+    generates,
+    ping,
+    plain_cause,
+)
 from recipe.async_engine.weights.snapshot import Wire, last_parts
-from recipe.async_engine.weights.transfer_group import TransferGroup, outcomes
+from recipe.async_engine.weights.transfer_group import (
+    ChecksumMismatch,
+    TransferGroup,
+    failed_by_itself,
+    judged,
+    outcomes,
+)
 
 logger = logging.getLogger(__name__)
+
+Handles = dict[str, Any]
+Start = Callable[[], RolloutReplica]
 
 ATTEMPTS = 3
 """Of which the last is made only where one member's fault has kept the others from their weights twice."""
@@ -54,10 +70,6 @@ ATTEMPTS = 3
 
 class NoReplicaLeft(RecipeError):
     """No rollout replica holds the current weights; the cause is chained."""
-
-
-class ChecksumMismatch(RecipeError):
-    """A replica loaded other weights than the trainer sent."""
 
 
 class PublishFailed(RecipeError):
@@ -103,6 +115,12 @@ class WeightPublisher(CheckpointEngineManager):
         self.checksum: str | None = None
         self.attempts = ATTEMPTS
         """Of a transfer."""
+        self._replacements: Replacements | None = None
+        self._start_replica: Start | None = None
+        self._start_server: Start | None = None
+        self._tell: Callable[[Handles], None] | None = None
+        self.told: Handles = {}
+        """The log-prob servers that agent-loop workers were told of last: actor handles by name."""
 
     @property
     def _beside(self) -> bool:
@@ -116,6 +134,31 @@ class WeightPublisher(CheckpointEngineManager):
         """Replicas that take part from the next sync on; see verl's method of this name."""
         super().add_replicas(replicas)
         self.known.records += [ReplicaRecord(replica) for replica in replicas]
+
+    def replace_lost(self, replacements: Replacements, start_replica: Start) -> None:
+        """Have ``replacements`` start another replica, up and without weights, for each that is lost from now on."""
+        self._replacements, self._start_replica = replacements, start_replica
+
+    def use_servers(
+        self, servers: list[RolloutReplica], tell: Callable[[Handles], None], start: Start | None = None
+    ) -> None:
+        """Give log-prob servers weights from now on; ``start`` starts another one.
+
+        ``tell`` hands agent-loop workers the servers to ask, now and whenever these are others.
+        """
+        self._tell, self._start_server = tell, start
+        self.add_replicas(servers)
+        self._tell_agents()
+
+    @property
+    def servers(self) -> list[RolloutReplica]:
+        """The log-prob servers that get weights."""
+        return [record.replica for record in self.known.records if not record.generates]
+
+    @property
+    def restarts(self) -> int:
+        """Replacements begun so far."""
+        return 0 if self._replacements is None else self._replacements.begun
 
     def take_lost(self) -> list[RolloutReplica]:
         """Those that died; they are forgotten here, so each is given once."""
@@ -154,10 +197,14 @@ class WeightPublisher(CheckpointEngineManager):
     def stage(self, version: int) -> StagedVersion:
         """Bring the trainer's weights beside those that the replicas generate with, which they go on doing.
 
+        Replicas that have started since the last publication take part.
+
         Raises:
             NoReplicaLeft: no replica has taken the version.
             PublishFailed: the trainer could not send.
         """
+        if self._replacements is not None:
+            self.add_replicas(self._replacements.take())
         staged = StagedVersion(version)
         if not self._in_place:
             self._timed(staged, self._transfer(staged))
@@ -173,7 +220,7 @@ class WeightPublisher(CheckpointEngineManager):
         self._timed(staged, self._swap(staged))
 
     def resume(self, staged: StagedVersion) -> dict[str, float]:
-        """Have the replicas that hold the version generate; returns metrics of the sync.
+        """Have the replicas that hold the version generate, and lost ones replaced; returns metrics of the sync.
 
         Raises:
             NoReplicaLeft: none of them does.
@@ -183,7 +230,24 @@ class WeightPublisher(CheckpointEngineManager):
         metrics = {**staged.sender, "fully_async/weight_sync/seconds": staged.seconds}
         if staged.paused_at is not None:
             metrics["fully_async/weight_sync/generation_paused_seconds"] = time.monotonic() - staged.paused_at
+        if self._replacements is not None:
+            self._replace(self._replacements)
+        self._tell_agents()
         return metrics
+
+    def _replace(self, replacements: Replacements) -> None:
+        for lost in self.take_lost():
+            start, what = self._start_server, "a log-prob server"
+            if generates(lost):
+                start, what = self._start_replica, "a rollout replica"
+            if start is not None:
+                replacements.begin(f"{what} in the place of number {lost.replica_rank}", lost, start)
+
+    def _tell_agents(self) -> None:
+        handles = {server.server_address: server.server_handle for server in self.servers}
+        if self._tell is not None and handles != self.told:
+            self.told = handles
+            self._tell(handles)
 
     async def _copy(self, version: int, wire: Wire) -> None:
         await self._all(self.actor_wg.snapshot_weights(version, wire))
@@ -211,8 +275,8 @@ class WeightPublisher(CheckpointEngineManager):
         living = [record for record in self.known.records if not record.dead]
         servers = [record for record in living if not record.generates]
         await asyncio.gather(
-            self.known.each("answer", servers, self._ping, PING_TIMEOUT_S, or_absent=True),
-            self.known.each("answer", [record for record in living if record.generates], self._ping),
+            self.known.each("answer", servers, ping, PING_TIMEOUT_S, or_absent=True),
+            self.known.each("answer", [record for record in living if record.generates], ping),
         )
         committed = await self._load_with_retries(staged)
         staged.holders = [record for record in committed if not record.dead]
@@ -256,24 +320,18 @@ class WeightPublisher(CheckpointEngineManager):
                 logger.error("weight sync of version %d, attempt %d: %s", version, attempt, self.known.errors)
             if all(record in committed for record in candidates if record.generates):
                 break
-            await self.known.each("answer", self.known.present, self._ping, PING_TIMEOUT_S)
+            await self.known.each("answer", self.known.present, ping, PING_TIMEOUT_S)
             if attempt > 1 and self.known.present and self._is_the_cause(trainer_error):
                 raise PublishFailed(f"the trainer could not send version {version}: {trainer_error}") from trainer_error
             # In a collective transfer one member that fails fails it for all: the others go on without it.
             failed = [record for record in candidates if record not in committed and not record.dead]
-            own = [record for record in failed if self._failed_by_itself(record, trainer_error)]
+            own = [record for record in failed if failed_by_itself(record, trainer_error)]
             if attempt > 1 and (own == failed or len(own) == len(candidates)):
                 break
             refused = own if attempt > 1 else [record for record in own if isinstance(record.error, WeightLoadError)]
             if len(refused) == len(candidates):
                 refused = []
         return committed
-
-    @staticmethod
-    def _failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
-        """Whether the others may do better without it: a stream that broke is what its members have of one's fault."""
-        cause = None if record.error is None else plain_cause(record.error)
-        return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)
 
     def _no_replica(self, what: str, records: list[ReplicaRecord]) -> NoReplicaLeft:
         error = NoReplicaLeft(f"{what}: {self.known.errors}")
@@ -282,7 +340,7 @@ class WeightPublisher(CheckpointEngineManager):
 
     def _is_the_cause(self, trainer_error: BaseException | None) -> bool:
         """Whether the trainer failed on its own: it fails too when a receiver leaves in the middle of a transfer."""
-        if trainer_error is None or any(self._failed_by_itself(record, trainer_error) for record in self.known.present):
+        if trainer_error is None or any(failed_by_itself(record, trainer_error) for record in self.known.present):
             return False
         its_own = not isinstance(plain_cause(trainer_error), WeightStreamError)
         return its_own or all(record.error is trainer_error for record in self.known.present)
@@ -294,12 +352,6 @@ class WeightPublisher(CheckpointEngineManager):
         await record.replica.abort_all_requests()
         if self._in_place:
             await record.replica.release_kv_cache()
-
-    @staticmethod
-    async def _ping(record: ReplicaRecord) -> None:
-        workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
-        servers = [sign_of_life(server).remote() for server in record.replica.servers]
-        await asyncio.gather(*workers, *servers)
 
     async def _load(
         self, records: list[ReplicaRecord], version: int
@@ -324,28 +376,9 @@ class WeightPublisher(CheckpointEngineManager):
             return [], {}, error
         finally:
             await group.tell("finalize")
-        ranks = self.actor_wg.world_size
-        trainer, receivers = results[:ranks], results[ranks:]
-        trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
-        metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
-        checksum, sent_version = metrics.pop(CHECKSUM, None), metrics.pop(VERSION, version)
-        if trainer_error is None and sent_version != version:
-            trainer_error = WeightStreamError(f"the trainer sent version {sent_version} in place of version {version}")
-        committed: list[ReplicaRecord] = []
-        for record in records:
-            count = len(record.replica.workers)
-            outcome, receivers = receivers[:count], receivers[count:]
-            record.error = next((result for result in outcome if isinstance(result, BaseException)), trainer_error)
-            record.dead = any(isinstance(result, RayActorError) for result in outcome)
-            found = {result for result in outcome if result is not None}
-            if record.error is None and found != ({checksum} - {None}):
-                record.error = ChecksumMismatch(
-                    f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; the "
-                    f"trainer sent {checksum}"
-                )
-            if record.error is None:
-                committed.append(record)
-                self.checksum = checksum
+        committed, metrics, checksum, trainer_error = judged(records, version, results, self.actor_wg.world_size)
+        if committed:
+            self.checksum = checksum
         return committed, metrics, trainer_error
 
     @property

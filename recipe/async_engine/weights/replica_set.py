@@ -14,6 +14,8 @@ from typing import Any
 import ray
 from verl.workers.rollout.replica import RolloutReplica
 
+from recipe.async_engine.actors.control import sign_of_life
+
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 10.0
@@ -56,6 +58,13 @@ class ReplicaRecord:
     def server_id(self) -> str:
         """The replica's name in the load balancer."""
         return self.replica.server_address
+
+
+async def ping(record: ReplicaRecord) -> None:
+    """Return once all processes of a replica have given a sign of life."""
+    workers = [worker.__ray_call__.remote(lambda worker: None) for worker in record.replica.workers]
+    servers = [sign_of_life(server).remote() for server in record.replica.servers]
+    await asyncio.gather(*workers, *servers)
 
 
 Action = Callable[[ReplicaRecord], Awaitable[Any]]

@@ -26,8 +26,8 @@ from recipe.async_engine.weights.arena import Form, in_one_piece, settle
 NamedTensor = tuple[str, torch.Tensor]
 
 
-class SnapshotError(RecipeError):
-    """There is no copy to send, or the last one is still being sent."""
+class WeightsError(RecipeError):
+    """The trainer's weights cannot be copied, sent or merged as they are."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class WeightSnapshot:
         they need is known then.
 
         Raises:
-            SnapshotError: the last copy is still being sent, or ``export`` yields others each time.
+            WeightsError: the last copy is still being sent, or ``export`` yields others each time.
         """
         with self._alone(f"version {version} cannot be copied"):
             self._version = None
             if not self._copy(export(), wire) and not self._copy(export(), wire):
-                raise SnapshotError(f"version {version} cannot be copied: its shapes changed meanwhile")
+                raise WeightsError(f"version {version} cannot be copied: its shapes changed meanwhile")
             settle()
             self._version = version
 
@@ -113,11 +113,11 @@ class WeightSnapshot:
         """The tensors of ``version``, in the order in which they were copied.
 
         Raises:
-            SnapshotError: that version was not copied as a whole, or is being sent already.
+            WeightsError: that version was not copied as a whole, or is being sent already.
         """
         with self._alone(f"version {version} cannot be sent"):
             if self._version != version:
-                raise SnapshotError(f"version {version} cannot be sent: the copy is of version {self._version}")
+                raise WeightsError(f"version {version} cannot be sent: the copy is of version {self._version}")
             yield ((name, self._on_device(tensor)) for name, tensor in self._tensors)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class WeightSnapshot:
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._in_use.acquire(blocking=False):
-            raise SnapshotError(f"{what}: the copy of version {self._version} is in use")
+            raise WeightsError(f"{what}: the copy of version {self._version} is in use")
         try:
             yield
         finally:

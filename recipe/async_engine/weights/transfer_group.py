@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of one transfer of weights: the trainer's ranks and the receivers, each with a checkpoint engine.
+"""One transfer of weights: its members, the trainer's ranks and the receivers, and what became of it at each.
 
 Contract: every call has a deadline. As soon as one member fails, engines that can leave their group (``reset``) are
 told to, since a collective waits for every member. Shown by tests/integration/test_publisher.py and
@@ -13,10 +13,17 @@ from typing import Any
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayWorkerGroup
 
-from recipe.async_engine.core.errors import WeightStreamError
-from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, plain_cause
+from recipe.async_engine.core.errors import RecipeError, WeightStreamError
+from recipe.async_engine.weights.checksum import CHECKSUM, VERSION
+from recipe.async_engine.weights.replica_set import PING_TIMEOUT_S, ReplicaRecord, plain_cause
 
 logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+
+
+class ChecksumMismatch(RecipeError):
+    """A replica loaded other weights than the trainer sent."""
 
 
 async def outcomes(references: list[Any], timeout_s: float) -> list[Any]:
@@ -99,3 +106,38 @@ def _no_group(outcomes: list[Any]) -> list[BaseException]:
     cause = plain_cause(errors[0])
     missed = WeightStreamError(f"the group was not made: {type(cause).__name__}: {cause}")
     return [outcome if isinstance(outcome, BaseException) else missed for outcome in outcomes]
+
+
+def judged(
+    records: list[ReplicaRecord], version: int, results: list[Any], ranks: int
+) -> tuple[list[ReplicaRecord], Metrics, str | None, BaseException | None]:
+    """What became of a transfer to ``records``, by the results of the trainer's ranks and of each replica's workers.
+
+    Returns:
+        Those that committed, the sender's metrics, the checksum of what it sent, and the trainer's error. The others
+        have their errors noted.
+    """
+    trainer, receivers = results[:ranks], results[ranks:]
+    trainer_error = next((result for result in trainer if isinstance(result, BaseException)), None)
+    metrics = {key: value for result in trainer if isinstance(result, dict) for key, value in result.items()}
+    checksum, sent_version = metrics.pop(CHECKSUM, None), metrics.pop(VERSION, version)
+    if trainer_error is None and sent_version != version:
+        trainer_error = WeightStreamError(f"the trainer sent version {sent_version} in place of version {version}")
+    for record in records:
+        count = len(record.replica.workers)
+        outcome, receivers = receivers[:count], receivers[count:]
+        record.error = next((result for result in outcome if isinstance(result, BaseException)), trainer_error)
+        record.dead = any(isinstance(result, RayActorError) for result in outcome)
+        found = {result for result in outcome if result is not None}
+        if record.error is None and found != ({checksum} - {None}):
+            record.error = ChecksumMismatch(
+                f"loaded weights of version {version} with the checksum {', '.join(sorted(map(str, found)))}; the "
+                f"trainer sent {checksum}"
+            )
+    return [record for record in records if record.error is None], metrics, checksum, trainer_error
+
+
+def failed_by_itself(record: ReplicaRecord, trainer_error: BaseException | None) -> bool:
+    """Whether the others may do better without it: a stream that broke is what its members have of one's fault."""
+    cause = None if record.error is None else plain_cause(record.error)
+    return cause is not None and record.error is not trainer_error and not isinstance(cause, WeightStreamError)

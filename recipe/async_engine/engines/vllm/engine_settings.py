@@ -10,8 +10,8 @@ from recipe.async_engine.core.errors import RecipeError
 RUNNER_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-class UnsupportedRunner(RecipeError):
-    """vLLM is to run the model by code that does not tell how many tokens its requests have."""
+class RolloutServerError(RecipeError):
+    """A rollout server cannot start as it is configured, or holds no weights by which it could answer a request."""
 
 
 def choose_runner(environ: MutableMapping[str, str]) -> None:
@@ -21,26 +21,22 @@ def choose_runner(environ: MutableMapping[str, str]) -> None:
     forgets requests that it has put off, and `StagingExtension.swap_staged` needs to know how many tokens each has.
 
     Raises:
-        UnsupportedRunner: the environment asks for the second one.
+        RolloutServerError: the environment asks for the second one.
     """
     if environ.get(RUNNER_CHOICE, "0").strip().lower() in ("1", "true"):
-        raise UnsupportedRunner(
+        raise RolloutServerError(
             f"{RUNNER_CHOICE}={environ[RUNNER_CHOICE]}: versions of tokens are known with vLLM's first model runner "
             "only, which has 0; unset it"
         )
     environ[RUNNER_CHOICE] = "0"
 
 
-class EngineArguments(RecipeError):
-    """vLLM does not take the arguments that its engine is to be started with."""
-
-
-def refused_arguments(ended: SystemExit) -> EngineArguments:
+def refused_arguments(ended: SystemExit) -> RolloutServerError:
     """Why vLLM's parser of arguments has ended this process, in the words that it prints where nobody looks."""
     frames = (frame for frame, _ in traceback.walk_tb(ended.__traceback__))
     said = [str(frame.f_locals.get("message")) for frame in frames if frame.f_code.co_name == "error"]
     words = said[0] if said else f"it ends with status {ended.code}"
-    return EngineArguments(
+    return RolloutServerError(
         f"vLLM does not take its arguments: {words}. Correct actor_rollout_ref.rollout.engine_kwargs.vllm, or what "
         "else of actor_rollout_ref.rollout that is of"
     )

@@ -4,7 +4,7 @@
 Contract:
 
 * A server started with dummy weights answers nothing before its first complete load: requests wait up to
-  ``first_weights_timeout_s`` and then fail with :class:`FirstWeightsTimeout`.
+  ``first_weights_timeout_s`` and then fail with :class:`RolloutServerError`.
 * Weights are staged beside those that answer; ``swap`` makes them the live ones, while the engine is paused. Where they
   are loaded in place, ``begin_load`` closes the server and ``set_global_steps`` (which verl's adapter calls when every
   weight has arrived) opens it. A swap or a load that is cut off leaves the server closed, so torn weights never answer.
@@ -38,21 +38,20 @@ from recipe.async_engine.actors.control import Early
 from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.cuts import as_engine_takes
-from recipe.async_engine.core.errors import EngineDied, RecipeError, RequestFailed
+from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.core.versions import RequestVersions
+from recipe.async_engine.engines.answers import ABORTED, COMPLETED, RECOMPUTED, VERSION_RUNS, Sampled
 from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, in_output_processor
 from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_worker, pause
 from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
-from recipe.async_engine.engines.vllm.engine_settings import choose_runner, peft_config, refused_arguments
-from recipe.async_engine.engines.vllm.http_gate import guard
-from recipe.async_engine.engines.vllm.output_watch import (
-    ABORTED,
-    COMPLETED,
-    RECOMPUTED,
-    VERSION_RUNS,
-    OutputWatch,
-    Sampled,
+from recipe.async_engine.engines.vllm.engine_settings import (
+    RolloutServerError,
+    choose_runner,
+    peft_config,
+    refused_arguments,
 )
+from recipe.async_engine.engines.vllm.http_gate import guard
+from recipe.async_engine.engines.vllm.output_watch import OutputWatch
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName
 from recipe.async_engine.engines.vllm.weight_worker import part_id
 from recipe.async_engine.engines.vllm.weights_gate import WeightsGate
@@ -71,18 +70,6 @@ HELD = ("generate",)
 WORKER_EXTENSION = "recipe.async_engine.engines.vllm.engine_extension.StagingExtension"
 
 
-class NoTrainer(RecipeError):
-    """A server was to start with dummy weights, and nobody would ever send it real ones."""
-
-
-class ForeignExtension(RecipeError):
-    """An engine's workers were to know nothing of answers that were cut."""
-
-
-class SubmissionTimeout(RecipeError):
-    """A request waited at a paused server longer than ``async_training.timeouts.weight_sync``."""
-
-
 class GatedVLLMHttpServer(vLLMHttpServer):
     """verl's vLLM server behind a :class:`WeightsGate`; see the module's contract.
 
@@ -98,7 +85,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         settings = (self.config.custom or {}).get("recipe", {})
         if "dummy" in self.config.load_format and not settings.get("has_trainer", False):
-            raise NoTrainer(
+            raise RolloutServerError(
                 f"actor_rollout_ref.rollout.load_format={self.config.load_format} makes a server wait for a trainer's "
                 "weights, and this one has no trainer; use load_format=auto for a server on its own"
             )
@@ -146,8 +133,8 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         the parameters are for as a whole; the rest of it is what is given back.
 
         Raises:
-            FirstWeightsTimeout: the server holds no complete weights and got none in time.
-            SubmissionTimeout: the server stayed paused for longer than a weight sync may take.
+            RolloutServerError: the server holds no complete weights and got none in time, or stayed paused for longer
+                than a weight sync may take.
             EngineDied: the engine is gone, so this server will answer nothing any more.
             RequestFailed: the engine ended the request with another finish reason than those of an answer.
         """
@@ -164,21 +151,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
-            if output.stop_reason == REPETITION:
-                output.stop_reason = COMPLETED
-            if output.stop_reason not in (COMPLETED, *ABORTED):
-                raise RequestFailed(
-                    f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
-                    f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
-                    "repetition or abort"
-                )
-            submitted = self._versions.submitted(request_id)
-            output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
-            if self._versions.swapped_under(request_id):
-                output.extra_fields[VERSION_RUNS] = self._versions.runs(request_id, len(output.token_ids))
-                output.extra_fields[RECOMPUTED] = self._recomputed[request_id]
-            self._activity.answer(request_id, len(output.token_ids))
-            return output
+            return self._answered(request_id, output)
         except asyncio.CancelledError:
             if request_id not in self._dropped:
                 raise
@@ -194,6 +167,24 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             self._recomputed.pop(request_id, None)
             self._tasks.pop(request_id, None)
             self._dropped.discard(request_id)
+
+    def _answered(self, request_id: str, output: TokenOutput) -> TokenOutput:
+        """The engine's answer with its versions; raises RequestFailed if its finish reason is not one of an answer."""
+        if output.stop_reason == REPETITION:
+            output.stop_reason = COMPLETED
+        if output.stop_reason not in (COMPLETED, *ABORTED):
+            raise RequestFailed(
+                f"the engine of rollout replica {self.replica_rank} ended a request with the finish reason "
+                f"{output.stop_reason!r} after {len(output.token_ids)} tokens; answers end by stop, length, "
+                "repetition or abort"
+            )
+        submitted = self._versions.submitted(request_id)
+        output.extra_fields["submitted_version"] = self.global_steps if submitted is None else submitted
+        if self._versions.swapped_under(request_id):
+            output.extra_fields[VERSION_RUNS] = self._versions.runs(request_id, len(output.token_ids))
+            output.extra_fields[RECOMPUTED] = self._recomputed[request_id]
+        self._activity.answer(request_id, len(output.token_ids))
+        return output
 
     async def drop_request(self, request_id: str) -> None:
         """End a request that nobody waits for any more, wherever it is: its place at the engine is free at once."""
@@ -211,7 +202,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                 async with asyncio.timeout(self._pause_timeout_s):
                     parked = await super()._park_until_admitted(request_id)
             except TimeoutError:
-                raise SubmissionTimeout(
+                raise RolloutServerError(
                     f"request {request_id} waited {self._pause_timeout_s:g} s at a paused rollout server; a weight "
                     "sync should be over by then (async_training.timeouts.weight_sync)"
                 ) from None
@@ -265,13 +256,13 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         """Wait until a request over HTTP may reach the engine.
 
         Raises:
-            FirstWeightsTimeout: the server holds no complete weights and got none in time.
-            SubmissionTimeout: the server stayed paused for too long, or has left routing.
+            RolloutServerError: the server got no complete weights in time, stayed paused for too long, or has left
+                routing.
         """
         name = "over HTTP"
         is_open = await self._gate.wait_open(self._first_weights_timeout_s)
         if not is_open or await self._park_until_admitted(name) is not None:
-            raise SubmissionTimeout("this rollout server takes no requests at present: ask another one")
+            raise RolloutServerError("this rollout server takes no requests at present: ask another one")
         # Only requests over the actor's interface are counted.
         self._admitting -= 1
         self._versions.forget(name)
@@ -283,7 +274,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         (vllm_async_server.py:970).
 
         Raises:
-            SubmissionTimeout: an admitted request did not come back.
+            RolloutServerError: an admitted request did not come back.
         """
         if self.node_rank != 0:
             return await super().abort_all_requests(reset_prefix_cache, reject_request)
@@ -300,7 +291,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
                     await forget_computed(self.engine)
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
-                raise SubmissionTimeout(
+                raise RolloutServerError(
                     f"{self._admitting} requests did not come back within {self._pause_timeout_s:g} s"
                 )
             await asyncio.sleep(STRAGGLER_S)
@@ -443,7 +434,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         chosen = engine_kwargs.get("worker_extension_cls")
         # Where weights are staged, one that lacks the rest is known by that.
         if self._loads_in_place and chosen and not issubclass(resolve_obj_by_qualname(chosen), StagingExtension):
-            raise ForeignExtension(
+            raise RolloutServerError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={chosen}: an engine's workers "
                 "need recipe.async_engine.engines.vllm.engine_extension.StagingExtension, or a subclass, to take up "
                 "answers that were cut"

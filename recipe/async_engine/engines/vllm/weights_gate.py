@@ -7,11 +7,7 @@ closed. Shown by tests/integration/test_server_gate.py.
 
 import asyncio
 
-from recipe.async_engine.core.errors import RecipeError
-
-
-class FirstWeightsTimeout(RecipeError):
-    """A request waited for weights longer than ``async_training.timeouts.first_weights``."""
+from recipe.async_engine.engines.vllm.engine_settings import RolloutServerError
 
 
 class WeightsGate:
@@ -53,7 +49,7 @@ class WeightsGate:
         """Wait for complete weights. Returns False if the server refuses requests instead.
 
         Raises:
-            FirstWeightsTimeout: after ``timeout_s`` seconds, saying what the server waits for.
+            RolloutServerError: after ``timeout_s`` seconds, saying what the server waits for.
         """
         if self._complete.is_set() or self.refusing:
             return not self.refusing
@@ -63,7 +59,7 @@ class WeightsGate:
             return not self.refusing
         except TimeoutError:
             what = "no weights were ever published" if self.loading is None else f"version {self.loading} never arrived"
-            raise FirstWeightsTimeout(
+            raise RolloutServerError(
                 f"the rollout server refused a request after {timeout_s:g} s: it holds no complete weights ({what}). "
                 "Raise async_training.timeouts.first_weights if the trainer needs longer to start, otherwise look for "
                 "the error of the trainer or of the weight sync."

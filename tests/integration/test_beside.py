@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A version on its way beside training: when it is over, what of it reaches whom, and its deadline."""
+"""Work beside the trainer, a version on its way for example: when it is over, what reaches whom, and its deadline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import threading
 
 import pytest
 
-from recipe.async_engine.trainer.publication import Publication
-from recipe.async_engine.weights.publisher import PublishFailed
+from recipe.async_engine.trainer.beside import Beside
 
 SOON = 20.0
+
+
+class Late(Exception):
+    """Of a version."""
+
+
+def late(version: int) -> Late:
+    return Late(f"version {version} is late")
 
 
 class Work:
@@ -28,7 +35,7 @@ class Work:
         return {"seconds": 1.0}
 
 
-def new_publication(timeout_s: float = SOON) -> tuple[Publication, list[BaseException], threading.Event]:
+def new_publication(timeout_s: float = SOON) -> tuple[Beside[dict[str, float]], list[BaseException], threading.Event]:
     alarms: list[BaseException] = []
     alarmed = threading.Event()
 
@@ -36,7 +43,7 @@ def new_publication(timeout_s: float = SOON) -> tuple[Publication, list[BaseExce
         alarms.append(error)
         alarmed.set()
 
-    return Publication(timeout_s, "timeouts.weight_sync=4", alarm), alarms, alarmed
+    return Beside("publication", timeout_s, late, alarm), alarms, alarmed
 
 
 def test_the_caller_goes_on_while_a_version_is_on_its_way_and_has_its_metrics_when_it_waits() -> None:
@@ -71,7 +78,7 @@ def test_a_publication_that_never_ends_ends_the_wait_at_its_deadline() -> None:
     publication, _, _ = new_publication(timeout_s=0.2)
     work = Work()
     publication.begin(7, work)
-    with pytest.raises(PublishFailed, match=r"version 7 was not announced within 0\.2 s \(timeouts\.weight_sync=4\)"):
+    with pytest.raises(Late, match="version 7 is late"):
         publication.wait()
     work.may_end.set()
 
