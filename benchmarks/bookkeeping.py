@@ -32,8 +32,8 @@ from verl.experimental.fully_async_policy.detach_utils import RolloutSample
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, MessageQueueClient
 
 from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 
 ANSWERS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 256

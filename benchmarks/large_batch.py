@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -106,12 +106,11 @@ def resident(name: str) -> int:
 
 
 def new_groups(count: int) -> list[Any]:
-    from recipe.async_engine.core.groups import Group
-    from recipe.async_engine.core.prompts import PromptRef
+    from recipe.async_engine.core.groups import Group, PromptRef
     from recipe.async_engine.rollout.group_run import GroupRun
 
     row = {"raw_prompt": np.array([[{"role": "user", "content": "?"}]], dtype=object)}
-    return [GroupRun(Group(number, PromptRef(number, 0, f"0-{number}"), 0), row, [], []) for number in range(count)]
+    return [GroupRun(Group(number, PromptRef(number, 0, f"0-{number}"), 0), row, 0) for number in range(count)]
 
 
 def assemble_once(references: list[Any]) -> dict[str, Any]:
@@ -175,26 +174,9 @@ class Source:
         self._numbers = itertools.count()
 
     def take(self) -> Any:
-        from recipe.async_engine.rollout.prompts import Prompt
+        from recipe.async_engine.core.groups import Prompt
 
         return Prompt(0, next(self._numbers), {"raw_prompt": np.array(["?"], dtype=object)})
-
-
-class Call:
-    """A trajectory at a stand-in replica, which generates until it is told to end."""
-
-    def __init__(self, key: str, replica: int, pool: Replicas, version: int) -> None:
-        self.key, self.worker_id, self._pool, self.version = key, f"replica-{replica}", pool, version
-        self.done = pool.loop.create_future()
-
-    async def events(self) -> AsyncIterator[tuple[Any, Any]]:
-        from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
-
-        self._pool.begun.append(self)
-        await self.done
-        self._pool.load[self.worker_id] -= 1
-        yield TrajectoryScored(1.0, self.version, self.version, True, 0, 0, RESPONSE), None
-        yield None, self.key
 
 
 class Replicas:
@@ -203,19 +185,29 @@ class Replicas:
     alive, lost = REPLICAS, False
 
     def __init__(self) -> None:
-        self.begun: list[Call] = []
+        self.begun: list[asyncio.Future[None]] = []
         self.load: Counter[str] = Counter()
         self._turns = itertools.cycle(range(REPLICAS))
         self.loop: Any = None
 
-    def call(self, row: Any, group: Any, n: int, attempt: int, *_: Any) -> Call:
+    def assign(self, run: Any) -> None:
         self.loop = asyncio.get_running_loop()
-        call = Call(f"{group.id}-{n}-{attempt}", next(self._turns), self, group.start)
-        self.load[call.worker_id] += 1
-        return call
+        run.key = f"{run.of.group.id}-{run.n}-{len(run.errors)}"
+        run.worker_id, run.under_way = f"replica-{next(self._turns)}", True
+        self.load[run.worker_id] += 1
 
-    def resume(self, calls: list[Any], turn: int) -> None:
-        """Nothing is interrupted."""
+    async def attempt(self, run: Any, sampled: Any) -> None:
+        """A trajectory at a stand-in replica, which generates until it is told to end."""
+        from recipe.async_engine.rollout.group_run import TrajectoryScored
+
+        self.begun.append(self.loop.create_future())
+        await self.begun[-1]
+        self.load[run.worker_id] -= 1
+        version, run.under_way = run.of.group.start, False
+        run.scored, run.payload = TrajectoryScored(1.0, version, version, True, 0, 0, RESPONSE), run.key
+
+    async def go_on(self) -> None:
+        """Nothing is held."""
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -240,6 +232,7 @@ def probe(scheduler: Any, over: threading.Event, waits: list[float]) -> None:
 def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     from recipe.async_engine.core.gate import GateSettings
     from recipe.async_engine.core.ledger import SampleLedger
+    from recipe.async_engine.core.policy import OldestReady, Turns
     from recipe.async_engine.record.timeline import Timeline
     from recipe.async_engine.rollout.group_run import SchedulerSettings
     from recipe.async_engine.rollout.scheduler import RolloutScheduler
@@ -248,7 +241,7 @@ def new_scheduler(live: int, pool: Replicas, turns: bool = False) -> Any:
     gc.collect()
     gc.freeze()
     bound = live // ANSWERS - 1
-    ledger = SampleLedger(GateSettings(ANSWERS // GROUP, 1, bound, bound))
+    ledger = SampleLedger(GateSettings(ANSWERS // GROUP, 1, bound, bound), policy=Turns() if turns else OldestReady())
     settings = SchedulerSettings(group_size=GROUP, slots=live, max_retries=1, max_consecutive_failures=9, turns=turns)
     return RolloutScheduler(ledger, Source(), pool, settings, Timeline(time.monotonic, live))
 
@@ -282,8 +275,8 @@ def measure_turn(live: int) -> dict[str, Any]:
     scheduler.open_turn()
     while len(pool.begun) < live:
         time.sleep(0.02)
-    for call in pool.begun[:ANSWERS]:
-        pool.loop.call_soon_threadsafe(call.done.set_result, None)
+    for done in pool.begun[:ANSWERS]:
+        pool.loop.call_soon_threadsafe(done.set_result, None)
     batch = scheduler.take_batch(600)
     assert batch is not None and len(batch) == ANSWERS // GROUP
     scheduler.batch_trained()
@@ -318,10 +311,10 @@ def measure_live(live: int) -> dict[str, Any]:
         ended += ANSWERS
         random.Random(ended).shuffle(ending)
 
-        def end(calls: list[Call] = ending) -> None:
-            for call in calls:
+        def end(answers: list[Any] = ending) -> None:
+            for done in answers:
                 time.sleep(0.0005)  # one after the other, as answers end
-                pool.loop.call_soon_threadsafe(call.done.set_result, None)
+                pool.loop.call_soon_threadsafe(done.set_result, None)
 
         before = time.thread_time(), time.clock_gettime(clock)
         driver = threading.Thread(target=end)
@@ -372,7 +365,7 @@ def control_part() -> None:
             self.running += 1
             await asyncio.sleep(3600)
 
-        async def end_turn(self) -> int:
+        async def hold(self) -> int:
             return self.running
 
     with own_ray(200_000_000):
@@ -380,9 +373,9 @@ def control_part() -> None:
         worker = made.options().remote()
         calls = [worker.run_trajectory.remote(str(number)) for number in range(HELD + WAITING)]
         waits = []
-        while ray.get(worker.end_turn.remote(), timeout=600) < HELD or len(waits) < 200:
+        while ray.get(worker.hold.remote(), timeout=600) < HELD or len(waits) < 200:
             began = time.perf_counter()
-            ray.get(worker.end_turn.remote(), timeout=600)
+            ray.get(worker.hold.remote(), timeout=600)
             waits.append(time.perf_counter() - began)
         show(part="control", held=HELD, waiting=len(calls) - HELD, longest_s=max(waits), calls=len(waits))
 

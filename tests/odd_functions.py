@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from recipe.async_engine.actors.worker_set import WorkerDied, WorkerRestarted
 from recipe.async_engine.core.errors import SettingError
-from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed
+from recipe.async_engine.rollout.group_run import TrajectoryCancelled, TrajectoryDisturbed
 
 
 class Holding(Exception):

@@ -60,4 +60,4 @@ def _mode(config: DictConfig) -> str:
     training = config.async_training
     if training.get("placement") == SHARED:
         return "partial_rollout"
-    return "one_step_off" if training.get("whole_batches") else "fully_async"
+    return "one_step_off" if training.get("admission_policy") == "whole_batches" else "fully_async"

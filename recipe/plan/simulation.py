@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import OldestReady, Turns, WholeBatches
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, Why
-from recipe.async_engine.core.prompts import PromptRef
 from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import ROLLOUT, SCHEDULER, TRAINER, Class, Devices, Event, Lane, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
@@ -121,7 +122,8 @@ class Simulation:
             scenario.batch_groups, scenario.batches_per_version, scenario.max_staleness, scenario.pipeline_depth
         )
         target = scenario.steps * scenario.batch_groups
-        self.ledger = SampleLedger(gate, target_groups=target, whole_batches=scenario.whole_batches)
+        kind = Turns if scenario.shared else WholeBatches if scenario.whole_batches else OldestReady
+        self.ledger = SampleLedger(gate, target_groups=target, policy=kind())
         self.manager = PromptManager(
             self.ledger, scenario.answers, scenario.slots * scenario.replicas, stream=not scenario.shared
         )
@@ -139,7 +141,6 @@ class Simulation:
         self._groups: dict[int, _Group] = {}
         self._at: dict[str, int] = {}
         self._held: dict[tuple[int, int], Request] = {}
-        self._ending: set[tuple[int, int]] = set()
         self._publishing = self._over = False
         self._scoring = self._issued = 0
         self._scorers = [0.0] * scenario.reward_processes
@@ -180,6 +181,7 @@ class Simulation:
                 if scenario.shared:
                     self._open_engines()
                     self.manager.open_turn()
+                    self._go_on()
                     self._issue()
                 self._why()
                 yield self.ledger.may_take
@@ -303,17 +305,17 @@ class Simulation:
 
     def _begin(self, trajectory: Trajectory) -> None:
         group_id, index = trajectory.group_id, trajectory.index
-        if (group_id, index) in self._ending:
-            return  # its turn was over before its agent loop was
-        request = self._held.pop((group_id, index), None)
-        if request is not None:
-            request.work = Work.AGAIN if request.tokens else request.work
-            self._through_agents(request)
-            return
         request = Request(
             f"{group_id}-{index}", group_id, index, self._groups[group_id].lengths[index], self.times.prompt
         )
         self._through_agents(request)
+
+    def _go_on(self) -> None:
+        """What the last turn interrupted goes on, the oldest group first."""
+        for key in sorted(self._held):
+            request = self._held.pop(key)
+            request.work = Work.AGAIN if request.tokens else request.work
+            self._through_agents(request)
 
     def _through_agents(self, request: Request) -> None:
         """To an engine, after those that come before it in the agent loops."""
@@ -344,11 +346,9 @@ class Simulation:
         number = self._at.pop(request.name)
         self._label(self.engines[number], request)
         heapq.heappush(self._loads, (self.engines[number].load, number))
-        self._ending.add((request.group, request.index))
         self.clock.after(self.times.end_s, lambda: self._free(request))
 
     def _free(self, request: Request) -> None:
-        self._ending.discard((request.group, request.index))
         self._books["sampled"] += request.tokens
         self._timed(lambda: self.manager.sampled(Trajectory(request.group, request.index)))
         self._scoring += 1

@@ -73,7 +73,7 @@ WHOLE = {
     "async_training.staleness_threshold": 1,
     "async_training.trigger_parameter_sync_step": 1,
     "async_training.require_batches": 1,
-    "async_training.whole_batches": True,
+    "async_training.admission_policy": "whole_batches",
     "data.train_batch_size": 64,
     "data.gen_batch_size": None,
 }
@@ -645,7 +645,7 @@ def test_the_bound_and_the_depth_follow_from_the_threshold(given: dict[str, Any]
         ({"staleness_threshold": 0.5, "max_staleness": 2}, []),
         ({"staleness_threshold": 1}, []),
         ({"staleness_threshold": 0}, []),
-        ({"staleness_threshold": 1, "max_staleness": 1, "whole_batches": True}, []),
+        ({"staleness_threshold": 1, "max_staleness": 1, "admission_policy": "whole_batches"}, []),
     ],
 )
 def test_a_bound_as_tight_as_the_depth_says_what_it_costs(given: dict[str, Any], said: list[str]) -> None:

@@ -26,8 +26,8 @@ from math import floor
 from typing import Any
 
 from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef
 
 EVENT_LIMIT = 20_000
 

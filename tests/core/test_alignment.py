@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.alignment import Part, place
+from recipe.async_engine.core.versions import Part, place
 
 PROMPT = [1, 2]
 

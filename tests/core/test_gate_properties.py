@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from schedule_simulator import Schedule, run_schedules
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef
 
 SCHEDULES = int(os.environ.get("RECIPE_GATE_SCHEDULES", "10000"))
 BLOCKS = 4

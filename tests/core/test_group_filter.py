@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.group_filter import FilterCount
+from recipe.async_engine.core.groups import FilterCount
 
 KEPT, FILTERED, FAILED = "kept", "filtered", "failed"
 

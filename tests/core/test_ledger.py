@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from recipe.async_engine.core.errors import LedgerError, LedgerIdentityError, SnapshotError
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState, PromptRef, PromptSet
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef, PromptSet
+from recipe.async_engine.core.policy import OldestReady, WholeBatches
 
 TWO_AHEAD = GateSettings(batch_groups=2, batches_per_version=1, max_staleness=2, pipeline_depth=2)
 
@@ -344,7 +344,7 @@ def test_batch_that_is_returned_leaves_the_ledger_as_before_its_take(data: st.Da
     k, bound = (
         (1, data.draw(st.integers(0, 1))) if whole else (data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)))
     )
-    ledger = SampleLedger(GateSettings(b, k, bound, bound), whole_batches=whole)
+    ledger = SampleLedger(GateSettings(b, k, bound, bound), policy=WholeBatches() if whole else OldestReady())
     prompts = (PromptRef(index, 0, str(index)) for index in range(10_000))
     for _ in range(data.draw(st.integers(0, 60))):
         running = ledger.in_state(GroupState.RUNNING)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.core.live_groups import LiveGroups
-from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.policy import OldestReady, WholeBatches
 
 LIVE = (GroupState.RUNNING, GroupState.READY, GroupState.TAKEN)
 CHANGES = st.lists(
@@ -61,11 +61,11 @@ def test_every_answer_is_that_of_a_scan(changes: list[tuple[Any, ...]], count: i
             assert live.ready_of_batch(number) == sum(group.state is GroupState.READY for group in of_batch)
 
 
-@pytest.mark.parametrize("whole_batches", [False, True])
-def test_change_of_one_group_costs_the_same_whatever_is_live(whole_batches: bool) -> None:
+@pytest.mark.parametrize("policy", [OldestReady, WholeBatches])
+def test_change_of_one_group_costs_the_same_whatever_is_live(policy: type[OldestReady]) -> None:
     def cost(live: int) -> int:
         settings = GateSettings(batch_groups=live // 2, batches_per_version=1, max_staleness=1, pipeline_depth=1)
-        ledger = SampleLedger(settings, whole_batches=whole_batches)
+        ledger = SampleLedger(settings, policy=policy())
         groups = [ledger.issue(PromptRef(index, 0, str(index))) for index in range(live)]
         for group in groups[3:]:
             ledger.mark_ready(group.id, 0)

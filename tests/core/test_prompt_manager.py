@@ -11,24 +11,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from recipe.async_engine.core.errors import LedgerError
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import GroupState
+from recipe.async_engine.core.groups import GroupState, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import OldestReady, Turns
 from recipe.async_engine.core.prompt_manager import (
     PromptCounts,
     PromptManager,
     Trajectory,
     TrajectoryState,
-    TurnError,
     Why,
 )
-from recipe.async_engine.core.prompts import PromptRef
 
 
 def new_manager(
     batch: int = 2, depth: float = 1, bound: int = 1, size: int = 2, slots: int = 4, stream: bool = False
 ) -> PromptManager:
-    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth)), size, slots, stream)
+    policy = OldestReady() if stream else Turns()
+    return PromptManager(SampleLedger(GateSettings(batch, 1, bound, depth), policy=policy), size, slots, stream)
 
 
 def prompt(index: int) -> PromptRef:
@@ -66,17 +67,8 @@ def train(manager: PromptManager) -> None:
 
 @pytest.mark.parametrize(("size", "slots"), [(0, 4), (2, 0)])
 def test_groups_and_slots_are_at_least_one(size: int, slots: int) -> None:
-    with pytest.raises(TurnError, match=f"{size} trajectories a group on {slots} slots: both must be at least 1"):
+    with pytest.raises(LedgerError, match=f"{size} trajectories a group on {slots} slots: both must be at least 1"):
         new_manager(size=size, slots=slots)
-
-
-def test_turns_are_counted_from_one() -> None:
-    manager = new_manager()
-    numbers = []
-    for _ in range(3):
-        numbers.append(manager.open_turn())
-        manager.close_turn()
-    assert numbers == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("portion", "picked"), [(1, 2), (2, 2), (3, 4), (None, 6)])
@@ -112,34 +104,35 @@ def test_oversampling_ends_at_the_ledgers_limit() -> None:
     assert not manager.wants_prompt()
 
 
-def test_interrupted_go_first_and_the_oldest_of_them_first() -> None:
+def test_what_was_interrupted_keeps_its_slot_and_the_oldest_that_waits_gets_a_free_one() -> None:
     manager = new_manager(batch=1, depth=2, bound=2, size=1, slots=2)
     manager.open_turn()
     assert fill(manager) == [Trajectory(0, 0), Trajectory(1, 0)]
     finish(manager, 0)
     assert fill(manager, 2) == [Trajectory(2, 0)]
     train(manager)
+    assert manager.counts() == PromptCounts(0, 2, 0, 2)
     manager.open_turn()
-    assert fill(manager, 3) == [Trajectory(1, 0), Trajectory(2, 0)]
-    manager.begin_again(Trajectory(1, 0))
-    manager.close_turn()
-    manager.open_turn()
-    # A new start is worth less than kept tokens, and more than a new prompt.
-    assert fill(manager, 3) == [Trajectory(2, 0), Trajectory(1, 0)]
+    assert manager.counts() == PromptCounts(0, 0, 2, 0)
+    assert manager.begin_again(Trajectory(1, 0)), "a failed attempt has its slot still"
+    assert fill(manager, 3) == []
+    finish(manager, 2, version=0)
+    assert fill(manager, 3) == [Trajectory(3, 0)]
 
 
-def test_nothing_runs_between_turns() -> None:
+def test_nothing_begins_between_turns() -> None:
     manager = new_manager()
     assert manager.next() is None
     assert not manager.wants_prompt()
-    with pytest.raises(TurnError, match="in a generation turn only"):
+    with pytest.raises(LedgerError, match="in a generation turn only"):
         manager.issue(prompt(0))
     manager.open_turn()
     running = fill(manager)
-    assert manager.close_turn() == running
-    assert manager.running == 0
+    assert manager.close_turn() == len(running)
+    assert manager.generating == 0
     assert manager.counts().interrupted_trajectories == len(running)
-    with pytest.raises(TurnError, match="no generation turn is open"):
+    assert manager.next() is None
+    with pytest.raises(LedgerError, match="no generation turn is open"):
         manager.close_turn()
 
 
@@ -160,7 +153,7 @@ def test_an_incomplete_group_is_never_complete() -> None:
     manager.open_turn()
     fill(manager)
     manager.sampled(Trajectory(0, 0))
-    with pytest.raises(TurnError, match="not complete"):
+    with pytest.raises(LedgerError, match="not complete"):
         manager.complete(0, 0)
 
 
@@ -169,13 +162,13 @@ def test_only_a_group_of_which_nothing_runs_is_adopted_and_only_once() -> None:
     group = manager.ledger.issue(prompt(0))
     pending, running = TrajectoryState.PENDING, TrajectoryState.RUNNING
     for states in ([pending], [pending] * 3, [pending, running]):
-        with pytest.raises(TurnError, match="has 2 trajectories, none of which runs"):
+        with pytest.raises(LedgerError, match="has 2 trajectories, none of which runs"):
             manager.adopt(group, states)
     manager.adopt(group, [pending, pending])
-    with pytest.raises(TurnError, match="known already"):
+    with pytest.raises(LedgerError, match="known already"):
         manager.adopt(group, [pending, pending])
     ended = manager.ledger.mark_ready(manager.ledger.issue(prompt(1)).id, 0)
-    with pytest.raises(TurnError, match="it cannot be adopted"):
+    with pytest.raises(LedgerError, match="it cannot be adopted"):
         manager.adopt(ended, [pending, pending])
 
 
@@ -183,9 +176,9 @@ def test_a_trajectory_that_has_not_begun_has_no_last_token_and_no_failed_attempt
     manager = new_manager(size=2, slots=1)
     manager.open_turn()
     fill(manager)
-    with pytest.raises(TurnError, match="is pending, expected running or interrupted"):
+    with pytest.raises(LedgerError, match="is pending, expected running"):
         manager.sampled(Trajectory(0, 1))
-    with pytest.raises(TurnError, match="is pending, expected running or interrupted or sampled"):
+    with pytest.raises(LedgerError, match="is pending, expected running or sampled"):
         manager.begin_again(Trajectory(0, 1))
 
 
@@ -199,9 +192,9 @@ def test_in_a_stream_a_group_begins_when_all_of_it_may() -> None:
 
 def test_what_is_left_of_a_restored_group_fits_where_a_whole_one_does_not() -> None:
     manager = new_manager(size=2, slots=3, stream=True)
-    for index, states in enumerate((["sampled", "interrupted"], ["interrupted", "pending"], ["pending", "pending"])):
+    for index, states in enumerate((["sampled", "pending"], ["pending", "pending"], ["pending", "pending"])):
         manager.adopt(manager.ledger.issue(prompt(index)), [TrajectoryState(state) for state in states])
-    assert manager.counts() == PromptCounts(1, 2, 0, 2)
+    assert manager.counts() == PromptCounts(3, 0, 0, 0)
     manager.open_turn()
     assert fill(manager, 3) == [Trajectory(0, 1), Trajectory(1, 0), Trajectory(1, 1)]
 
@@ -221,7 +214,7 @@ def test_a_stream_that_is_drained_lets_what_runs_go_on_and_begins_nothing() -> N
     assert fill(manager, 3) == [rewarded, Trajectory(3, 0)]
 
 
-class Turns(RuleBasedStateMachine):
+class TurnsMachine(RuleBasedStateMachine):
     """Turns with random work; every call the manager permits is legal for the ledger too."""
 
     @initialize(
@@ -233,7 +226,7 @@ class Turns(RuleBasedStateMachine):
     )
     def begin(self, batch: int, bound: int, depth: Any, size: int, slots: int) -> None:
         self.settings = GateSettings(batch, 1, bound, depth * bound)
-        self.manager = PromptManager(SampleLedger(self.settings), size, slots)
+        self.manager = PromptManager(SampleLedger(self.settings, policy=Turns()), size, slots)
         self.prompts = 0
         self.versions: dict[int, int] = {}
         self.trained = 0
@@ -254,7 +247,7 @@ class Turns(RuleBasedStateMachine):
             waiting = self._waiting()
             picked = self.manager.next()
             if picked is None:
-                assert not waiting or self.manager.running == self.manager.slots
+                assert not waiting or self.manager.running >= self.manager.slots
                 if not self.manager.wants_prompt():
                     return
                 self.manager.issue(prompt(self.prompts))
@@ -264,13 +257,13 @@ class Turns(RuleBasedStateMachine):
             self.versions.setdefault(picked.group_id, self.manager.ledger.version)
 
     def _waiting(self) -> list[Trajectory]:
-        order = []
-        for rank, wanted in enumerate((TrajectoryState.INTERRUPTED, TrajectoryState.PENDING)):
-            for group in self.manager.ledger.in_state(GroupState.RUNNING):
-                for index in range(self.manager.group_size):
-                    if self.manager.state(Trajectory(group.id, index)) is wanted:
-                        order.append((rank, group.start, group.id, index))
-        return [Trajectory(group_id, index) for _, _, group_id, index in sorted(order)]
+        order = [
+            (group.start, group.id, index)
+            for group in self.manager.ledger.in_state(GroupState.RUNNING)
+            for index in range(self.manager.group_size)
+            if self.manager.state(Trajectory(group.id, index)) is TrajectoryState.PENDING
+        ]
+        return [Trajectory(group_id, index) for _, group_id, index in sorted(order)]
 
     def _in_state(self, *states: TrajectoryState) -> list[Trajectory]:
         ids = [Trajectory(group, index) for group in self._open_group_ids() for index in range(self.manager.group_size)]
@@ -279,7 +272,7 @@ class Turns(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 6))
     def sample(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
-            unfinished = self._in_state(TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED)
+            unfinished = self._in_state(TrajectoryState.RUNNING)
             if unfinished:
                 self.manager.sampled(data.draw(st.sampled_from(unfinished)))
 
@@ -304,7 +297,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_an_attempt(self, data: st.DataObject) -> None:
-        began = self._in_state(TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED, TrajectoryState.SAMPLED)
+        began = self._in_state(TrajectoryState.RUNNING, TrajectoryState.SAMPLED)
         if began:
             self.manager.begin_again(data.draw(st.sampled_from(began)))
 
@@ -333,16 +326,18 @@ class Turns(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: not self.manager.is_open)
     def resume_from_a_checkpoint(self) -> None:
-        """What was interrupted is interrupted, with its start; the order of resumption is the same."""
-        waiting, old = self._waiting(), self.manager
+        """Every group keeps its start, so that what was interrupted goes on before what is newer."""
+        old = self.manager
         snapshot = json.loads(json.dumps(old.ledger.snapshot()))
-        ledger = SampleLedger.restore(snapshot, self.settings)
+        ledger = SampleLedger.restore(snapshot, self.settings, policy=Turns())
         self.manager = PromptManager(ledger, old.group_size, old.slots)
         for group in ledger.in_state(GroupState.RUNNING):
             known = old.ledger.find(group.id)
             assert known is not None and known.start == group.start
-            self.manager.adopt(group, [old.state(Trajectory(group.id, index)) for index in range(old.group_size)])
-        assert self._waiting() == waiting
+            states = [old.state(Trajectory(group.id, index)) for index in range(old.group_size)]
+            # What ran waits for a slot: nothing is under way in a process that has just begun.
+            pending = TrajectoryState.PENDING
+            self.manager.adopt(group, [pending if state is TrajectoryState.RUNNING else state for state in states])
 
     @invariant()
     def the_promises_hold(self) -> None:
@@ -352,24 +347,23 @@ class Turns(RuleBasedStateMachine):
         ledger.check_identity()
         counts, in_ledger = manager.counts(), ledger.counts()
         running = self._in_state(TrajectoryState.RUNNING)
-        assert manager.running == len(running) == counts.running_trajectories <= manager.slots
-        assert manager.is_open or not running
+        assert manager.running == len(running) <= manager.slots
+        assert manager.generating == counts.running_trajectories == (len(running) if manager.is_open else 0)
+        assert counts.interrupted_trajectories == (0 if manager.is_open else len(running))
         groups = [
             {manager.state(Trajectory(group.id, index)) for index in range(manager.group_size)}
             for group in ledger.in_state(GroupState.RUNNING)
         ]
-        idle = [
-            states for states in groups if states != {TrajectoryState.SAMPLED} and TrajectoryState.RUNNING not in states
-        ]
-        assert counts.interrupted == sum(TrajectoryState.INTERRUPTED in states for states in idle)
-        assert counts.pending == len(idle) - counts.interrupted
+        run, wait = TrajectoryState.RUNNING, TrajectoryState.PENDING
+        assert counts.interrupted == (0 if manager.is_open else sum(run in states for states in groups))
+        assert counts.pending == sum(wait in states and run not in states for states in groups)
         assert in_ledger.live <= (1 + self.settings.pipeline_depth) * self.settings.batch_groups
         assert ledger.staleness.max <= self.settings.max_staleness
         assert in_ledger.trained == self.trained
 
 
-Turns.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
-TestTurns = Turns.TestCase
+TurnsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+TestTurns = TurnsMachine.TestCase
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from recipe.async_engine.core.gate import GateSettings
+from recipe.async_engine.core.groups import PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import Turns
 from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory, TrajectoryState
-from recipe.async_engine.core.prompts import PromptRef
 
 SHORT, LONG, PERIOD, PLACE = 6, 120, 20, 10
 # Beginning and ending a turn, prefilling included.
@@ -28,13 +29,13 @@ class Generated:
 
 def generate(batch: int, answers: int, slots: int, bound: int, turns: int, skip: int, tail: bool = True) -> Generated:
     """Turns of generation in which every running answer gets one token a step."""
-    manager = PromptManager(SampleLedger(GateSettings(batch, 1, bound, min(1, bound))), answers, slots)
+    manager = PromptManager(SampleLedger(GateSettings(batch, 1, bound, min(1, bound)), policy=Turns()), answers, slots)
     left: dict[Trajectory, int] = {}
+    running: set[Trajectory] = set()
     result = Generated(0, 0, 0)
     for turn in range(turns):
         manager.open_turn()
         steps, busy = TURN_STEPS, 0
-        running: set[Trajectory] = set()
         while manager.ledger.next_batch() is None:
             _fill(manager, left, running, tail)
             steps, busy = steps + 1, busy + len(running)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_engine.core.slots import MEMORY, Slots
+from recipe.async_engine.core.prompt_manager import MEMORY, Slots
 
 SECONDS = st.floats(0, 1e6)
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.policy import WholeBatches
 
 EVENT_LIMIT = 5000
 
@@ -34,7 +34,7 @@ class Run:
     trained: list[list[Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ledger = SampleLedger(self.gate, whole_batches=True, target_groups=self.steps * self.size)
+        self.ledger = SampleLedger(self.gate, policy=WholeBatches(), target_groups=self.steps * self.size)
 
     @property
     def gate(self) -> GateSettings:
@@ -64,7 +64,7 @@ class Run:
     def resume(self) -> None:
         snapshot = json.loads(json.dumps(self.ledger.snapshot()))
         self.ledger = SampleLedger.restore(
-            snapshot, self.gate, whole_batches=True, target_groups=self.steps * self.size
+            snapshot, self.gate, policy=WholeBatches(), target_groups=self.steps * self.size
         )
 
     def go(self) -> None:
@@ -122,7 +122,7 @@ def issue(ledger: SampleLedger, count: int) -> list[int]:
 
 
 def test_a_ready_batch_waits_for_the_one_before_it() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches())
     first, second, third, fourth = issue(ledger, 4)
     for group_id in (third, fourth, second):
         ledger.mark_ready(group_id, 0)
@@ -132,7 +132,7 @@ def test_a_ready_batch_waits_for_the_one_before_it() -> None:
 
 
 def test_a_replacement_takes_the_place_of_the_group_that_failed() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches())
     first, second, third, _ = issue(ledger, 4)
     ledger.fail(first, "chance")
     (replacement,) = issue(ledger, 1)
@@ -142,7 +142,7 @@ def test_a_replacement_takes_the_place_of_the_group_that_failed() -> None:
 
 
 def test_without_prompts_for_the_next_batch_no_batch_is_possible() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches())
     first, *_ = issue(ledger, 4)
     ledger.fail(first, "chance")
     assert ledger.batch_possible(prompts_left=1)
@@ -150,7 +150,7 @@ def test_without_prompts_for_the_next_batch_no_batch_is_possible() -> None:
 
 
 def test_places_are_given_in_order() -> None:
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches())
     places = [ledger.find(group_id) for group_id in issue(ledger, 4)]
     assert [group.batch for group in places if group] == [0, 0, 1, 1]
     ledger.fail(2, "chance")

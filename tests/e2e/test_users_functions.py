@@ -28,7 +28,7 @@ from pyarrow import parquet
 
 from recipe.async_engine.record.event_file import files, read
 from recipe.async_engine.record.events import GROUPS
-from recipe.async_engine.rollout.soundness import is_number
+from recipe.async_engine.rollout.loop_output import is_number
 from recipe.laptop.task import TaskPaths
 
 BATCH, ANSWERS = 8, 2

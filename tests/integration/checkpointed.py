@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipe.async_engine.config.sections import AsyncTraining
-from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
+from recipe.async_engine.rollout.group_run import TrajectoryScored
 
 SCORED = TrajectoryScored(1.0, 0, 0, True, 0, 0, 4)
 BATCH, STALENESS = 2, 1

@@ -38,6 +38,7 @@ from recipe.async_engine.config.sections import AsyncTraining
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import Group, GroupState
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import OldestReady, WholeBatches
 from recipe.async_engine.rollout.prompts import IndexedDataset, PromptSource, collate
 from recipe.async_engine.trainer import checkpoints, rollout_state
 from recipe.async_engine.trainer.checkpoints import RunState
@@ -126,7 +127,9 @@ class Life:
             max_staleness=settings["bound"],
             pipeline_depth=settings["depth"],
         )
-        training.settings.async_training = AsyncTraining(whole_batches=settings["whole"])
+        training.settings.async_training = AsyncTraining(
+            admission_policy="whole_batches" if settings["whole"] else None
+        )
         config = OmegaConf.create({"trainer": {**trainer, **keep}})
         self.state = RunState(config, training, {"settings": "of this run"})
         phases.enter("load")
@@ -139,15 +142,16 @@ class Life:
         loader = StatefulDataLoader(rows, batch_size=1, sampler=sampler, collate_fn=partial(collate, defaults={}))
         self.source = PromptSource(loader, EPOCHS)
         gate = GateSettings(*(self.settings[name] for name in ("b", "k", "bound", "depth")))
+        policy = WholeBatches() if self.settings["whole"] else OldestReady()
         folder = self.state.find()
         snapshot = self.state.load(self.source)
         if snapshot is None:
-            self.ledger = SampleLedger(gate, whole_batches=self.settings["whole"])
+            self.ledger = SampleLedger(gate, policy=policy)
             found = {"step": 0, "ready": 0}
         else:
             weights = json.loads((Path(folder or "") / "model.json").read_text())
             self.model, self.step = weights["trained"], weights["step"]
-            self.ledger = SampleLedger.restore(snapshot["ledger"], gate, whole_batches=self.settings["whole"])
+            self.ledger = SampleLedger.restore(snapshot["ledger"], gate, policy=policy)
             self.groups = snapshot["groups"]
             found = {"step": self.step, "ready": self.ledger.counts().ready}
             assert found["ready"] == weights["ready"], "complete answers of the checkpoint are gone"

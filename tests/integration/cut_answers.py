@@ -120,7 +120,8 @@ def make_client(server: Any) -> Any:
     from recipe.async_engine.rollout.client import ResumingClient
 
     rollout = {"name": "vllm", "prompt_length": BLOCK, "response_length": LONGEST}
-    training = {"partial_rollout": True, "timeouts": {"generation": 120.0}, "partial_tokens_interval": None}
+    timeouts = dict.fromkeys(["generation", "batch_wait", "weight_sync", "checkpoint", "validation"], 120.0)
+    training = {"partial_rollout": True, "timeouts": timeouts, "partial_tokens_interval": None}
     config = OmegaConf.create({"async_training": training, "actor_rollout_ref": {"rollout": rollout}})
     return ResumingClient(config, load_balancer_handle=Handle(CountingBalancer({"server-0": Handle(server)})))
 

@@ -6,20 +6,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group
 from recipe.async_engine.core.ledger import SampleLedger
 from recipe.async_engine.record.events import Tell, ignore
 from recipe.async_engine.record.timeline import Timeline
-from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.group_run import (
+    SchedulerSettings,
+    TrajectoryCancelled,
+    TrajectoryRun,
+    TrajectoryScored,
+)
 from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryGenerated, TrajectoryScored
 
 SOON = 10.0
 
@@ -27,10 +30,12 @@ SOON = 10.0
 class ScriptedCall:
     """One attempt at a trajectory: it generates, then waits for its reward, both until told otherwise."""
 
-    def __init__(self, pool: ScriptedPool, group: Group, n: int, attempt: int, avoid: str | None) -> None:
-        self.key = f"{group.id}-{n}-{attempt}"
-        self.group, self.n, self.attempt, self.avoid = group, n, attempt, avoid
-        self.worker_id = next(name for name in ("worker-0", "worker-1") if name != avoid)
+    def __init__(self, pool: ScriptedPool, run: TrajectoryRun) -> None:
+        group, self.avoid = run.of.group, run.worker_id if run.errors else None
+        run.key = self.key = f"{group.id}-{run.n}-{len(run.errors)}"
+        self.group, self.n, self.attempt, self.alone = group, run.n, len(run.errors), run.is_suspect
+        run.worker_id = next(name for name in ("worker-0", "worker-1") if name != self.avoid)
+        run.under_way = True
         self.version = group.start
         self.metric: float | None = None
         self.asked_s = self.tool_s = 0.0
@@ -39,15 +44,18 @@ class ScriptedCall:
         self._generated: asyncio.Future = pool.loop.create_future()
         self._rewarded: asyncio.Future = pool.loop.create_future()
 
-    async def events(self) -> AsyncIterator[tuple[Any, Any]]:
-        self._pool.note(self)
-        await self._generated
-        yield TrajectoryGenerated(), None
-        await self._rewarded
-        scored = TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric)
-        times = {"asked_s": self.asked_s, "tool_s": self.tool_s}
-        yield replace(scored, sampled_tokens=6, received_tokens=6, **times), None
-        yield None, f"payload-{self.key}"
+    async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
+        try:
+            self._pool.note(self)
+            await self._generated
+            sampled()
+            await self._rewarded
+            scored = TrajectoryScored(1.0, self.version, self.version, True, 0, 0, 6, filter_metric=self.metric)
+            times = {"asked_s": self.asked_s, "tool_s": self.tool_s}
+            run.scored = replace(scored, sampled_tokens=6, received_tokens=6, **times)
+            run.payload = f"payload-{self.key}"
+        finally:
+            run.under_way = False
 
     def generate(self, version: int | None = None) -> None:
         """Its last token is sampled."""
@@ -94,6 +102,7 @@ class ScriptedPool:
         self.cancels_reach = True
         self.calls: list[ScriptedCall] = []
         self.records: dict[str, Any] = {}
+        self._assigned: dict[str, ScriptedCall] = {}
         self.kept: dict[str, TrajectoryRecord | None] = {}
         self.over: set[str] = set()
         self.account = TokenAccount()
@@ -111,26 +120,14 @@ class ScriptedPool:
     async def close(self, keys: Iterable[str]) -> None:
         await self.cancel(keys)
 
-    def call(
-        self,
-        row: dict[str, Any],
-        group: Group,
-        n: int,
-        attempt: int,
-        avoid: str | None,
-        record: Any = None,
-        turn: int | None = None,
-        alone: bool = False,
-    ) -> ScriptedCall:
-        assert turn is None, "a stream has no turns"
+    def assign(self, run: TrajectoryRun) -> None:
         self.loop = asyncio.get_running_loop()
-        call = ScriptedCall(self, group, n, attempt, avoid)
-        call.alone = alone
-        self.records[call.key] = record
-        return call
+        call = ScriptedCall(self, run)
+        self._assigned[call.key] = call
+        self.records[call.key] = run.record
 
-    def resume(self, calls: list[ScriptedCall], turn: int) -> None:
-        assert not calls, "a stream interrupts nothing"
+    async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
+        await self._assigned.pop(run.key).attempt(run, sampled)
 
     async def export(self, timeout_s: float) -> Exported:
         return Exported(self.kept, self.over, self.account)
@@ -180,8 +177,10 @@ class ScriptedPool:
         return next((call for call in self.calls if call.key == f"{group_id}-{n}-{attempt}"), None)
 
 
-def new_ledger(b: int = 1, k: int = 1, bound: int = 1, depth: float = 1, target: int | None = None) -> SampleLedger:
-    return SampleLedger(GateSettings(b, k, bound, depth), target_groups=target)
+def new_ledger(
+    b: int = 1, k: int = 1, bound: int = 1, depth: float = 1, target: int | None = None, policy: Any = None
+) -> SampleLedger:
+    return SampleLedger(GateSettings(b, k, bound, depth), target_groups=target, policy=policy)
 
 
 def new_scheduler(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_engine.rollout.changes import Changes
+from recipe.async_engine.rollout.loop_thread import Changes
 
 SOON = 20.0
 

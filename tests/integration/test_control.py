@@ -45,10 +45,10 @@ def wait_for(condition: Any) -> None:
 def agent_class() -> type:
     from recipe.async_engine.actors.control import Early
     from recipe.async_engine.record.activity import AwayActivity
+    from recipe.async_engine.rollout.client import TurnGate
     from recipe.async_engine.rollout.kept_answers import AnswerBook
     from recipe.async_engine.rollout.rehearsal import Rehearsal
     from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
-    from recipe.async_engine.rollout.turns import TurnGate
 
     class Agent(TrajectoryWorker):
         """The worker as it is, without a model: its agent loops never end."""
@@ -56,11 +56,13 @@ def agent_class() -> type:
         def __init__(self) -> None:
             self._scoring = self._reference = None
             self._is_prepared, self._score_parts = True, False
-            self._answers, self._turns, self._running = AnswerBook(), TurnGate(HELD_S), {}
+            self._answers, self._running = AnswerBook(), {}
             self._unwanted, self._away = Early(), AwayActivity(time.monotonic)
             self._trajectory_timeout_s = HELD_S
 
             class NoClient:
+                gate = TurnGate(HELD_S)
+
                 async def fetch(self, flights: Any, timeout_s: float) -> None:
                     pass
 
@@ -80,7 +82,7 @@ def agent_class() -> type:
 def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_has(cluster: None) -> None:
     worker = Restartable(agent_class(), 1, HELD_TRAJECTORIES, max_concurrency=LIMIT).options().remote()
     run = worker.run_trajectory.options(num_returns=2)
-    calls = {key: run.remote(key, {}, 0, 0, 0, None, 1) for key in ("0-0-0", "0-1-0", "1-0-0", "1-1-0")}
+    calls = {key: run.remote(key, {}, 0, 0, 0) for key in ("0-0-0", "0-1-0", "1-0-0", "1-1-0")}
 
     def running() -> list[str]:
         named = get(worker.describe.remote())[0].removeprefix("trajectories: ")
@@ -89,8 +91,8 @@ def test_agent_loop_worker_cancels_and_ends_turns_however_many_trajectories_it_h
     wait_for(lambda: len(running()) == LIMIT)
     first, second = running()
     get(sign_of_life(worker).remote())
-    assert get(worker.end_turn.remote(1)).cut == 0
-    get(worker.resume.remote([first], 2))
+    assert get(worker.hold.remote()).cut == 0
+    get(worker.go_on.remote())
     assert get(worker.export.remote(5.0))[0] == {first: None, second: None}
     # One that has not begun is cancelled as well, by a call that has overtaken it.
     waiting, other = sorted(calls.keys() - {first, second})

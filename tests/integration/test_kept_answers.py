@@ -14,7 +14,7 @@ from remote_fakes import Handle, ScriptedServer, balancer_of, part
 
 from recipe.async_engine.core.errors import GenerationError
 from recipe.async_engine.engines.answers import Sampled
-from recipe.async_engine.rollout.client import ResumingClient, VersionMismatch
+from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TrajectoryAnswers, TrajectoryRecord
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
@@ -28,7 +28,9 @@ def client_of(*servers: Any, resume: bool = True, **rollout: Any) -> ResumingCli
         {
             "async_training": {
                 "partial_rollout": resume,
-                "timeouts": {"generation": SOON},
+                "timeouts": dict.fromkeys(
+                    ["generation", "batch_wait", "weight_sync", "checkpoint", "validation"], SOON
+                ),
                 "partial_tokens_interval": None,
             },
             "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 4, "response_length": 16, **rollout}},
@@ -160,7 +162,7 @@ async def test_a_restored_trajectory_asks_only_for_what_is_missing(resume: bool)
 
 async def test_an_answer_of_one_version_goes_on_from_a_checkpoint_under_that_version_only() -> None:
     client = client_of(ScriptedServer(part([14], 1)), resume=False)
-    with pytest.raises(VersionMismatch, match="was cut under version 0 and could go on under version 1 only"):
+    with pytest.raises(GenerationError, match="was cut under version 0 and could go on under version 1 only"):
         await answer(client, AnswerBook().begin("0-0-0", await record_of_one_version()), two_turns)
 
 

@@ -23,13 +23,13 @@ from odd_rewards import DIED, HARMLESS, LATE, RAISED, SCORED, WAYS, Way
 from omegaconf import OmegaConf
 from test_reward_pool import answer, reward_config
 
-from recipe.async_engine.rewards import scorer
-from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
+from recipe.async_engine.rewards import pool as scorer
+from recipe.async_engine.rewards.pool import RewardFailed, RewardProcessDied, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
-from recipe.async_engine.rollout.soundness import NonFiniteReward, check_reward
+from recipe.async_engine.rollout.loop_output import NonFiniteReward, check_reward
 from recipe.laptop.task.tokenizer import build_tokenizer
 
-ERRORS = {RAISED: RewardRaised, DIED: RewardProcessDied, LATE: RewardTimeout}
+ERRORS = {RAISED: RewardFailed, DIED: RewardProcessDied, LATE: RewardFailed}
 LIMIT_S, AMPLE_S = 1.0, 60.0
 
 
@@ -145,7 +145,7 @@ async def test_every_reward_manager_fails_a_call_with_its_words(
             if expected.ends == DIED and changes:
                 expected = expected._replace(ends=RAISED, says="MemoryError")
             if name == "own" and changes:
-                assert isinstance(found, RewardRaised) or expected.ends == SCORED or type(found).__name__ == "NotPlain"
+                assert isinstance(found, RewardFailed) or expected.ends == SCORED or type(found).__name__ == "NotPlain"
                 continue
             if expected.ends == RAISED:
                 assert re.search(expected.says, str(found), re.DOTALL), (asked, found)
@@ -158,7 +158,7 @@ async def test_rate_limited_call_that_takes_too_long_fails_by_name(monkeypatch: 
     manager = {"source": "register", "name": "rate_limited"}
     async with scoring_worker(monkeypatch, manager, reward={"timeout": 1.0}) as worker:
         found = await scored_by(worker, "hangs")
-    assert type(found) is RewardRaised
+    assert type(found) is RewardFailed
     assert "within 1 s (reward.timeout)" in str(found)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from recipe.async_engine.core.alignment import Part
+from recipe.async_engine.core.versions import Part
 from recipe.async_engine.log_prob_servers.client import PartScorer, score
 from recipe.async_engine.log_prob_servers.service import Answer, Unscored
 

@@ -145,7 +145,7 @@ def test_the_script_for_two_nodes_composes_and_validates() -> None:
 REFUSED = {
     "async_training.trigger_parameter_sync_step=2": "async_training.trigger_parameter_sync_step",
     "async_training.partial_rollout=false": "async_training.partial_rollout",
-    "async_training.whole_batches=true": "async_training.whole_batches",
+    "async_training.admission_policy=whole_batches": "async_training.admission_policy",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=3": "trainer.n_gpus_per_node",
     "data.train_batch_size=20": "data.train_batch_size",
     "async_training.off_policy_mask=-1": "async_training.off_policy_mask",

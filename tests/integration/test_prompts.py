@@ -15,9 +15,9 @@ import pytest
 from remote_fakes import Rows, make_loader, make_source
 
 from recipe.async_engine.core.columns import DATASET_INDEX
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.prompts import DataFailed, IndexedDataset, Prompt, PromptFeed, PromptSource, sample_of
+from recipe.async_engine.core.groups import Group, Prompt, PromptRef
+from recipe.async_engine.core.policy import OldestReady
+from recipe.async_engine.rollout.prompts import DataFailed, IndexedDataset, PromptFeed, PromptSource, sample_of
 
 SIZE, EPOCHS = 7, 3
 
@@ -257,13 +257,14 @@ def test_prompts_that_came_before_a_loader_failed_are_given_before_it_is_said(pr
     assert asyncio.run(feed()) == prompts
 
 
-def test_some_are_taken_ahead_and_a_position_is_that_of_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe.async_engine.rollout.prompts.AHEAD", 3)
+def test_some_are_taken_ahead_and_a_position_is_that_of_what_was_given() -> None:
+    policy = OldestReady()
+    policy.at_hand = 3
     everything = take(make_source(SIZE, EPOCHS, seed=1))
 
     async def feed() -> None:
         source = Counting(make_loader(SIZE, seed=1), EPOCHS)
-        fed = PromptFeed(source, timeout_s=10.0)
+        fed = PromptFeed(source, timeout_s=10.0, policy=policy)
         for given in range(SIZE * EPOCHS):
             while fed.is_short:
                 await fed.take()

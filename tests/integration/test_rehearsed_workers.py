@@ -16,7 +16,7 @@ from test_trajectory_worker import SOON, Reward, make_worker, run  # noqa: F401
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.async_engine.actors.worker_set import WorkerSpoilt
-from recipe.async_engine.rollout.trajectory_events import AgentLoopError
+from recipe.async_engine.rollout.group_run import AgentLoopError
 from recipe.async_engine.rollout.users_loop import contain_exits
 
 ATTRIBUTES = {

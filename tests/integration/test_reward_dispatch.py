@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import random
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
-from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
 from surroundings import has_ended
@@ -24,9 +23,9 @@ from verl import DataProto
 
 from recipe.async_engine.actors import control
 from recipe.async_engine.actors.worker_set import WorkerDied
-from recipe.async_engine.rewards import dispatch as dispatch_module
-from recipe.async_engine.rewards.dispatch import InTransit, NoRewardWorker, least_busy_worker
-from recipe.async_engine.rewards.scoring_worker import PoolTotals
+from recipe.async_engine.rewards import scoring_worker as dispatch_module
+from recipe.async_engine.rewards.pool import RewardFailed
+from recipe.async_engine.rewards.scoring_worker import ScoringManager, least_busy_worker
 
 
 class Worker:
@@ -50,52 +49,6 @@ def answer(mark: str = "") -> DataProto:
     tensors = {"responses": torch.tensor([[1, 2], [3, 0]]), "position_ids": torch.arange(12).reshape(2, 3, 2)}
     texts = np.array([[{"role": "user", "content": "1 + 1"}]] * 2 + [None], dtype=object)[:2]
     return DataProto(TensorDict(tensors, batch_size=2), {"mark": np.array([mark] * 2), "raw_prompt": texts}, {"k": 1})
-
-
-def test_answer_travels_as_it_is_and_may_be_written_to() -> None:
-    sent, frozen = answer("kept"), []
-    stream = cloudpickle.dumps(InTransit(sent), protocol=5, buffer_callback=frozen.append)
-    arrived = pickle.loads(stream, buffers=[buffer.raw().toreadonly() for buffer in frozen])
-    assert type(arrived) is DataProto and len(arrived) == 2 and arrived.meta_info == {"k": 1}
-    assert set(arrived.batch.keys()) == set(sent.batch.keys())
-    for name, value in sent.batch.items():
-        assert torch.equal(arrived.batch[name], value) and arrived.batch[name].dtype == value.dtype
-        arrived.batch[name].zero_()
-    assert arrived[1].non_tensor_batch["mark"] == "kept"
-    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
-    assert sent.batch["responses"].any()
-
-
-class Marked(DataProto):
-    """A subclass, as a project may have one."""
-
-
-def odd(kind: str) -> Any:
-    sent = answer()
-    if kind == "bfloat16":
-        sent.batch["scores"] = torch.ones(2, 2, dtype=torch.bfloat16)
-    elif kind == "nested":
-        sent.batch["nested"] = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(3)], layout=torch.jagged)
-    elif kind == "no tensors":
-        sent = DataProto(None, sent.non_tensor_batch, sent.meta_info)
-    elif kind == "subclass":
-        sent = Marked(sent.batch, sent.non_tensor_batch, sent.meta_info)
-    return sent if kind != "other" else {"prompt": "1 + 1"}
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "nested", "no tensors", "subclass", "other"])
-def test_what_arrays_cannot_say_travels_as_it_is(kind: str) -> None:
-    sent = odd(kind)
-    arrived = pickle.loads(cloudpickle.dumps(InTransit(sent), protocol=5))
-    assert type(arrived).__name__ == type(sent).__name__
-    if not isinstance(sent, DataProto):
-        assert arrived == sent
-        return
-    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
-    for name, value in ({} if sent.batch is None else sent.batch).items():
-        came = arrived.batch[name]
-        pairs = zip(value.unbind(), came.unbind(), strict=True)
-        assert came.dtype == value.dtype and all(torch.equal(left, right) for left, right in pairs)
 
 
 async def begin(dispatch: Any, calls: int) -> list[asyncio.Task]:
@@ -178,7 +131,7 @@ async def test_without_any_worker_the_call_says_so() -> None:
     dead.waiting[0].set_exception(ActorDiedError())
     with pytest.raises(WorkerDied):
         await first
-    with pytest.raises(NoRewardWorker):
+    with pytest.raises(RewardFailed):
         await dispatch.compute_score.remote(None)
 
 
@@ -214,7 +167,7 @@ async def test_worker_that_dies_under_ray_is_asked_again_once_it_is_up(cluster: 
     assert second["pid"] != first["pid"]
     with pytest.raises(WorkerDied):
         await asyncio.wait_for(dispatch.compute_score.remote(answer("dies")), 60)
-    with pytest.raises(NoRewardWorker):
+    with pytest.raises(RewardFailed):
         await asyncio.wait_for(dispatch.compute_score.remote(answer()), 60)
 
 
@@ -267,10 +220,19 @@ async def test_stopped_worker_is_set_aside_and_started_again(cluster: None, monk
     assert stopped not in now
 
 
-def test_counts_of_a_worker_that_was_started_again_go_on() -> None:
-    totals = PoolTotals()
-    totals.note(0, 10, {"pending": 2, "scored": 5, "failed": 1, "timed_out": 0, "died": 0, "seconds": 2.5})
-    totals.note(1, 11, {"pending": 1, "scored": 4, "failed": 0, "timed_out": 0, "died": 0, "seconds": 2.0})
-    totals.note(0, 12, {"pending": 0, "scored": 1, "failed": 0, "timed_out": 0, "died": 0, "seconds": 0.5})
+def test_counts_of_a_worker_that_was_started_again_go_on(cluster: None) -> None:
+    of_two = {"pending": 2, "scored": 5, "failed": 1, "timed_out": 0, "died": 0, "seconds": 2.5}
+    of_one = {"pending": 1, "scored": 4, "failed": 0, "timed_out": 0, "died": 0, "seconds": 2.0}
+    again = {"pending": 0, "scored": 1, "failed": 0, "timed_out": 0, "died": 0, "seconds": 0.5}
+    told = [iter([(10, dict(of_two)), (12, again), (12, again)]), iter([(11, dict(of_one))] * 3)]
+
+    def worker(answers: Any) -> Any:
+        return SimpleNamespace(pool_stats=SimpleNamespace(remote=lambda: ray.put(next(answers))))
+
+    manager = ScoringManager.__new__(ScoringManager)
+    manager._asked, manager._counts, manager.reward_loop_workers = [], {}, [worker(answers) for answers in told]
+    assert set(manager.metrics().values()) == {0}, "nothing is known before the first answers"
+    manager.metrics()
     counts = {"pending": 1, "scored": 10, "failed": 1, "timed_out": 0, "died": 0, "seconds": 5.0}
-    assert totals.totals() == {**counts, "worker_restarts": 1}
+    expected = {f"fully_async/rewards/{name}": value for name, value in {**counts, "worker_restarts": 1}.items()}
+    assert manager.metrics() == expected

@@ -22,8 +22,9 @@ from surroundings import has_ended
 from tensordict import TensorDict
 from verl import DataProto
 
-from recipe.async_engine.rewards import scorer, scoring_worker
-from recipe.async_engine.rewards.pool import RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
+from recipe.async_engine.rewards import pool as scorer
+from recipe.async_engine.rewards import scoring_worker
+from recipe.async_engine.rewards.pool import RewardFailed, RewardProcessDied, ScoringPool
 from recipe.async_engine.rewards.scoring_worker import ScoringWorker
 from recipe.laptop.task.tokenizer import build_tokenizer
 
@@ -116,11 +117,11 @@ async def test_score_is_the_functions_with_its_settings_from_another_process(poo
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("loops", RewardTimeout, r"gave nothing within 2 s \(async_training\.timeouts\.reward\)"),
+        ("loops", RewardFailed, r"gave nothing within 2 s \(async_training\.timeouts\.reward\)"),
         ("dies", RewardProcessDied, "ended, exit status 3"),
         ("fills memory", RewardProcessDied, "ended, out of memory .*reward_memory_gib"),
-        ("raises", RewardRaised, "^KeyError: 'no such case'"),
-        ("times out", RewardRaised, "^TimeoutError: the judge did not answer"),
+        ("raises", RewardFailed, "^KeyError: 'no such case'"),
+        ("times out", RewardFailed, "^TimeoutError: the judge did not answer"),
     ],
 )
 async def test_failing_call_costs_itself_alone(
@@ -138,14 +139,14 @@ async def test_process_whose_calls_fail_in_a_row_is_replaced(pool: ScoringPool) 
     for what in ("raises", "", "raises", "raises", ""):
         try:
             pids.append((await pool.score(solution_str=what))["pid"])
-        except RewardRaised:
+        except RewardFailed:
             continue
     assert pids[0] != pids[1]
     pids = []
     for what in ("raises", "", "raises", ""):
         try:
             pids.append((await pool.score(solution_str=what))["pid"])
-        except RewardRaised:
+        except RewardFailed:
             continue
     assert pids[0] == pids[1]
 
@@ -165,7 +166,7 @@ async def test_leak_ends_its_process_at_the_limit_and_costs_the_call_that_meets_
 
 async def test_process_that_is_ended_is_replaced_without_loading_the_function_again(pool: ScoringPool) -> None:
     before = await pool.score(solution_str="")
-    with pytest.raises(RewardTimeout):
+    with pytest.raises(RewardFailed):
         await pool.score(solution_str="loops")
     after = await pool.score(solution_str="")
     assert before["pid"] != after["pid"]
@@ -178,28 +179,28 @@ async def test_process_that_is_ended_is_replaced_without_loading_the_function_ag
 
 async def test_what_a_call_has_started_ends_with_it(pool: ScoringPool, tmp_path: Path) -> None:
     mark = tmp_path / "child"
-    with pytest.raises(RewardTimeout):
+    with pytest.raises(RewardFailed):
         await pool.score(solution_str="forks", mark=str(mark))
     child = int(mark.read_text())
     deadline = time.monotonic() + 20
     # A process is ended within a moment of its deadline; its child with the next failure at the latest.
     while not has_ended(child):
         assert time.monotonic() < deadline
-        with pytest.raises(RewardTimeout):
+        with pytest.raises(RewardFailed):
             await pool.score(solution_str="loops")
 
 
 async def test_call_that_was_given_up_in_the_queue_does_not_run(pool: ScoringPool) -> None:
     calls = [asyncio.create_task(pool.score(solution_str="loops")) for _ in range(4)]
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(result, RewardTimeout) for result in results)
+    assert all(isinstance(result, RewardFailed) for result in results)
     assert pool.stats["pending"] == 0
 
 
 async def test_prints_go_nowhere_and_counts_are_kept(pool: ScoringPool, capfd: pytest.CaptureFixture[str]) -> None:
     scored = pool.stats["scored"]
     await pool.score(solution_str="prints")
-    with pytest.raises(RewardRaised):
+    with pytest.raises(RewardFailed):
         await pool.score(solution_str="raises")
     assert (pool.stats["scored"] - scored, pool.stats["failed"], pool.stats["pending"]) == (1, 1, 0)
     assert pool.stats["seconds"] > 0
@@ -232,7 +233,7 @@ async def test_function_that_cannot_be_loaded_fails_with_its_own_error(tmp_path:
     path.write_text("import no_such_module\n")
     pool = ScoringPool(str(path), "compute_score", {}, 1, timeout_s=30.0)
     try:
-        with pytest.raises(RewardRaised, match="No module named 'no_such_module'") as raised:
+        with pytest.raises(RewardFailed, match="No module named 'no_such_module'") as raised:
             await pool.start()
         assert f'File "{path}", line 1' in raised.value.__notes__[0]
     finally:

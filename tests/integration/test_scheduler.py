@@ -18,11 +18,12 @@ from recipe.async_engine.core.alarms import AlarmLimit, Alarms
 from recipe.async_engine.core.gate import GateSettings
 from recipe.async_engine.core.groups import UNIFORM_REASON, GroupState, OnNonFinite
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import OldestReady, WholeBatches
+from recipe.async_engine.rollout.group_run import TrajectoryDisturbed
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
+from recipe.async_engine.rollout.loop_output import NonFinite, NonFiniteReward, RewardError
 from recipe.async_engine.rollout.prompts import PromptSource
-from recipe.async_engine.rollout.scheduler import BatchTimeout, RolloutFailed, RolloutScheduler
-from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError
-from recipe.async_engine.rollout.trajectory_events import TrajectoryDisturbed
+from recipe.async_engine.rollout.scheduler import RolloutFailed, RolloutScheduler
 from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 
@@ -205,7 +206,7 @@ def test_group_with_a_number_that_is_none_is_counted_by_that_reason_and_never_tr
     pool, ledger = ScriptedPool(), new_ledger(bound=0, depth=0)
     scheduler = start(new_scheduler(ledger, make_source(8), pool, on_non_finite=drops, failures=2))
     pool.of(0).fail(NonFiniteReward("the reward function gave reward=nan"))
-    pool.of(1).fail(NonFiniteLogProb("of token 3"))
+    pool.of(1).fail(NonFinite("of token 3"))
     pool.of(1, attempt=1).finish()
     assert [run.group.id for run in scheduler.take_batch(SOON)] == [1]
     counts = ledger.counts()
@@ -348,7 +349,7 @@ def test_data_loader_that_hangs_holds_up_nobody_and_ends_the_run_by_its_deadline
     source, pool = HangingSource(1), ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(b=2), source, pool, prompt_timeout_s=1.0))
     pool.of(0).finish()
-    assert isinstance(in_time(scheduler.take_batch, 0.05), BatchTimeout)
+    assert isinstance(in_time(scheduler.take_batch, 0.05), RolloutFailed)
     assert in_time(scheduler.counts).issued == 1
     assert in_time(scheduler.metrics)
     said = str(in_time(scheduler.take_batch, SOON))
@@ -470,7 +471,7 @@ def test_attempt_that_waits_for_the_weight_sync_ends_with_its_group(start: Any) 
 
 def test_drain_that_fills_the_batch_waits_for_the_rewards_that_may_filter_its_groups(start: Any) -> None:
     pool = ScriptedPool()
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=True)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches())
     scheduler = start(new_scheduler(ledger, make_source(20), pool, group_size=2, filter_groups=True))
     for group in range(4):
         for n in (0, 1):
@@ -537,7 +538,7 @@ def test_trajectory_that_does_not_end_when_its_sibling_failed_is_given_up(start:
 @pytest.mark.parametrize("whole", [False, True])
 def test_batch_whose_answers_are_lost_is_returned_and_its_group_is_generated_again(start: Any, whole: bool) -> None:
     pool = ScriptedPool()
-    ledger = SampleLedger(GateSettings(2, 1, 1, 1), whole_batches=whole)
+    ledger = SampleLedger(GateSettings(2, 1, 1, 1), policy=WholeBatches() if whole else OldestReady())
     scheduler = start(new_scheduler(ledger, make_source(8), pool, group_size=2))
     for group in range(2):
         for n in (0, 1):
@@ -584,7 +585,7 @@ def test_drain_that_takes_too_long_names_its_settings(start: Any) -> None:
     pool = ScriptedPool()
     scheduler = start(new_scheduler(new_ledger(), make_source(20), pool, slots=1))
     pool.began(1)
-    with pytest.raises(BatchTimeout, match=r"1 trajectories still.*timeouts\.trajectory.*at_swap=interrupt"):
+    with pytest.raises(RolloutFailed, match=r"1 trajectories still.*timeouts\.trajectory.*at_swap=interrupt"):
         scheduler.pause_until_drained(0.02)
 
 
@@ -595,7 +596,7 @@ def test_group_at_its_bound_is_waited_for(start: Any) -> None:
     pool.of(1).finish()
     assert train(scheduler) == [1]
     pool.of(2).finish()
-    with pytest.raises(BatchTimeout):
+    with pytest.raises(RolloutFailed):
         scheduler.take_batch(0.05)
     assert not pool.of(0).cancelled
     pool.of(0).finish()
@@ -609,7 +610,7 @@ def test_batch_timeout_says_what_runs_and_for_which_version(start: Any) -> None:
     pool.began(4)
     settled(scheduler)
     said = r"timeouts\.batch_wait\) at version 0: 4 groups run \(3 traj.*0 are ready.*uid='0-0'.*workers alive: 2"
-    with pytest.raises(BatchTimeout, match=said):
+    with pytest.raises(RolloutFailed, match=said):
         scheduler.take_batch(0.02)
 
 
@@ -711,7 +712,7 @@ def test_restored_group_goes_on_with_what_is_unfinished_from_its_records_and_kee
     assert train(first) == [0]
     pool.of(1, 0).finish(version=0)
     pool.of(2)
-    wait_until(first, lambda: first._runs[1].payloads[0] is not None)
+    wait_until(first, lambda: first._runs[1].trajectories[0].payload is not None)
     kept, under_way = TrajectoryRecord(b"cut once", 5, 0), TrajectoryRecord(b"under way", 7, 3)
     pool.kept = {"1-1-0": kept, "2-0-0": under_way, "2-1-0": None}
     pool.account = TokenAccount(cut=9)
@@ -815,3 +816,33 @@ def test_random_schedule_trains_every_prompt_exactly_once_or_counts_its_failure(
         assert ledger.trained_prompts() == [[0, 0, 10 * b], [1, 0, 10 * b]]
     trained = [(epoch, index) for epoch, first, end in ledger.trained_prompts() for index in range(first, end)]
     assert len(trained) == len(set(trained)) == counts.trained
+
+
+def test_policy_that_raises_ends_the_run_with_its_words(start: Any) -> None:
+    class Broken(OldestReady):
+        def next_batch(self, ready: Any) -> Any:
+            raise ValueError("no such group")
+
+    scheduler = start(
+        new_scheduler(new_ledger(policy=Broken()), make_source(4), ScriptedPool(lambda call: call.finish()))
+    )
+    with pytest.raises(RolloutFailed, match=r"PolicyError: .*Broken\.next_batch raised ValueError: no such group"):
+        scheduler.take_batch(SOON)
+
+
+def test_policy_chooses_among_the_prompts_at_hand_and_each_is_issued_once(start: Any) -> None:
+    class Last(OldestReady):
+        at_hand = 3
+
+        def next_prompt(self, prompts: Any) -> int | None:
+            return len(prompts) - 1
+
+    pool = ScriptedPool(lambda call: call.finish())
+    scheduler = start(new_scheduler(new_ledger(b=2, bound=2, depth=2, policy=Last()), make_source(4), pool))
+    trained = []
+    while (batch := scheduler.take_batch(SOON)) is not None:
+        trained += [run.group.prompt.index for run in batch]
+        scheduler.batch_trained()
+        scheduler.version_sealed()
+        scheduler.version_announced()
+    assert sorted(trained) == [0, 1, 2, 3]

@@ -37,15 +37,14 @@ from recipe.async_engine.record.activity import Work
 from recipe.async_engine.record.events import Away
 from recipe.async_engine.rollout import trajectory_worker
 from recipe.async_engine.rollout.client import ResumingClient
-from recipe.async_engine.rollout.kept_answers import TokenFlow
-from recipe.async_engine.rollout.soundness import NonFiniteLogProb, NonFiniteReward, RewardError, UnusableAnswer
-from recipe.async_engine.rollout.trajectory_codec import pack, unpack
-from recipe.async_engine.rollout.trajectory_events import (
+from recipe.async_engine.rollout.group_run import (
     AgentLoopError,
     TrajectoryCancelled,
-    TrajectoryGenerated,
     TrajectoryScored,
 )
+from recipe.async_engine.rollout.kept_answers import TokenFlow
+from recipe.async_engine.rollout.loop_output import NonFinite, NonFiniteReward, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.laptop.task.tokenizer import build_tokenizer
@@ -257,7 +256,7 @@ async def run(
 
     async def collect() -> list[Any]:
         event, payload = await worker.run_trajectory(key, sample, 4, 0, 7, trace=trace)
-        if isinstance(event, TrajectoryGenerated):
+        if event is None:
             return [event, *await finish()]
         return [event, unpack(payload)]
 
@@ -359,7 +358,7 @@ async def test_slot_is_freed_before_the_reward_is_known(make_worker: Any) -> Non
     score = asyncio.get_running_loop().create_future()
     worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(score))
     begun = worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7)
-    assert await asyncio.wait_for(begun, SOON) == (TrajectoryGenerated(), None)
+    assert await asyncio.wait_for(begun, SOON) == (None, None)
     assert not score.done()
     score.set_result(0.25)
     scored, payload = await asyncio.wait_for(worker.finish_trajectory("0-0-0"), SOON)
@@ -379,7 +378,7 @@ async def test_end_of_a_trajectory_that_another_process_began_is_the_death_of_it
 
 async def test_trajectory_that_is_ended_between_its_two_calls_says_so_in_the_second(make_worker: Any) -> None:
     worker = make_worker(ScriptedServer(part([10, 11], 7)), Reward(asyncio.get_running_loop().create_future()))
-    assert (await worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7))[0] == TrajectoryGenerated()
+    assert (await worker.run_trajectory("0-0-0", {"raw_prompt": []}, 4, 0, 7))[0] is None
     await worker.cancel(["0-0-0"])
     with pytest.raises(TrajectoryCancelled, match="trajectory 0-0-0 was ended on request"):
         await asyncio.wait_for(worker.finish_trajectory("0-0-0"), SOON)
@@ -423,7 +422,7 @@ async def test_workers_books_have_every_token_that_it_was_answered(make_worker: 
     score = asyncio.get_running_loop().create_future()
     waiting = make_worker(ScriptedServer(part([10, 11, 12, 13], 7)), Reward(score))
     begun = waiting.run_trajectory("0-1-1", {"raw_prompt": []}, 4, 0, 7)
-    assert await asyncio.wait_for(begun, SOON) == (TrajectoryGenerated(), None)
+    assert await asyncio.wait_for(begun, SOON) == (None, None)
     ended = asyncio.create_task(waiting.finish_trajectory("0-1-1"))
     assert await waiting.close_books() == TokenFlow(received=4, unfinished=4)
     with pytest.raises(TrajectoryCancelled):
@@ -487,7 +486,7 @@ async def test_answer_that_no_batch_can_hold_is_named(make_worker: Any, output: 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), None])
 async def test_log_prob_that_is_no_number_fails_its_trajectory_by_name(make_worker: Any, value: Any) -> None:
     output = {"response_logprobs": [-0.5, value]}
-    with pytest.raises(NonFiniteLogProb, match=f"log-prob of token 1 of 2 is {value}"):
+    with pytest.raises(NonFinite, match=f"log-prob of token 1 of 2 is {value}"):
         await run(make_worker(ScriptedServer(part([10, 11], 7)), Reward(1.0)), "ScriptedLoop", changes=output)
 
 
@@ -647,7 +646,7 @@ async def test_agent_loop_that_goes_on_after_its_end_is_given_up_and_asks_for_no
     async with asyncio.timeout(SOON):
         while not StubbornLoop.ends:
             await asyncio.sleep(0.01)
-    assert (StubbornLoop.ends, server.calls) == (["GivenUp"], [])
+    assert (StubbornLoop.ends, server.calls) == (["GenerationError"], [])
 
 
 async def test_slow_reward_is_not_the_agent_loops_time(make_worker: Any) -> None:

@@ -13,11 +13,10 @@ import pytest
 import ray
 
 from recipe.async_engine.actors.worker_set import WorkerRestarted
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.groups import Group, PromptRef
+from recipe.async_engine.rollout.group_run import GroupRun, TrajectoryFailed, TrajectoryRun
 from recipe.async_engine.rollout.kept_answers import TokenAccount
-from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
-from recipe.async_engine.rollout.worker_pool import TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 SOON = 60.0
 
@@ -28,68 +27,64 @@ def actor_class() -> type:
     from recipe.async_engine.rollout import trajectory_worker as events
 
     class Worker:
-        """Its payloads say which turn a trajectory began in, and which turns were over for the worker by then."""
+        """Its payloads say how often it was told to hold requests, and to let them go on."""
 
         def __init__(self) -> None:
-            self.closed: list[int] = []
+            self.held = self.went_on = 0
 
         async def run_trajectory(
             self, key: str, sample: dict, index: int, n: int, version: int, *rest: Any
         ) -> tuple[Any, Any]:
             if sample["behaviour"] == "dies":
                 os._exit(1)
-            return events.TrajectoryScored(0.5, version, version, True, 0, 0, 6), (*rest, self.closed)
+            return events.TrajectoryScored(0.5, version, version, True, 0, 0, 6), (self.held, self.went_on)
 
         async def process(self) -> int:
             return os.getpid()
 
-        async def resume(self, keys: list[str], turn: int) -> None:
-            pass
+        async def go_on(self) -> None:
+            self.went_on += 1
 
-        async def end_turn(self, turn: int) -> Any:
-            self.closed.append(turn)
-            return kept_answers.TokenAccount(cut=10 * len(self.closed), lost=1, held=4)
+        async def hold(self) -> Any:
+            self.held += 1
+            return kept_answers.TokenAccount(cut=10 * self.held, lost=1, held=4)
 
     return Worker
 
 
-def call_in(pool: WorkerPool, turn: int, behaviour: str = "", n: int = 0) -> TrajectoryCall:
+def call_of(pool: WorkerPool, behaviour: str = "") -> TrajectoryRun:
     row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
-    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, None, turn=turn)
+    run = GroupRun(Group(7, PromptRef(4, 1, "1-4"), start=3), row, 1).trajectories[0]
+    pool.assign(run)
+    return run
 
 
-async def test_call_that_waited_for_its_worker_over_a_turn_begins_in_a_later_one(
+async def test_worker_that_is_started_again_between_two_turns_is_told_to_hold_its_requests(
     cluster: None,
 ) -> None:
     pool = WorkerPool([ray.remote(max_restarts=1)(actor_class()).remote()])
-    assert await pool.end_turn(1, SOON) == TokenAccount(cut=10, lost=1, held=4)
+    assert await pool.hold(SOON) == TokenAccount(cut=10, lost=1, held=4)
     with pytest.raises(TrajectoryFailed, match="died"):
-        async for _ in call_in(pool, 2, "dies").events():
-            pass
-    waiting = call_in(pool, 2)
-
-    async def follow() -> list[tuple[Any, Any]]:
-        return [event async for event in waiting.events()]
-
-    following = asyncio.create_task(follow())
+        await pool.attempt(call_of(pool, "dies"), lambda: None)
+    waiting = call_of(pool)
+    following = asyncio.create_task(pool.attempt(waiting, lambda: None))
     await asyncio.sleep(0)
     # Nobody is there to ask; what the dead one counted is kept, and what it held is lost.
-    assert await pool.end_turn(2, SOON) == TokenAccount(cut=10, lost=5)
-    pool.resume([waiting], 3)
-    (scored, _), (_, payload) = await asyncio.wait_for(following, SOON)
-    assert isinstance(scored, TrajectoryScored)
-    assert ray.get(payload, timeout=SOON) == (None, 3, True, False, [2])
-    assert await pool.end_turn(3, SOON) == TokenAccount(cut=30, lost=6, held=4)
+    assert await pool.hold(SOON) == TokenAccount(cut=10, lost=5)
+    await asyncio.wait_for(following, SOON)
+    assert waiting.scored is not None
+    assert ray.get(waiting.payload, timeout=SOON) == (1, 0)
+    assert await pool.hold(SOON) == TokenAccount(cut=30, lost=6, held=4)
 
 
 async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: None) -> None:
     actor = ray.remote(max_restarts=1)(actor_class()).remote()
     pool = WorkerPool([actor])
-    await pool.end_turn(1, SOON)
-    before = await pool.end_turn(2, SOON)
+    await pool.hold(SOON)
+    before = await pool.hold(SOON)
     assert before == TokenAccount(cut=20, lost=1, held=4)
     os.kill(await actor.process.remote(), signal.SIGKILL)
-    while (account := await pool.end_turn(2, SOON)) == before:
+    while (account := await pool.hold(SOON)) == before:
         await asyncio.sleep(0.1)
     # Nobody has noticed but by its counts, which begin again.
     held_as_lost = TokenAccount(cut=20, lost=5)
@@ -98,4 +93,4 @@ async def test_account_of_a_worker_that_died_with_no_work_is_kept_once(cluster: 
     while not pool.alive:
         await asyncio.sleep(0.1)
     # Asked for the third time: it was told once more that the turn is over.
-    assert await pool.end_turn(2, SOON) == held_as_lost + TokenAccount(cut=30, lost=1, held=4)
+    assert await pool.hold(SOON) == held_as_lost + TokenAccount(cut=30, lost=1, held=4)

@@ -3,23 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from remote_fakes import make_source
-from scripted_pool import SOON, ScriptedCall, ScriptedPool, new_ledger, wait_until
+from scripted_pool import SOON, ScriptedPool, new_ledger, wait_until
 
+from recipe.async_engine.core.errors import LedgerError
 from recipe.async_engine.core.groups import GroupState
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompt_manager import TurnError
+from recipe.async_engine.core.policy import Turns
 from recipe.async_engine.record.timeline import Timeline
-from recipe.async_engine.rollout import scheduler as scheduler_module
-from recipe.async_engine.rollout.group_run import SchedulerSettings
+from recipe.async_engine.rollout.group_run import SchedulerSettings, TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TrajectoryRecord
 from recipe.async_engine.rollout.prompts import PromptSource
 from recipe.async_engine.rollout.scheduler import RolloutScheduler
-from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 from recipe.async_engine.rollout.worker_pool import TrajectoryFailed
 
 
@@ -33,27 +32,13 @@ class TurnPoolFake(ScriptedPool):
 
     def __init__(self, answer: Any = None) -> None:
         super().__init__(answer)
-        self.admitted: dict[str, list[int]] = {}
-        self.ended: list[int] = []
+        self.told: list[str] = []
 
-    def call(self, *arguments: Any, alone: bool = False) -> ScriptedCall:
-        *arguments, turn = arguments
-        call = super().call(*arguments, alone=alone)
-        self.admitted[call.key] = [turn]
-        return call
+    async def go_on(self) -> None:
+        self.told.append("go on")
 
-    def resume(self, calls: Iterable[ScriptedCall], turn: int) -> None:
-        with self._changed:
-            for call in calls:
-                self.admitted[call.key].append(turn)
-            self._changed.notify_all()
-
-    def resumed(self, call: ScriptedCall, turn: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.admitted[call.key][-1] == turn, SOON)
-
-    async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
-        self.ended.append(turn)
+    async def hold(self, timeout_s: float) -> TokenAccount:
+        self.told.append("hold")
         return self.account
 
 
@@ -100,7 +85,7 @@ def end(scheduler: RolloutScheduler) -> list[int]:
 
 def test_nothing_begins_before_the_first_turn_or_between_two(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool))
     scheduler.snapshot(SOON)
     assert not pool.calls
     scheduler.open_turn()
@@ -111,12 +96,12 @@ def test_nothing_begins_before_the_first_turn_or_between_two(start: Any) -> None
     began = len(pool.calls)
     scheduler.snapshot(SOON)
     assert len(pool.calls) == began
-    assert pool.ended == [1]
+    assert pool.told == ["go on", "hold"]
 
 
 def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool, slots=4))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool, slots=4))
     scheduler.open_turn()
     pool.began(4)
     pool.of(0, 0).finish()
@@ -125,44 +110,17 @@ def test_interrupted_trajectories_go_on_in_the_next_turn_before_new_prompts(star
     waiting = pool.of(1, 0), pool.of(1, 1)
     assert scheduler.metrics()["partial_rollout/trajectories_interrupted"] >= 2
     scheduler.open_turn()
-    for call in waiting:
-        assert pool.resumed(call, turn=2)
-        assert not call.cancelled
+    wait_until(scheduler, lambda: pool.told == ["go on", "hold", "go on"])
+    assert not any(call.cancelled for call in waiting)
+    assert scheduler.manager.running == 4, "what was interrupted has its slots still"
     pool.of(1, 0).finish()
     pool.of(1, 1).finish()
     assert end(scheduler) == [1]
 
 
-def test_other_calls_have_their_turn_between_portions_of_what_goes_on(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However much goes on at once; the portions end with a group."""
-    monkeypatch.setattr(scheduler_module, "PORTION", 3)
-    seen: list[Any] = []
-
-    class Pool(TurnPoolFake):
-        def resume(self, calls: Iterable[ScriptedCall], turn: int) -> None:
-            keys = [call.key for call in calls]
-            if keys and not seen:
-                self.loop.call_soon(seen.append, "another call")
-            seen.extend(filter(None, [keys]))
-            super().resume(calls, turn)
-
-    pool = Pool()
-    scheduler = start(new_turns(new_ledger(b=1, bound=3, depth=3), pool, slots=8))
-    scheduler.open_turn()
-    last = pool.began(8)[-1]
-    pool.of(0, 0).finish()
-    pool.of(0, 1).finish()
-    assert end(scheduler) == [0]
-    scheduler.open_turn()
-    assert pool.resumed(last, turn=2)
-    assert seen == [["1-0-0", "1-1-0", "2-0-0", "2-1-0"], "another call", ["3-0-0", "3-1-0"]]
-
-
 def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=2, bound=1, depth=1), pool, slots=3))
+    scheduler = start(new_turns(new_ledger(b=2, bound=1, depth=1, policy=Turns()), pool, slots=3))
     scheduler.open_turn()
     assert [call.key for call in pool.began(3)] == ["0-0-0", "0-1-0", "1-0-0"]
     pool.of(0, 1).generate()
@@ -171,7 +129,7 @@ def test_a_slot_is_given_away_trajectory_by_trajectory(start: Any) -> None:
 
 def test_an_answer_that_ends_as_its_turn_is_closed_is_complete(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
     scheduler.open_turn()
     pool.began(4)
     pool.of(0, 0).finish()
@@ -184,20 +142,18 @@ def test_an_answer_that_ends_as_its_turn_is_closed_is_complete(start: Any) -> No
     assert end(scheduler) == [1]
 
 
-def test_a_failed_attempt_begins_again_in_a_turn_only(start: Any) -> None:
+def test_a_failed_attempt_is_followed_by_the_next_one_in_its_slot(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
     scheduler.open_turn()
     pool.began(4)
     pool.of(0, 0).finish()
     pool.of(0, 1).finish()
     end(scheduler)
     pool.of(1, 0).fail(TrajectoryFailed("its worker died"))
-    wait_until(scheduler, lambda: scheduler.manager.counts().interrupted_trajectories == 1)
-    assert not [call for call in pool.calls if call.key == "1-0-1"]
-    scheduler.open_turn()
     again = pool.of(1, 0, attempt=1)
     assert again.avoid == "worker-0"
+    scheduler.open_turn()
     again.finish()
     pool.of(1, 1).finish()
     assert end(scheduler) == [1]
@@ -205,7 +161,7 @@ def test_a_failed_attempt_begins_again_in_a_turn_only(start: Any) -> None:
 
 def test_a_group_that_fails_for_good_gives_its_slots_back(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0), pool, slots=2, retries=0))
+    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0, policy=Turns()), pool, slots=2, retries=0))
     scheduler.open_turn()
     pool.began(2)
     pool.of(0, 0).fail(TrajectoryFailed("no answer"))
@@ -219,20 +175,20 @@ def test_a_group_that_fails_for_good_gives_its_slots_back(start: Any) -> None:
 
 def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2), pool, slots=6))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=2, policy=Turns()), pool, slots=6))
     scheduler.open_turn()
     pool.began(6)
     for n in (0, 1):
         pool.of(0, n).finish()
     assert end(scheduler) == [0]
     pool.of(1, 0).finish()
-    wait_until(scheduler, lambda: scheduler._runs[1].payloads[0] is not None)
+    wait_until(scheduler, lambda: scheduler._runs[1].trajectories[0].payload is not None)
     pool.kept = {"1-1-0": record(5), "2-0-0": record(3), "2-1-0": None}
     pool.account = TokenAccount(cut=8)
     saved = scheduler.snapshot(SOON)
     assert saved["interrupted_tokens"] == {"cut": 8, "trained": 0, "lost": 0, "cached": 8}
 
-    ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings)
+    ledger = SampleLedger.restore(saved["ledger"], scheduler.ledger.settings, policy=Turns())
     assert [group.start for group in ledger.in_state(GroupState.RUNNING)] == [0, 0]
     fresh = TurnPoolFake()
     source = make_source(16)
@@ -253,7 +209,7 @@ def test_a_restored_scheduler_goes_on_with_what_was_kept(start: Any) -> None:
 
 def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_snapshot(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1), pool, slots=4))
+    scheduler = start(new_turns(new_ledger(b=1, bound=2, depth=1, policy=Turns()), pool, slots=4))
     scheduler.open_turn()
     pool.began(4)
     pool.of(0, 0).finish()
@@ -273,10 +229,10 @@ def test_a_payload_on_its_way_when_the_workers_tell_what_they_keep_is_in_the_sna
 
 def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it() -> None:
     pool = TurnPoolFake()
-    first = new_turns(new_ledger(b=1, bound=1), pool)
+    first = new_turns(new_ledger(b=1, bound=1, policy=Turns()), pool)
     first.manager.open_turn()
     group = first.manager.issue(make_source(1).take().reference)
-    ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings)
+    ledger = SampleLedger.restore(first.ledger.snapshot(), first.ledger.settings, policy=Turns())
     restored = new_turns(ledger, TurnPoolFake())
     scored = [TrajectoryScored(1.0, 0, 0, True, 0, 0, 6)] * 2
     saved = {"row": {}, "scored": scored, "payloads": ["a", "b"], "kept": [None, None]}
@@ -286,15 +242,15 @@ def test_a_group_whose_last_payload_came_with_the_checkpoint_is_ready_after_it()
 
 
 def test_turns_cannot_overlap(start: Any) -> None:
-    scheduler = start(new_turns(new_ledger(b=1), TurnPoolFake()))
+    scheduler = start(new_turns(new_ledger(b=1, policy=Turns()), TurnPoolFake()))
     scheduler.open_turn()
-    with pytest.raises(TurnError, match="open already"):
+    with pytest.raises(LedgerError, match="open already"):
         scheduler.open_turn()
 
 
 def test_answers_that_are_lost_are_generated_again_in_the_next_turn(start: Any) -> None:
     pool = TurnPoolFake()
-    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0), pool, slots=2))
+    scheduler = start(new_turns(new_ledger(b=1, bound=1, depth=0, policy=Turns()), pool, slots=2))
     scheduler.open_turn()
     for n in (0, 1):
         pool.of(0, n).finish()

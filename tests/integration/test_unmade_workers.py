@@ -14,7 +14,7 @@ from test_reward_pool import reward_config
 
 from recipe.async_engine.actors.control import Restartable, sign_of_life
 from recipe.async_engine.core.plain import postponed
-from recipe.async_engine.rewards.scoring_worker import RewardNotMade, ScoringWorker
+from recipe.async_engine.rewards.scoring_worker import RewardFailed, ScoringWorker
 from recipe.async_engine.trainer.startup import StartFailed, side_by_side
 from recipe.laptop.task.tokenizer import build_tokenizer
 
@@ -30,7 +30,7 @@ def reward_worker(file: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Any
     stock = "verl.experimental.reward_loop.reward_loop"
     monkeypatch.setattr(f"{stock}.copy_to_local", lambda path: path)
     monkeypatch.setattr(f"{stock}.hf_tokenizer", lambda path, **_: build_tokenizer())
-    with pytest.raises(RewardNotMade) as raised:
+    with pytest.raises(RewardFailed) as raised:
         ScoringWorker(reward_config(str(file), 1))
     return pickle.loads(pickle.dumps(raised.value))
 

@@ -27,17 +27,19 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, _agent_loop
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.groups import Group, PromptRef
 from recipe.async_engine.rollout import loop_output
-from recipe.async_engine.rollout.group_run import DEATHS_ALONE, DEATHS_FOR_NOTHING, may_try_again, needs_to_be_alone
-from recipe.async_engine.rollout.soundness import RewardError
-from recipe.async_engine.rollout.trajectory_codec import unpack
-from recipe.async_engine.rollout.trajectory_events import (
+from recipe.async_engine.rollout.group_run import (
+    DEATHS_ALONE,
+    DEATHS_FOR_NOTHING,
+    GroupRun,
     TrajectoryCancelled,
     TrajectoryDisturbed,
     TrajectoryFailed,
+    TrajectoryRun,
 )
+from recipe.async_engine.rollout.loop_output import RewardError
+from recipe.async_engine.rollout.trajectory_codec import unpack
 from recipe.async_engine.rollout.users_loop import run_loop
 from recipe.async_engine.rollout.worker_pool import WorkerPool
 
@@ -82,12 +84,11 @@ async def outcome(pool: WorkerPool, number: int, row: dict[str, Any]) -> Any:
     uid = f"0-{number}"
     columns = {"raw_prompt": [{"role": "user", "content": "hi"}], **row}
     arrays = {name: np.fromiter([value], dtype=object) for name, value in columns.items()}
-    call = pool.call(arrays, Group(number, PromptRef(number, 0, uid), 7), 0, 0, None)
-    payload = None
+    run = GroupRun(Group(number, PromptRef(number, 0, uid), 7), arrays, 1).trajectories[0]
+    pool.assign(run)
     try:
-        async for _, last in call.events():
-            payload = last
-        return unpack(await payload)
+        await pool.attempt(run, lambda: None)
+        return unpack(await run.payload)
     except TrajectoryFailed as error:
         return str(error)
     except Exception as error:
@@ -183,13 +184,11 @@ async def test_one_that_cancels_every_task_disturbs_the_others_which_is_no_failu
     def call(number: int, what: Any) -> Any:
         row = does(what, raw_prompt=[])
         arrays = {name: np.fromiter([value], dtype=object) for name, value in row.items()}
-        return pool.call(arrays, Group(number, PromptRef(number, 0, str(number)), 7), 0, 0, None)
+        run = GroupRun(Group(number, PromptRef(number, 0, str(number)), 7), arrays, 1).trajectories[0]
+        pool.assign(run)
+        return pool.attempt(run, lambda: None)
 
-    async def follow(one: Any) -> None:
-        async for _ in one.events():
-            pass
-
-    both = await asyncio.gather(follow(call(0, waits)), follow(call(1, cancels_all)), return_exceptions=True)
+    both = await asyncio.gather(call(0, waits), call(1, cancels_all), return_exceptions=True)
     pool.stop()
     assert [type(error) for error in both] == [TrajectoryDisturbed] * 2
 
@@ -207,9 +206,10 @@ async def test_those_under_suspicion_run_one_at_a_time_and_the_others_beside_the
     async def follow(number: int, name: str) -> None:
         row = does(notes, raw_prompt=[], name=name)
         arrays = {column: np.fromiter([value], dtype=object) for column, value in row.items()}
-        group = Group(number, PromptRef(number, 0, name), 7)
-        async for _ in pool.call(arrays, group, 0, 0, None, alone=name.startswith("suspect")).events():
-            pass
+        run = GroupRun(Group(number, PromptRef(number, 0, name), 7), arrays, 1).trajectories[0]
+        run.errors = [TrajectoryDisturbed("the worker died")] * DEATHS_FOR_NOTHING * name.startswith("suspect")
+        pool.assign(run)
+        await pool.attempt(run, lambda: None)
 
     await asyncio.gather(*[follow(n, name) for n, name in enumerate(["suspect 1", "other", "suspect 2"])])
     pool.stop()
@@ -219,13 +219,22 @@ async def test_those_under_suspicion_run_one_at_a_time_and_the_others_beside_the
 
 def test_what_another_one_may_have_done_is_for_nothing_until_it_was_the_only_one_under_suspicion() -> None:
     own, death = TrajectoryFailed("its own"), TrajectoryDisturbed("the worker died")
+
+    def after(errors: list[Any]) -> TrajectoryRun:
+        run = GroupRun(Group(0, PromptRef(0, 0, "uid"), 0), {}, 1).trajectories[0]
+        run.errors = errors
+        return run
+
+    def may_try_again(errors: list[Any], max_retries: int) -> bool:
+        return after(errors).may_try_again(max_retries)
+
     assert may_try_again([], 0) and not may_try_again([own], 0) and may_try_again([own], 1)
     most = DEATHS_FOR_NOTHING + DEATHS_ALONE
     assert may_try_again([death] * (most - 1), 0)
     assert not may_try_again([death] * most, 9)
     assert may_try_again([death, own, death], 1) and not may_try_again([death, own, death, own], 1)
     assert not may_try_again([RewardError("no")], 9) and not may_try_again([TrajectoryCancelled("told")], 9)
-    assert [needs_to_be_alone([death] * n) for n in range(4)] == [False, False, True, True]
+    assert [after([death] * n).is_suspect for n in range(4)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("given", [None, "", float("nan")])

@@ -12,9 +12,14 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
 from recipe.async_engine.rollout import trajectory_manager
-from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.trajectory_manager import (
+    UNASKED,
+    RolloutFailed,
+    TrajectoryManager,
+    manager_class,
+    worker_over,
+)
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
-from recipe.async_engine.rollout.users_manager import UNASKED, ManagerRefused, manager_class, worker_over
 
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {}, "model": {}}, "async_training": {}})
 
@@ -63,23 +68,23 @@ def test_users_manager_and_its_workers_are_base_classes(monkeypatch: pytest.Monk
     ],
 )
 def test_manager_that_could_not_take_part_is_refused_by_name(name: str, said: str) -> None:
-    with pytest.raises(ManagerRefused, match=said) as refused:
+    with pytest.raises(RolloutFailed, match=said) as refused:
         manager_class(name)
     assert f"agent_loop_manager_class={name}" in str(refused.value)
 
 
 def test_worker_of_a_users_manager_that_works_on_whole_batches_is_refused_by_name() -> None:
-    with pytest.raises(ManagerRefused, match=r"Worker.* it has a generate_sequences of its own"):
+    with pytest.raises(RolloutFailed, match=r"Worker.* it has a generate_sequences of its own"):
         manager_class("user_manager.BatchWorkerManager")(CONFIG, None)
 
 
 @pytest.mark.parametrize("method", UNASKED[AgentLoopWorker])
 def test_each_method_of_whole_batches_is_refused(method: str) -> None:
-    with pytest.raises(ManagerRefused, match=f"a {method} of its own"):
+    with pytest.raises(RolloutFailed, match=f"a {method} of its own"):
         worker_over("mine.Manager", type("Mine", (AgentLoopWorker,), {method: lambda self: None}))
 
 
 @pytest.mark.parametrize("other", [object, 3, None, lambda: None])
 def test_workers_of_another_kind_are_refused(other: Any) -> None:
-    with pytest.raises(ManagerRefused, match="no subclass of verl's AgentLoopWorker"):
+    with pytest.raises(RolloutFailed, match="no subclass of verl's AgentLoopWorker"):
         worker_over("mine.Manager", other)

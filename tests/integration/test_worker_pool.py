@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 import ray
 
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.trajectory_events import (
+from recipe.async_engine.core.groups import Group, PromptRef
+from recipe.async_engine.rollout.group_run import (
+    GroupRun,
+    RolloutFailed,
     TrajectoryCancelled,
     TrajectoryDisturbed,
-    TrajectoryGenerated,
+    TrajectoryFailed,
+    TrajectoryRun,
     TrajectoryScored,
 )
 from recipe.async_engine.rollout.trajectory_manager import CALLS_AT_ONCE
 from recipe.async_engine.rollout.trajectory_worker import RewardError
-from recipe.async_engine.rollout.worker_pool import NoWorkers, TrajectoryCall, TrajectoryFailed, WorkerPool
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 SOON = 60.0
 
@@ -50,7 +52,7 @@ def actor_class() -> type:
                 raise KeyError("a defect of the worker")
             if arguments[0]["behaviour"] == "reward is there at once":
                 return await self.finish_trajectory(key)
-            return events.TrajectoryGenerated(), None
+            return None, None
 
         async def finish_trajectory(self, key: str) -> tuple[Any, Any]:
             sample, sample_index, rollout_n, version, *_ = self.begun.pop(key)
@@ -112,49 +114,56 @@ def pool(actors: list[Any]) -> WorkerPool:
 
 def call_of(
     pool: WorkerPool, behaviour: str = "", n: int = 0, avoid: str | None = None, alone: bool = False
-) -> TrajectoryCall:
+) -> TrajectoryRun:
+    """A trajectory whose next attempt is assigned."""
     row = {"behaviour": np.array([behaviour], dtype=object), "dataset_index": np.array([4])}
-    return pool.call(row, Group(7, PromptRef(4, 1, "1-4"), start=3), n, 0, avoid, alone=alone)
+    group = GroupRun(Group(7, PromptRef(4, 1, "1-4"), start=3), row, n + 1)
+    run = group.trajectories[n]
+    run.errors = [TrajectoryDisturbed("it died")] * 2 * alone or [TrajectoryFailed("once")] * (avoid is not None)
+    run.worker_id = avoid
+    pool.assign(run)
+    return run
 
 
-async def events_of(call: TrajectoryCall) -> list[tuple[Any, Any]]:
-    async def collect() -> list[tuple[Any, Any]]:
-        return [event async for event in call.events()]
+async def ended(pool: WorkerPool, run: TrajectoryRun) -> tuple[list[str], TrajectoryRun]:
+    """Whether it was said that it is sampled before it was scored, and the trajectory, whose attempt has ended."""
+    said: list[str] = []
+    await asyncio.wait_for(pool.attempt(run, lambda: said.append("sampled")), SOON)
+    return said, run
 
-    return await asyncio.wait_for(collect(), SOON)
 
-
-async def test_events_come_in_order_and_the_payload_stays_a_reference(pool: WorkerPool) -> None:
-    generated, scored, payload = await events_of(call_of(pool, n=2))
-    assert generated == (TrajectoryGenerated(), None)
-    assert scored == (TrajectoryScored(0.5, 3, 3, True, 0, 0, 4), None)
-    assert payload[0] is None
-    assert isinstance(payload[1], ray.ObjectRef)
-    assert ray.get(payload[1], timeout=SOON) == {"sample": {"behaviour": "", "uid": "1-4"}, "n": 2}
+async def test_last_token_is_told_of_first_and_the_payload_stays_a_reference(pool: WorkerPool) -> None:
+    said, run = await ended(pool, call_of(pool, n=2))
+    assert said == ["sampled"]
+    assert run.scored == TrajectoryScored(0.5, 3, 3, True, 0, 0, 4)
+    assert isinstance(run.payload, ray.ObjectRef)
+    assert ray.get(run.payload, timeout=SOON) == {"sample": {"behaviour": "", "uid": "1-4"}, "n": 2}
 
 
 async def test_answer_whose_reward_is_there_at_once_is_told_of_in_one_call(pool: WorkerPool) -> None:
-    scored, payload = await events_of(call_of(pool, "reward is there at once"))
-    assert scored == (TrajectoryScored(0.5, 3, 3, True, 0, 0, 4), None)
-    assert ray.get(payload[1], timeout=SOON)["n"] == 0
+    said, run = await ended(pool, call_of(pool, "reward is there at once"))
+    assert said == []
+    assert run.scored == TrajectoryScored(0.5, 3, 3, True, 0, 0, 4)
+    assert ray.get(run.payload, timeout=SOON)["n"] == 0
 
 
 async def test_large_prompt_goes_into_the_object_store_once_for_all_answers_to_it(pool: WorkerPool) -> None:
     image = np.random.default_rng(0).integers(0, 256, 1 << 20).astype(np.uint8)
     row = {"behaviour": np.array([""], dtype=object), "image": np.empty(1, dtype=object)}
     row["image"][0] = image
-    group = Group(7, PromptRef(4, 1, "1-4"), start=3)
-    calls = [pool.call(row, group, n, 0, None) for n in range(4)]
+    runs = GroupRun(Group(7, PromptRef(4, 1, "1-4"), start=3), row, 4).trajectories
+    for run in runs:
+        pool.assign(run)
     sent: list[Any] = []
 
-    async def events(call: TrajectoryCall) -> list[tuple[Any, Any]]:
-        sent.append(call.arguments()[1])
-        return await events_of(call)
+    async def attempt(run: TrajectoryRun) -> None:
+        sent.append(pool.arguments(run)[1])
+        await ended(pool, run)
 
-    of_calls = await asyncio.gather(*[events(call) for call in calls])
+    await asyncio.gather(*[attempt(run) for run in runs])
     assert isinstance(sent[0], ray.ObjectRef) and set(sent) == {sent[0]}
-    for _, _, (_, payload) in of_calls:
-        assert np.array_equal(ray.get(payload, timeout=SOON)["sample"]["image"], image)
+    for run in runs:
+        assert np.array_equal(ray.get(run.payload, timeout=SOON)["sample"]["image"], image)
     assert not pool.users and not pool._samples, "it is kept as long as a trajectory of the group is under way"
 
 
@@ -171,7 +180,7 @@ async def test_error_of_a_trajectory_arrives_as_the_recipes_own_and_costs_no_wor
     pool: WorkerPool, behaviour: str, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text) as caught:
-        await events_of(call_of(pool, behaviour))
+        await ended(pool, call_of(pool, behaviour))
     assert type(caught.value) is error
     assert pool.alive == 2
 
@@ -183,7 +192,7 @@ async def test_error_that_was_handed_on_is_not_logged_by_ray_as_one_that_nobody_
     monkeypatch.setattr(ray._private.worker.logger, "error", lambda text, *_: logged.append(text))
     for behaviour in ("raises", "begins with an error"):
         with pytest.raises(TrajectoryFailed):
-            await events_of(call_of(pool, behaviour))
+            await ended(pool, call_of(pool, behaviour))
     gc.collect()
     await asyncio.sleep(0.5)
     assert logged == []
@@ -191,24 +200,22 @@ async def test_error_that_was_handed_on_is_not_logged_by_ray_as_one_that_nobody_
 
 async def test_traceback_of_an_agent_loop_reaches_whoever_reports_the_failure(pool: WorkerPool) -> None:
     with pytest.raises(TrajectoryFailed) as caught:
-        await events_of(call_of(pool, "raises"))
+        await ended(pool, call_of(pool, "raises"))
     assert str(caught.value) == "trajectory 7-0-0 raised ValueError: no such tool"
     assert "Traceback of the agent loop" in "".join(traceback.format_exception(caught.value))
 
 
 async def test_cancelled_trajectory_says_so_to_its_own_awaiter(pool: WorkerPool) -> None:
-    call = call_of(pool, "waits")
-    seen = []
+    run = call_of(pool, "waits")
+    seen: list[Any] = []
 
-    async def follow() -> None:
-        async for event, _ in call.events():
-            seen.append(event)
-            await pool.cancel([call.key, "another-0-0"])
+    def sampled() -> None:
+        seen.append(asyncio.get_running_loop().create_task(pool.cancel([run.key, "another-0-0"])))
 
     with pytest.raises(TrajectoryCancelled) as caught:
-        await asyncio.wait_for(follow(), SOON)
+        await asyncio.wait_for(pool.attempt(run, sampled), SOON)
     assert type(caught.value) is TrajectoryCancelled
-    assert seen == [TrajectoryGenerated()]
+    assert len(seen) == 1
 
 
 async def test_trajectories_spread_over_the_workers_and_a_retry_avoids_its_last_one(pool: WorkerPool) -> None:
@@ -227,12 +234,12 @@ async def test_trajectory_that_is_to_be_alone_has_a_worker_for_itself(cluster: N
     remote = ray.remote(actor_class())
     pool = WorkerPool([remote.remote() for _ in range(2)])
     first = call_of(pool, "waits")
-    neighbour = asyncio.create_task(events_of(first))
+    neighbour = asyncio.create_task(ended(pool, first))
     while first.key not in pool.under_way or not first.submitted:
         await asyncio.sleep(0.01)
     alone = call_of(pool, n=1, avoid="worker-1", alone=True)
     assert (first.worker_id, alone.worker_id) == ("worker-0", "worker-0")
-    running = asyncio.create_task(events_of(alone))
+    running = asyncio.create_task(ended(pool, alone))
     await asyncio.sleep(0.2)
     assert not alone.submitted
     assert {call_of(pool, n=n).worker_id for n in range(2, 5)} == {"worker-1"}
@@ -248,15 +255,15 @@ async def test_trajectory_that_is_to_be_alone_has_a_worker_for_itself(cluster: N
 async def test_single_worker_is_shared_by_the_one_that_is_to_be_alone(actors: list[Any]) -> None:
     pool = WorkerPool(actors[:1])
     pool.load["worker-0"] += 1
-    alone = asyncio.create_task(events_of(call_of(pool, alone=True)))
+    alone = asyncio.create_task(ended(pool, call_of(pool, alone=True)))
     assert call_of(pool, n=1).worker_id == "worker-0"
     await alone
 
 
 async def test_ended_trajectory_leaves_nothing_behind(pool: WorkerPool) -> None:
-    await events_of(call_of(pool))
+    await ended(pool, call_of(pool))
     with pytest.raises(TrajectoryFailed):
-        await events_of(call_of(pool, "raises"))
+        await ended(pool, call_of(pool, "raises"))
     assert pool.load.total() == 0
     assert pool.under_way == {}
 
@@ -265,11 +272,11 @@ async def test_dead_worker_fails_its_trajectory_and_is_used_no_more(cluster: Non
     pool = WorkerPool([ray.remote(actor_class()).remote()])
     doomed = call_of(pool)
     with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
-        await events_of(call_of(pool, "dies"))
+        await ended(pool, call_of(pool, "dies"))
     assert pool.alive == 0
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
-        await events_of(doomed)
-    with pytest.raises(NoWorkers):
+        await ended(pool, doomed)
+    with pytest.raises(RolloutFailed):
         call_of(pool)
 
 
@@ -285,15 +292,15 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     actor = ray.remote(max_restarts=1)(actor_class()).remote()
     pool = WorkerPool([actor], prepare)
     with pytest.raises(TrajectoryFailed, match="worker of trajectory 7-0-0 died"):
-        await events_of(call_of(pool, "dies"))
+        await ended(pool, call_of(pool, "dies"))
     assert (pool.alive, pool.lost, prepared) == (0, False, [])
     assert pool.rescore(None, 1, 1) is None
     waiting, cancelled = call_of(pool, n=1), call_of(pool, n=2)
-    ends = [asyncio.create_task(events_of(waiting)), asyncio.create_task(events_of(cancelled))]
+    ends = [asyncio.create_task(ended(pool, waiting)), asyncio.create_task(ended(pool, cancelled))]
     while len(pool.under_way) < 2:
         await asyncio.sleep(0)
     await pool.cancel([cancelled.key])
-    assert [event for event, _ in await ends[0]][:1] == [TrajectoryGenerated()]
+    assert (await ends[0])[0] == ["sampled"]
     with pytest.raises(TrajectoryCancelled):
         await ends[1]
     assert (pool.alive, pool.lives.total(), prepared) == (1, 1, [actor])
@@ -301,11 +308,11 @@ async def test_calls_wait_for_a_worker_that_ray_starts_again_and_that_is_prepare
     pool.died("worker-0", 0, RuntimeError())
     assert pool.alive == 1
     with pytest.raises(TrajectoryFailed, match="died"):
-        await events_of(call_of(pool, "dies"))
+        await ended(pool, call_of(pool, "dies"))
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
-        await events_of(call_of(pool))
+        await ended(pool, call_of(pool))
     assert pool.lost
-    with pytest.raises(NoWorkers):
+    with pytest.raises(RolloutFailed):
         call_of(pool)
     assert pool.load.total() == 0 and pool.under_way == {}
 
@@ -316,8 +323,8 @@ async def test_worker_whose_death_nobody_noticed_is_prepared_before_it_has_work(
 
     pool = WorkerPool(actors[:1], prepare)
     with pytest.raises(TrajectoryFailed, match="started again"):
-        await events_of(call_of(pool, "works once it is prepared"))
-    assert len(await events_of(call_of(pool, "works once it is prepared"))) == 3
+        await ended(pool, call_of(pool, "works once it is prepared"))
+    await ended(pool, call_of(pool, "works once it is prepared"))
     assert (pool.alive, pool.lives.total()) == (1, 1)
 
 
@@ -330,9 +337,9 @@ async def test_worker_that_is_not_up_again_in_time_is_given_up(cluster: None) ->
 
     pool = WorkerPool([ray.remote(max_restarts=1)(SlowToStart).remote()], startup_s=0.5)
     with pytest.raises(TrajectoryFailed, match="died"):
-        await events_of(call_of(pool, "dies"))
+        await ended(pool, call_of(pool, "dies"))
     with pytest.raises(TrajectoryFailed, match="worker-0 has died"):
-        await events_of(call_of(pool))
+        await ended(pool, call_of(pool))
     assert pool.lost
 
 
@@ -353,7 +360,7 @@ async def test_lost_object_costs_one_attempt_and_no_worker(pool: WorkerPool, mon
     call = call_of(pool)
     monkeypatch.setitem(pool.actors, call.worker_id, Lossy())
     with pytest.raises(TrajectoryFailed, match="trajectory 7-0-0 failed with ObjectLostError"):
-        await events_of(call)
+        await ended(pool, call)
     assert pool.alive == 2
 
 
@@ -364,7 +371,7 @@ async def test_stopped_worker_gets_no_work_then_is_ended_and_started_again(clust
     pool = WorkerPool(actors, answer_s=4.0)
     stuck = call_of(pool, "waits")
     assert stuck.worker_id == "worker-0"
-    ending = asyncio.create_task(events_of(stuck))
+    ending = asyncio.create_task(ended(pool, stuck))
     while not pool.under_way:
         await asyncio.sleep(0.01)
     os.kill(pids[0], signal.SIGSTOP)
@@ -384,7 +391,7 @@ async def test_stopped_worker_gets_no_work_then_is_ended_and_started_again(clust
     assert pool.lives["worker-0"] == 1
     assert not pool.silent
     assert call_of(pool).worker_id == "worker-0"
-    assert len(await events_of(call_of(pool))) == 3
+    await ended(pool, call_of(pool))
     await pool.close([])
 
 
@@ -393,7 +400,7 @@ async def test_worker_that_blocks_its_event_loop_for_less_than_its_deadline_is_k
     pool = WorkerPool([actor], answer_s=6.0)
     call_of(pool)
     await actor.__ray_call__.remote(lambda worker: time.sleep(4.0))
-    assert len(await events_of(call_of(pool))) == 3
+    await ended(pool, call_of(pool))
     assert (pool.alive, pool.lives.total(), pool.silent) == (1, 0, set())
     await pool.close([])
 
@@ -402,7 +409,7 @@ async def test_trajectory_by_itself_begins_in_a_sound_worker(cluster: None) -> N
     actor = ray.remote(max_restarts=-1, max_concurrency=CALLS_AT_ONCE)(actor_class()).remote()
     await actor.__ray_call__.remote(lambda worker: setattr(worker, "is_broken", True))
     pool = WorkerPool([actor])
-    assert len(await events_of(call_of(pool, alone=True))) == 3
+    await ended(pool, call_of(pool, alone=True))
     assert pool.lives.total() == 1
     await pool.close([])
 
@@ -417,8 +424,8 @@ async def test_trajectory_by_itself_begins_in_a_sound_worker(cluster: None) -> N
 async def test_spoilt_worker_is_ended_and_started_again(behaviour: str, said: str, cluster: None) -> None:
     pool = WorkerPool([ray.remote(max_restarts=-1, max_concurrency=CALLS_AT_ONCE)(actor_class()).remote()])
     with pytest.raises(TrajectoryDisturbed, match=said):
-        await events_of(call_of(pool, behaviour))
-    assert len(await events_of(call_of(pool, n=1))) == 3
+        await ended(pool, call_of(pool, behaviour))
+    await ended(pool, call_of(pool, n=1))
     assert pool.lives.total() == 1
     await pool.close([])
 
@@ -428,6 +435,6 @@ async def test_worker_that_was_started_again_and_stands_still_before_any_other_c
     calls = [call_of(pool, behaviour, n) for n, behaviour in enumerate(["dies", "stops", "stops"])]
     for call in calls:
         with pytest.raises(TrajectoryFailed, match="died"):
-            await asyncio.wait_for(events_of(call), SOON / 2)
+            await asyncio.wait_for(ended(pool, call), SOON / 2)
     assert pool.lives.total() >= 2
     await pool.close([])

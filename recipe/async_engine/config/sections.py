@@ -192,10 +192,13 @@ class AsyncTraining:
         "A step trains one batch of `actor_rollout_ref.actor.ppo_mini_batch_size` times this many prompt groups.",
         ge=1,
     )
-    whole_batches: bool = setting(
-        False,
-        "One-step-off: a prompt's batch is fixed when the prompt is issued, as in synchronous training, and batches are"
-        " trained in that order. false: a step trains the oldest prompts whose answers are ready.",
+    admission_policy: str | None = setting(
+        None,
+        "What may start, which answer is generated next and which batch is trained, within the bound: `oldest_ready`,"
+        " a step trains the oldest prompts whose answers are ready; `whole_batches`, a prompt's batch is fixed when the"
+        " prompt is issued, as in synchronous training (one-step-off); `turns`, as `oldest_ready`, but each free place"
+        " at an engine is filled by one answer; or a class of your own by its dotted name (docs/extending.md). null:"
+        " `turns` with `placement=shared`, else `oldest_ready`.",
     )
     concurrent_samples_per_replica: int | None = setting(
         16,
@@ -284,6 +287,16 @@ class AsyncTraining:
     )
     weights: Weights = setting(Weights(), "")
     timeouts: Timeouts = setting(Timeouts(), "")
+
+    @property
+    def policy(self) -> str:
+        """The admission policy: as it is set, or what follows from the placement."""
+        return self.admission_policy or ("turns" if self.placement == SHARED else "oldest_ready")
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether a prompt's batch is fixed when it is issued, as in synchronous training."""
+        return self.policy == "whole_batches"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

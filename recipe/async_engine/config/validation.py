@@ -35,6 +35,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = (
     refusals,
     batches.staleness,
     batches.whole_batches,
+    batches.admission_policy,
     batches.shared_placement,
     batches.batch,
     parallel.division,

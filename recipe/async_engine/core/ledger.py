@@ -6,10 +6,10 @@ under way), TRAINED, FILTERED or FAILED. At all times
 
     issued = trained + filtered + failed + live,        live = running + ready + taken,
 
-no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. Which group
-may start and which batch may be trained is decided by the staleness gate. The ledger is plain state: no clock, no
-threads, no events. Its caller holds the lock. Proofs: docs/staleness.md. Tests: tests/core/test_ledger.py,
-tests/core/test_gate_properties.py.
+no prompt of an epoch is issued twice, none is trained twice, and a snapshot that is restored keeps both. Whether a
+group may start and a batch may be trained is the staleness gate's to decide; which batch that is, the admission
+policy's. The ledger is plain state: no clock, no threads, no events. Its caller holds the lock. Proofs:
+docs/staleness.md. Tests: tests/core/test_ledger.py, tests/core/test_gate_properties.py, tests/core/test_policy.py.
 
 Groups that reached their end are compacted to counts and runs of prompt indices, so memory and snapshots are bounded
 by the live groups and the number of runs.
@@ -29,9 +29,16 @@ from recipe.async_engine.core.errors import (
     StalenessViolation,
 )
 from recipe.async_engine.core.gate import GateSettings, StalenessGate
-from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, StalenessStats
+from recipe.async_engine.core.groups import Group, GroupState, LedgerCounts, PromptRef, PromptSet, StalenessStats
 from recipe.async_engine.core.live_groups import LiveGroups
-from recipe.async_engine.core.prompts import PromptRef, PromptSet
+from recipe.async_engine.core.policy import (
+    AdmissionPolicy,
+    Batch,
+    OldestReady,
+    ReadyGroups,
+    checked,
+    chosen_batch,
+)
 
 
 class SampleLedger:
@@ -39,10 +46,9 @@ class SampleLedger:
 
     target_groups: groups the run is to train, a multiple of b; no more are issued than can still be trained.
     issue_limit: groups that may be issued in all. `None` means no such bound.
-    whole_batches: a group's batch is fixed when it is issued, instead of training the oldest ready groups. Batches are
-    numbered from 0 and trained in that order, each only when all its groups are ready; a group joins the first one that
-    has a place, and leaves it to the next one issued if it is filtered or fails. So batches are those of synchronous
-    training. For k = 1 and S <= 1: the order of issue is the order of deadlines there (docs/staleness.md).
+    policy: chooses the batch to be taken among those that the gate allows. Where it fixes batches at issue, they are
+    numbered from 0; a group joins the first one that has a place, and leaves it to the next one issued if it is
+    filtered or fails.
     """
 
     def __init__(
@@ -51,9 +57,10 @@ class SampleLedger:
         *,
         target_groups: int | None = None,
         issue_limit: int | None = None,
-        whole_batches: bool = False,
+        policy: AdmissionPolicy | None = None,
     ) -> None:
         self.settings = settings
+        self.policy = policy or OldestReady()
         self.target_groups = target_groups
         self.issue_limit = issue_limit
         self.staleness = StalenessStats()
@@ -64,7 +71,6 @@ class SampleLedger:
         self._failed: Counter[str] = Counter()
         self._live = LiveGroups()
         self._leased: list[int] = []
-        self._whole_batches = whole_batches
         self._issued_prompts = PromptSet()
         self._trained_prompts = PromptSet()
 
@@ -125,8 +131,8 @@ class SampleLedger:
         if self.target_groups is not None:
             prompts_left = min(prompts_left, self.target_groups - self._trained - len(self._live))
         # A place in a whole batch is only filled by a new group.
-        in_batch = self._live.places_taken(self._first_untaken()) if self._whole_batches else 0
-        candidates = in_batch if self._whole_batches else len(self._live) - len(self._leased)
+        in_batch = self._live.places_taken(self._first_untaken()) if self.policy.fixed_batches else 0
+        candidates = in_batch if self.policy.fixed_batches else len(self._live) - len(self._leased)
         return candidates + max(0, prompts_left) >= self.settings.batch_groups
 
     def issue(self, prompt: PromptRef) -> Group:
@@ -140,7 +146,8 @@ class SampleLedger:
                 f"{self._trained} trained of {self.target_groups}, {self._issued} issued of {self.issue_limit}"
             )
         start = self._gate.add()
-        group = Group(self._issued, prompt, start, batch=self._batch_with_a_place() if self._whole_batches else None)
+        batch = self._batch_with_a_place() if self.policy.fixed_batches else None
+        group = Group(self._issued, prompt, start, batch=batch)
         self._live.put(group)
         self._issued_prompts.add(prompt.key)
         self._issued += 1
@@ -172,13 +179,13 @@ class SampleLedger:
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Whether there is a `next_batch`; costs the same however many groups are live."""
-        starts = self._candidate_starts()
-        return sum(starts.values()) == self.settings.batch_groups and self._gate.can_take(starts)
+        """Whether there is a `next_batch`; costs the same however many groups are live, unless the policy looks."""
+        return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """The b oldest ready groups, or the next whole batch, if they may be trained now, else None."""
-        return self._candidates() if self.may_take() else None
+        """The groups that the policy chooses, or the oldest ready ones if these are due, if any may be trained now."""
+        batch = self._choice()
+        return None if batch is None else checked(self.policy, batch, self._ready())
 
     def take(self) -> list[Group]:
         """Lease the next batch to the trainer. It ends with `mark_trained`."""
@@ -335,20 +342,19 @@ class SampleLedger:
         ledger.check_identity()
         return ledger
 
-    def _candidates(self) -> list[Group]:
-        """The groups to train next: b of them, or fewer while they are not ready."""
-        if self._whole_batches:
-            in_batch = self._live.of_batch(self._first_untaken())
-            return [group for group in in_batch if group.state is GroupState.READY]
-        return self._live.oldest(GroupState.READY, self.settings.batch_groups)
+    def _choice(self) -> Batch | None:
+        """The batch that may be taken now: the policy's, unless the gate wants older groups to go first."""
+        if self._live.count(GroupState.READY) < self.settings.batch_groups:
+            return None
+        ready = self._ready()
+        chosen = chosen_batch(self.policy, ready)
+        if chosen is None or self._gate.can_take(chosen.starts):
+            return chosen
+        oldest = ready.oldest()
+        return oldest if not self.policy.fixed_batches and self._gate.can_take(oldest.starts) else None
 
-    def _candidate_starts(self) -> dict[int, int]:
-        """Of `_candidates`: number of groups by start; none while a whole batch is not ready."""
-        if not self._whole_batches:
-            return self._live.oldest_starts(GroupState.READY, self.settings.batch_groups)
-        if self._live.ready_of_batch(self._first_untaken()) < self.settings.batch_groups:
-            return {}
-        return Counter(group.start for group in self._candidates())
+    def _ready(self) -> ReadyGroups:
+        return ReadyGroups(self._live, self.settings.batch_groups, self.version, self._first_untaken())
 
     def _first_untaken(self) -> int:
         """Number of the next whole batch."""

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectory generates next: in turns, between which training has the accelerators, or in a stream.
+"""Which trajectory generates next, in a stream or in turns, between which training has the accelerators.
 
 Contract. The prompt manager stands on the sample ledger: the ledger knows the groups, this knows the trajectories of
-those that are not complete yet. A trajectory is PENDING, RUNNING, INTERRUPTED or SAMPLED, and
+those that are not complete yet. A trajectory is PENDING, RUNNING or SAMPLED, and
 
-- no trajectory runs outside a generation turn, and never more than `slots` of them do;
-- a free slot goes to an interrupted trajectory before one that never ran, and to an issued group before a new prompt;
-  among equals to the oldest group, which has the earliest deadline;
-- a new prompt is issued only if the ledger admits it (its staleness gate, its bound on live groups), so the number of
-  groups in flight is bounded, and a slot is filled trajectory by trajectory;
-- closing a turn interrupts what runs and loses nothing.
+- a trajectory begins only while generation is open, and only in one of `slots` free slots; the ledger's admission
+  policy ranks those that wait, and says whether a group begins only when there are slots for all of it;
+- an issued group goes before a new prompt, and a new prompt is issued only if the ledger admits it (its staleness gate,
+  its bound on live groups), so the number of groups in flight is bounded;
+- a trajectory that runs keeps its slot until its last token is sampled: over the end of a turn, in which it waits with
+  its tokens, and over a failed attempt, which is followed by the next one.
 
-A stream is a turn that no batch closes. It interrupts nothing, and it can be drained before a weight sync without a
-group left half begun: a group begins when slots are free for all of its trajectories, the oldest first, and a failed
-attempt that has a slot keeps it for the next one.
+    PENDING -> RUNNING -> SAMPLED        a failed attempt leads from SAMPLED back to PENDING
 
-    PENDING -> RUNNING <-> INTERRUPTED        a failed attempt leads back to PENDING
-    RUNNING or INTERRUPTED -> SAMPLED         (a last token may be reported after its turn was closed)
+A stream is a turn that no batch closes, but it can be drained before a weight sync: nothing begins, what runs goes on.
 
 Plain state: no clock, no threads, no events. Its caller holds the ledger's lock. Tests:
-tests/core/test_prompt_manager.py.
+tests/core/test_prompt_manager.py, tests/core/test_policy.py.
 """
 
 import heapq
@@ -28,14 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.errors import LedgerError
+from recipe.async_engine.core.groups import Group, GroupState, PromptRef
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompts import PromptRef
-
-
-class TurnError(RecipeError):
-    """A call to the prompt manager that its state does not permit."""
+from recipe.async_engine.core.policy import rank_of
 
 
 class TrajectoryState(StrEnum):
@@ -43,7 +36,6 @@ class TrajectoryState(StrEnum):
 
     PENDING = "pending"
     RUNNING = "running"
-    INTERRUPTED = "interrupted"
     SAMPLED = "sampled"
 
 
@@ -88,9 +80,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Number of groups that wait for slots, and of running and interrupted trajectories.
+    """Number of groups of which nothing runs and something waits for a slot, and of running trajectories.
 
-    interrupted: of no group does a trajectory run, and one did. pending: none did.
+    Between turns what runs is interrupted: ``interrupted`` are its groups, ``interrupted_trajectories`` are they.
     """
 
     pending: int
@@ -103,59 +95,45 @@ class PromptManager:
     """See the module's contract.
 
     ledger: shared with whoever takes batches. group_size: trajectories of a group. slots: trajectories that may run at
-    once. stream: whether generation is one.
+    once; it may change. stream: whether generation is one.
     """
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
         if group_size < 1 or slots < 1:
-            raise TurnError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
+            raise LedgerError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
         self.ledger = ledger
         self.group_size = group_size
         self.slots = slots
         self.stream = stream
-        self.turns = 0
         self.is_open = False
         self._states: dict[int, list[TrajectoryState]] = {}
         self._groups_in: Counter[TrajectoryState] = Counter()
         self._trajectories_in: Counter[TrajectoryState] = Counter()
-        # What a free slot is given first; the states that wait for one.
-        self._ranks = {TrajectoryState.INTERRUPTED: 0, TrajectoryState.PENDING: 0 if stream else 1}
-        # (rank, start, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
-        self._waiting: list[tuple[int, int, int, int]] = []
+        # (rank, group id, index) of those that wait; entries whose trajectory no longer does are skipped.
+        self._waiting: list[tuple[float, int, int]] = []
 
     @property
     def running(self) -> int:
-        """Trajectories that run."""
+        """Trajectories that have a slot."""
         return self._trajectories_in[TrajectoryState.RUNNING]
 
-    def open_turn(self) -> int:
-        """Begin a generation turn, or let a stream go on; returns its number, counted from 1."""
-        if self.is_open:
-            raise TurnError(f"generation turn {self.turns} is open already")
-        self.is_open = True
-        self.turns += 1
-        return self.turns
+    @property
+    def generating(self) -> int:
+        """Trajectories that run and are not interrupted."""
+        return self.running if self.is_open or self.stream else 0
 
-    def close_turn(self) -> list[Trajectory]:
-        """Interrupt everything that runs; returns what was interrupted."""
+    def open_turn(self) -> None:
+        """Begin a generation turn, or let a stream go on."""
+        if self.is_open:
+            raise LedgerError("a generation turn is open already")
+        self.is_open = True
+
+    def close_turn(self) -> int:
+        """Interrupt everything that runs; returns how many trajectories that are."""
         if not self.is_open:
-            raise TurnError("no generation turn is open")
+            raise LedgerError("no generation turn is open")
         self.is_open = False
-        interrupted = []
-        for group_id, states in self._states.items():
-            running = [index for index, state in enumerate(states) if state is TrajectoryState.RUNNING]
-            if running:
-                self._groups_in[_group_state(states)] -= 1
-                for index in running:
-                    states[index] = TrajectoryState.INTERRUPTED
-                self._groups_in[_group_state(states)] += 1
-                self._waiting += self._entries(group_id, running)
-                interrupted += [Trajectory(group_id, index) for index in running]
-        # All at once: many may run, and whoever else asks the scheduler waits for this.
-        heapq.heapify(self._waiting)
-        self._trajectories_in[TrajectoryState.RUNNING] -= len(interrupted)
-        self._trajectories_in[TrajectoryState.INTERRUPTED] += len(interrupted)
-        return interrupted
+        return self.running
 
     def drain(self) -> None:
         """Give no slots until the stream is opened again; what has one goes on."""
@@ -164,12 +142,12 @@ class PromptManager:
     def next(self) -> Trajectory | None:
         """Give a free slot to the next trajectory, which runs from now on; None if none may run or none waits.
 
-        In a stream, ask until there is none: the group that began has its slots then.
+        Where groups begin whole, ask until there is none: the group that began has its slots then.
         """
         if not self.is_open or not self.anything_waits():
             return None
-        _, _, group_id, index = self._waiting[0]
-        if not self._fits(sum(state in self._ranks for state in self._states[group_id])):
+        _, group_id, index = self._waiting[0]
+        if not self._fits(self._states[group_id].count(TrajectoryState.PENDING)):
             return None
         heapq.heappop(self._waiting)
         trajectory = Trajectory(group_id, index)
@@ -200,7 +178,7 @@ class PromptManager:
             prompts_left: whether there is a next prompt, now or later.
             waits_for_rewards: whether only rewards keep the run from going on while nothing generates.
         """
-        if self.running:
+        if self.generating:
             if self.is_open and (not self.has_room() or self.anything_waits()):
                 return Why.GENERATING
             return LAST_OF[self._held_by(prompts_left)]
@@ -225,7 +203,7 @@ class PromptManager:
     def issue(self, prompt: PromptRef) -> Group:
         """Issue a group for this prompt; its trajectories wait for slots."""
         if not self.is_open:
-            raise TurnError("a prompt is issued in a generation turn only")
+            raise LedgerError("a prompt is issued in a generation turn only")
         group = self.ledger.issue(prompt)
         self.adopt(group, [TrajectoryState.PENDING] * self.group_size)
         return group
@@ -233,9 +211,11 @@ class PromptManager:
     def adopt(self, group: Group, states: Sequence[TrajectoryState]) -> None:
         """Take over a running group, new or of a checkpoint; none of its trajectories runs."""
         if group.state is not GroupState.RUNNING or group.id in self._states:
-            raise TurnError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
+            raise LedgerError(f"group {group.id} is {group.state} or known already: it cannot be adopted")
         if len(states) != self.group_size or TrajectoryState.RUNNING in states:
-            raise TurnError(f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}")
+            raise LedgerError(
+                f"group {group.id} has {self.group_size} trajectories, none of which runs: {list(states)}"
+            )
         self._states[group.id] = list(states)
         self._groups_in[_group_state(states)] += 1
         self._trajectories_in.update(states)
@@ -245,21 +225,21 @@ class PromptManager:
     def state(self, trajectory: Trajectory) -> TrajectoryState:
         """The state of a trajectory of a group that is not complete."""
         if trajectory.group_id not in self._states:
-            raise TurnError(f"group {trajectory.group_id} is complete, ended or was never issued")
+            raise LedgerError(f"group {trajectory.group_id} is complete, ended or was never issued")
         return self._states[trajectory.group_id][trajectory.index]
 
     def sampled(self, trajectory: Trajectory) -> None:
         """The trajectory's last token is sampled: its slot is free."""
-        self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED)
+        self._expect(trajectory, TrajectoryState.RUNNING)
         self._set(trajectory, TrajectoryState.SAMPLED)
 
     def begin_again(self, trajectory: Trajectory) -> bool:
         """The attempt failed and its tokens are lost.
 
-        Returns whether the trajectory runs on and begins again at once; otherwise it waits for a slot.
+        Returns whether the trajectory has its slot still and begins again at once; otherwise it waits for one.
         """
-        self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.INTERRUPTED, TrajectoryState.SAMPLED)
-        if self.stream and self.state(trajectory) is TrajectoryState.RUNNING:
+        self._expect(trajectory, TrajectoryState.RUNNING, TrajectoryState.SAMPLED)
+        if self.state(trajectory) is TrajectoryState.RUNNING:
             return True
         self._set(trajectory, TrajectoryState.PENDING)
         return False
@@ -268,7 +248,7 @@ class PromptManager:
         """All trajectories are sampled and rewarded: the group is ready to be trained."""
         unfinished = [state for state in self._states[group_id] if state is not TrajectoryState.SAMPLED]
         if unfinished:
-            raise TurnError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
+            raise LedgerError(f"group {group_id} is not complete: {[state.value for state in unfinished]}")
         self._leave(group_id)
         return self.ledger.mark_ready(group_id, oldest_version)
 
@@ -278,11 +258,12 @@ class PromptManager:
 
     def counts(self) -> PromptCounts:
         """Number of groups and trajectories by state."""
+        interrupted = self.running > self.generating
         return PromptCounts(
             pending=self._groups_in[TrajectoryState.PENDING],
-            interrupted=self._groups_in[TrajectoryState.INTERRUPTED],
-            running_trajectories=self.running,
-            interrupted_trajectories=self._trajectories_in[TrajectoryState.INTERRUPTED],
+            interrupted=self._groups_in[TrajectoryState.RUNNING] if interrupted else 0,
+            running_trajectories=self.generating,
+            interrupted_trajectories=self.running - self.generating,
         )
 
     def anything_waits(self) -> bool:
@@ -292,21 +273,21 @@ class PromptManager:
     def first_waiting(self) -> int | None:
         """The group of the trajectory that gets the next slot; None if none waits."""
         while self._waiting:
-            rank, _, group_id, index = self._waiting[0]
+            _, group_id, index = self._waiting[0]
             states = self._states.get(group_id)
-            if states is not None and self._ranks.get(states[index]) == rank:
+            if states is not None and states[index] is TrajectoryState.PENDING:
                 return group_id
             heapq.heappop(self._waiting)
         return None
 
     def _fits(self, waiting: int) -> bool:
         """Whether slots are free for a group of which so many trajectories wait."""
-        return self.slots - self.running >= (waiting if self.stream else 1)
+        return self.slots - self.running >= (waiting if self.ledger.policy.whole_groups else 1)
 
     def _expect(self, trajectory: Trajectory, *states: TrajectoryState) -> None:
         state = self.state(trajectory)
         if state not in states:
-            raise TurnError(f"{trajectory} is {state}, expected {' or '.join(states)}")
+            raise LedgerError(f"{trajectory} is {state}, expected {' or '.join(states)}")
 
     def _set(self, trajectory: Trajectory, state: TrajectoryState) -> None:
         states = self._states[trajectory.group_id]
@@ -323,19 +304,48 @@ class PromptManager:
         self._trajectories_in.subtract(states)
 
     def _wait(self, trajectory: Trajectory) -> None:
-        """Queue the trajectory if it waits for a slot."""
-        if self.state(trajectory) in self._ranks:
-            for entry in self._entries(trajectory.group_id, [trajectory.index]):
-                heapq.heappush(self._waiting, entry)
-
-    def _entries(self, group_id: int, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """What the queue has of trajectories of a group that wait for a slot; nothing if the ledger lacks the group."""
-        states, group = self._states[group_id], self.ledger.find(group_id)
-        return [] if group is None else [(self._ranks[states[n]], group.start, group_id, n) for n in indices]
+        """Queue the trajectory if it waits for a slot, by the rank that the policy gives it now."""
+        group = self.ledger.find(trajectory.group_id)
+        if group is not None and self.state(trajectory) is TrajectoryState.PENDING:
+            policy = self.ledger.policy
+            rank = rank_of(policy, group, 0 if policy.whole_groups else trajectory.index)
+            heapq.heappush(self._waiting, (rank, group.id, trajectory.index))
 
 
 def _group_state(states: Sequence[TrajectoryState]) -> TrajectoryState:
-    if TrajectoryState.RUNNING in states:
-        return TrajectoryState.RUNNING
-    waiting = (state for state in (TrajectoryState.INTERRUPTED, TrajectoryState.PENDING) if state in states)
-    return next(waiting, TrajectoryState.RUNNING)
+    """RUNNING if one of these trajectories runs, else PENDING if one waits for a slot."""
+    for state in (TrajectoryState.RUNNING, TrajectoryState.PENDING):
+        if state in states:
+            return state
+    return TrajectoryState.SAMPLED
+
+
+MEMORY = 4
+"""Ended trajectories that count, in multiples of the slots without tools."""
+
+
+class Slots:
+    """How many trajectories may have a generation slot while some of these are at tools.
+
+    A slot's trajectory keeps an engine busy only while it waits for an answer. Where agent loops use tools there are
+    more slots than the engines need at once, in the ratio of the time that ended trajectories had in all to their time
+    at engines, and never more than ``most``; without tools there are ``least``, exactly. What ended longer ago counts
+    for less. Shown by tests/core/test_slots.py.
+
+    count: of slots, now.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.count = self._least = least
+        self._most = most
+        self._at_engines_s = self._at_tools_s = 0.0
+
+    def ended(self, at_engines_s: float, at_tools_s: float) -> int:
+        """A trajectory has ended that waited for answers, and was at tools, for so many seconds; returns `count`."""
+        kept = 1 - 1 / (MEMORY * self._least)
+        self._at_engines_s = kept * self._at_engines_s + at_engines_s
+        self._at_tools_s = kept * self._at_tools_s + at_tools_s
+        if self._at_engines_s > 0:
+            at_tools = self._least * self._at_tools_s / self._at_engines_s
+            self.count = int(min(self._most, self._least + at_tools))
+        return self.count

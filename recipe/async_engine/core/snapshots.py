@@ -11,7 +11,7 @@ STATE_FORMAT = 1
 """Of the rollout side of a checkpoint, which has a ledger's snapshot in it."""
 BATCH = "groups of a batch (ppo_mini_batch_size * require_batches)"
 PER_VERSION = "async_training.trigger_parameter_sync_step"
-WHOLE = "async_training.whole_batches"
+WHOLE = "whole batches (async_training.admission_policy)"
 
 
 RESUMED_PARTS = ("model", "optimizer", "extra")

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 
-from recipe.async_engine.core.alignment import Part, place
 from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.core.versions import Part, place
 from recipe.async_engine.log_prob_servers.service import Answer, Segment, Unscored
 
 logger = logging.getLogger(__name__)

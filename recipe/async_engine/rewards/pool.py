@@ -1,43 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synchronous reward functions in processes of their own, each call with a time limit.
 
-Contract. `ScoringPool.score` gives what the function returns, as plain values, or raises `RewardRaised` with the words
+Contract. `ScoringPool.score` gives what the function returns, as plain values, or raises `RewardFailed` with the words
 of what it raised. A call that does not return in time, or whose process dies (memory, a crash in native code) or gives
-something else than an answer, raises an error that says so; the process is ended with everything that it has started,
+something else than an answer, fails with words that say so; the process is ended with everything that it has started,
 and replaced. Each process has a socket of its own: no call is affected by another one's process, and the event loop
-never waits for one. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
+never waits for one.
+
+The processes are forks of one that has loaded the function already (`PRELOAD`), if its loading succeeds there. This
+module imports nothing of verl, torch or vLLM, so that a process which was ended is replaced in a moment. A process
+leads a session of its own, so that what it has started ends with it, and what it prints goes nowhere: an endless print
+would fill a disk. Of what the function gives or raises, only text and plain values leave the process (`core.plain`),
+one line of JSON for each call. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
 """
 
 import asyncio
 import atexit
 import contextlib
+import fcntl
+import importlib
+import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
 import pickle
+import resource
+import select
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.plain import MOST, told
-from recipe.async_engine.rewards import scorer
+from recipe.async_engine.core.plain import MOST, NotPlain, plain, told, traced
 
 
-class RewardRaised(RecipeError):
-    """A reward function raised, or gave what is no reward; the message is its own, a note has its traceback."""
+class RewardFailed(RecipeError):
+    """There is no reward: its function raised, gave what is none, or ran out of time; a note has the traceback."""
 
 
-class RewardTimeout(RecipeError):
-    """A reward function did not return within ``async_training.timeouts.reward``; its process was ended."""
-
-
-class RewardProcessDied(RecipeError):
+class RewardProcessDied(RewardFailed):
     """The process of a reward function ended without an answer."""
 
 
@@ -77,12 +83,12 @@ class _Process:
     async def line(self, call: bytes | None = None) -> dict[str, Any]:
         """Its answer to a call, or its greeting; RewardProcessDied if there is none."""
         if call is not None:
-            self._writer.write(len(call).to_bytes(scorer.HEADER, "big") + call)
+            self._writer.write(len(call).to_bytes(HEADER, "big") + call)
         try:
             answer = json.loads(await self._reader.readuntil())
-            if isinstance(answer, dict) and answer.keys() & {scorer.RESULT, scorer.RAISED}:
+            if isinstance(answer, dict) and answer.keys() & {RESULT, RAISED}:
                 return answer
-            said = answer[scorer.FULL]
+            said = answer[FULL]
         except (asyncio.IncompleteReadError, OSError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD_S):
@@ -97,7 +103,7 @@ class _Process:
         status = self._process.exitcode
         if status is None:
             return "was ended: it closed the socket that it answers by"
-        if status == scorer.OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY:
             return f"ended, {NO_MEMORY}"
         return f"ended, exit status {status}: {NO_MEMORY}, or a crash in native code"
 
@@ -140,28 +146,31 @@ class ScoringPool:
         self._busy: set[_Process] = set()
         # Else multiprocessing runs the main script again in every child, which under Ray is Ray's worker.
         sys.modules["__main__"].__dict__.pop("__file__", None)
-        os.environ[scorer.PRELOAD] = json.dumps([path, name])
+        os.environ[PRELOAD] = json.dumps([path, name])
         # In a local run what a process spawns would be a fork of the whole stack (`prefork`): too large for a limit of
         # memory, and past the import at which the function is loaded for all.
         multiprocessing.set_executable(sys.executable)
+        # Here, since the processes import this module, and need no Ray.
+        from recipe.async_engine.actors.sockets import sockets_folder
+
         # As its `get_temp_dir` would (multiprocessing/util.py:142).
         temporary = tempfile.mkdtemp(prefix="pymp-", dir=sockets_folder())
         multiprocessing.current_process()._config["tempdir"] = temporary  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([scorer.__name__])
+        self._context.set_forkserver_preload([__name__])
         alive, self._alive = self._context.Pipe(duplex=False)
         self._arguments = alive, path, name, dict(settings), memory_bytes
         atexit.register(self.close)
 
     async def start(self) -> None:
-        """Start all processes, so that no call waits for that; RewardRaised if the function cannot be loaded."""
+        """Start all processes, so that no call waits for that; RewardFailed if the function cannot be loaded."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._count - len(self._idle))))
 
     async def score(self, **arguments: Any) -> Any:
         """What the reward function gives for verl's arguments, as plain values.
 
         Raises:
-            RewardRaised, RewardTimeout, RewardProcessDied: see there.
+            RewardFailed: there is none; RewardProcessDied where its process ended without an answer.
         """
         began = time.monotonic()
         self.stats["pending"] += 1
@@ -170,7 +179,7 @@ class ScoringPool:
                 result = await self._ask(_pickled(arguments))
         except TimeoutError:
             self.stats["timed_out"] += 1
-            raise RewardTimeout(
+            raise RewardFailed(
                 f"the reward function {self._what} gave nothing within {self._timeout_s:g} s "
                 "(async_training.timeouts.reward): its process was ended, or none was free"
             ) from None
@@ -204,7 +213,7 @@ class ScoringPool:
                 raise
             finally:
                 self._busy.discard(process)
-            process.failures = process.failures + 1 if scorer.RAISED in answer else 0
+            process.failures = process.failures + 1 if RAISED in answer else 0
             if process.failures < SPOILT:
                 self._idle.append(process)
             else:
@@ -245,7 +254,7 @@ def _started(context: Any, arguments: tuple[Any, ...]) -> tuple[Any, socket.sock
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = context.Process(target=scorer.serve, args=(theirs, *arguments))
+                process = context.Process(target=serve, args=(theirs, *arguments))
                 process.start()
                 break
             except (OSError, EOFError):
@@ -268,13 +277,145 @@ def _pickled(arguments: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(arguments)
     except Exception as error:  # a user's data set, agent loop or tool may have put anything there
-        raise RewardRaised(f"what the reward function is called with cannot be pickled: {told(error)}") from error
+        raise RewardFailed(f"what the reward function is called with cannot be pickled: {told(error)}") from error
 
 
 def _result(answer: dict[str, Any]) -> Any:
-    if (words := answer.get(scorer.RAISED)) is None:
-        return answer.get(scorer.RESULT)
-    raised = RewardRaised(words)
-    if trace := answer.get(scorer.TRACE):
+    if (words := answer.get(RAISED)) is None:
+        return answer.get(RESULT)
+    raised = RewardFailed(words)
+    if trace := answer.get(TRACE):
         raised.add_note(trace)
     raise raised
+
+
+# Inside a scoring process.
+
+PRELOAD = "RECIPE_REWARD_FUNCTION"
+"""Environment variable: a function's [module path, name] in JSON, loaded when this module is imported."""
+
+HEADER = 8
+"""Bytes before a call's pickled arguments: how many bytes these are."""
+RESULT, RAISED, FULL = "result", "raised", "full"
+"""Of a line: the function's result; the error's words, with `TRACE` its traceback; those of a MemoryError, which ends
+the process."""
+TRACE = "trace"
+OUT_OF_MEMORY = 112
+"""Exit status of a process that had no memory left to say so."""
+
+# A reward function may put others in their places.
+_exit, _getpid, _setitimer, _sendall = os._exit, os.getpid, signal.setitimer, socket.socket.sendall
+_dumps, _loads = json.dumps, pickle.loads
+
+_loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def load(path: str, name: str) -> Callable[..., Any]:
+    """A function of a Python file, or of a module named ``pkg://...``, loaded once in a process."""
+    if (path, name) not in _loaded:
+        if path.startswith("pkg://"):
+            module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+        else:
+            spec = importlib.util.spec_from_file_location("reward_function", path.removeprefix("file://"))
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{path} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        _loaded[path, name] = getattr(module, name)
+    return _loaded[path, name]
+
+
+def serve(
+    channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
+) -> None:
+    """Make this process one that scores: greet with a line, None as its result, then answer each call with one.
+
+    Args:
+        channel: to the reward worker; calls are `HEADER` bytes and pickled keyword arguments.
+        alive: the reading end of a pipe whose writing end closes with the reward worker.
+        path, name: of the reward function, see `load`.
+        settings: further arguments of each call, which win over the call's own.
+        memory_bytes: of address space.
+    """
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    end_with(alive.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    _answer(channel, lambda: (load(path, name), None)[1])
+    calls = channel.makefile("rb")
+    while header := calls.read(HEADER):
+        arguments = calls.read(int.from_bytes(header, "big"))
+        _answer(channel, lambda: checked(load(path, name)(**{**_loads(arguments), **settings})))  # noqa: B023
+
+
+def end_with(pipe: int) -> None:
+    """SIGKILL, which ends a process whatever it is doing, when the last writing end of this pipe is closed."""
+    # Opened anew: the owner of the signal belongs to the open file, which other processes share.
+    own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    # Closed before there was anyone to tell.
+    if select.select([own], [], [], 0)[0]:
+        _exit(1)
+
+
+def checked(result: Any) -> Any:
+    """A reward function's result as plain values, if it is one that verl takes.
+
+    Raises:
+        NotPlain: it is none; the message names the place in it.
+    """
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise NotPlain("the reward function gave a coroutine: one that awaits has to be an `async def` itself")
+    given = plain(result, "what the reward function gave")
+    if not isinstance(given, dict):
+        return number_of(result, given)
+    if "score" not in given:
+        keys = ", ".join(list(given)[:10]) or "none"
+        raise NotPlain(f"the reward function gave a dict without 'score'; its keys: {keys}")
+    return {**given, "score": number_of(result["score"], given["score"])}
+
+
+def number_of(value: Any, given: Any) -> Any:
+    """A score as a plain value, ``given`` by `plain`; an array or tensor of one number is that number, as for verl."""
+    while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
+        given = given[0]
+    return given
+
+
+def _answer(channel: socket.socket, call: Callable[[], Any]) -> None:
+    """Send what the call gives or raises; a fork of this process that comes back from it ends here."""
+    own, answer = _getpid(), {}
+    try:
+        answer[RESULT] = call()
+    except MemoryError as error:
+        # What fills the memory may stay, as a leak does: the next call gets a process without it.
+        _tell_and_end(channel, own, error.with_traceback(None))
+    except BaseException as error:  # whatever a user's function raises costs its call alone
+        answer = {RAISED: told(error), TRACE: traced(error)}
+    if _getpid() != own:
+        _exit(0)
+    # An alarm that the call has left would end a later one.
+    _setitimer(signal.ITIMER_REAL, 0)
+    _sendall(channel, _dumps(answer).encode() + b"\n")
+
+
+def _tell_and_end(channel: socket.socket, own: int, error: MemoryError) -> None:
+    try:
+        if _getpid() == own:
+            _sendall(channel, _dumps({FULL: told(error)}).encode() + b"\n")
+    finally:
+        _exit(OUT_OF_MEMORY)
+
+
+if PRELOAD in os.environ:
+    # Its error is the scoring process's to raise, where someone can see it.
+    with contextlib.suppress(BaseException):
+        load(*json.loads(os.environ[PRELOAD]))

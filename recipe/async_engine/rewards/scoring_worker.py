@@ -3,15 +3,17 @@
 
 Contract: every reward manager of verl works as it does; only its call of a synchronous function goes to the pool
 (`reward_processes` of them for each reward worker). Asynchronous functions and reward models are left to verl. Whatever
-fails, the function or the manager around it, fails the call with text (`RewardRaised`), and what they give leaves the
+fails, the function or the manager around it, fails the call with text (`RewardFailed`), and what they give leaves the
 worker as plain values: nothing of the user's has to be unpickled elsewhere. A manager of verl's that makes a score of 0
 of a failed call does not get to see it. A worker that died is started again by Ray, up to `max_replica_restarts` times
-each. Shown by tests/integration/test_reward_pool.py and test_odd_rewards.py.
+each; which worker scores an answer is `least_busy_worker`'s to say. Shown by tests/integration/test_reward_pool.py,
+test_odd_rewards.py and test_reward_dispatch.py.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,25 +29,23 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from recipe.async_engine.actors.control import Restartable
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.core.errors import RecipeError
+from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet, as_handle
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
 from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
-from recipe.async_engine.rewards.pool import COUNTS, RewardProcessDied, RewardRaised, RewardTimeout, ScoringPool
-from recipe.async_engine.rewards.scorer import checked, number_of
+from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
 """What keeps calls of a reward worker open."""
+ANSWER_S = 30.0
+"""How long a worker may take to say that it is there; half as much again at most, by chance, so that of several that
+ask it only one ends it."""
 # Where verl's own rules are; each call looks at its row's data source.
 DEFAULT_RULES = "pkg://verl.utils.reward_score", "default_compute_score"
 
 
-TOLD = (RewardRaised, RewardTimeout, RewardProcessDied, NotPlain)
+TOLD = (RewardFailed, RewardProcessDied, NotPlain)
 """Errors that are text already."""
-
-
-class RewardNotMade(RecipeError):
-    """A reward worker could not load its function or make its manager."""
 
 
 class _Failed(BaseException):
@@ -65,7 +65,7 @@ class ScoringWorker(RewardLoopWorker):
         try:
             super()._init_reward_fn()
         except BaseException as error:  # a user's file may raise anything, and end an interpreter
-            raise _as_text(error, RewardNotMade, "the reward cannot be loaded: ") from None
+            raise _as_text(error, "the reward cannot be loaded: ") from None
         self.pool: ScoringPool | None = None
         self._call_reward()
 
@@ -82,10 +82,8 @@ class ScoringWorker(RewardLoopWorker):
         elif not type(manager).__module__.startswith("verl."):
             # The user's, which calls the function in this process and may know what it gives and raises.
             return
-        elif manager.is_async_reward_score:
-            call = partial(_checked_call, manager.compute_score)
         else:
-            call = partial(asyncio.to_thread, _checked_in_thread, manager.compute_score)
+            call = partial(_checked_call, manager.compute_score, manager.is_async_reward_score)
         if isinstance(manager, RateLimitedRewardManager):
             # It would give 0 for what failed or took too long.
             call = partial(_past_the_manager, call, manager.timeout)
@@ -94,12 +92,12 @@ class ScoringWorker(RewardLoopWorker):
         manager.is_async_reward_score = True
 
     async def be_ready(self) -> None:
-        """Return once no call will wait for a process to start; RewardRaised if one cannot."""
+        """Return once no call will wait for a process to start; RewardFailed if one cannot."""
         if self.pool is not None:
             await self.pool.start()
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """As verl's, but of plain values; RewardRaised, or another error of `pool`, if there is no reward."""
+        """As verl's, but of plain values; RewardFailed, or another error of `pool`, if there is no reward."""
         try:
             return _plain_answer(await super().compute_score(data))
         except _Failed as failed:
@@ -135,18 +133,19 @@ def _pool(training: Any, custom: Any) -> ScoringPool:
     )
 
 
-async def _checked_call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """What an asynchronous function gives; only exceptions leave it that no task of verl's is ended by."""
+async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments: Any) -> Any:
+    """What a function gives, called here or in a thread; only exceptions leave it that a task or a future can have."""
+
+    def call() -> Any:
+        try:
+            return checked(function(**arguments))
+        except BaseException as error:
+            raise _as_text(error) from None
+
+    if not awaits:
+        return await asyncio.to_thread(call)
     try:
         return checked(await function(**arguments))
-    except BaseException as error:
-        raise _as_text(error) from None
-
-
-def _checked_in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
-    """What a synchronous function gives; only exceptions leave it that a future can have."""
-    try:
-        return checked(function(**arguments))
     except BaseException as error:
         raise _as_text(error) from None
 
@@ -158,16 +157,16 @@ async def _past_the_manager(call: Callable[..., Awaitable[Any]], timeout_s: floa
             return await call(**arguments)
     except TimeoutError as error:
         took = f"the reward function gave nothing within {timeout_s:g} s (reward.timeout)" if limit.expired() else ""
-        raise _Failed(RewardRaised(took or told(error))) from None
+        raise _Failed(RewardFailed(took or told(error))) from None
     except Exception as error:
         raise _Failed(error) from None
 
 
-def _as_text(error: BaseException, kind: type[RecipeError] = RewardRaised, words: str = "") -> BaseException:
+def _as_text(error: BaseException, words: str = "") -> BaseException:
     """The error to raise in the place of this one, which other processes may not know."""
     if type(error) in TOLD or (issubclass(type(error), asyncio.CancelledError) and _is_cancelled()):
         return error
-    failed = kind(f"{words}{told(error)}")
+    failed = RewardFailed(f"{words}{told(error)}")
     if trace := traced(error):
         failed.add_note(trace)
     return failed
@@ -194,25 +193,6 @@ def _plain_answer(answer: Any) -> dict[str, Any]:
     return {"reward_extra_info": {}, **given, "reward_score": number_of(answer["reward_score"], given["reward_score"])}
 
 
-class PoolTotals:
-    """The counts of all pools, those of workers that have died since included."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], dict[str, float]] = {}
-
-    def note(self, worker: int, process: int, counts: dict[str, float]) -> None:
-        """What a worker has answered."""
-        for (other, _), past in self._counts.items():
-            if other == worker:
-                past["pending"] = 0
-        self._counts[worker, process] = counts
-
-    def totals(self) -> dict[str, float]:
-        """Of all processes; ``worker_restarts``: workers that were found in another process than before."""
-        totals = {key: sum(counts[key] for counts in self._counts.values()) for key in COUNTS}
-        return {**totals, "worker_restarts": len(self._counts) - len({worker for worker, _ in self._counts})}
-
-
 class ScoringManager(RewardLoopManager):
     """verl's manager over :class:`ScoringWorker` s; the servers of a reward model are like those of the rollout."""
 
@@ -229,20 +209,69 @@ class ScoringManager(RewardLoopManager):
         self.reward_loop_workers_class = Restartable(ScoringWorker, restarts, HELD)
         super()._init_reward_loop_workers()
         self._asked: list[Any] = []
-        self._pools = PoolTotals()
+        # By worker and process, those that have died since included.
+        self._counts: dict[tuple[int, int], dict[str, float]] = {}
 
     def until_ready(self, timeout_s: float) -> None:
         """Return once every worker is made and its processes are; raises what has failed there."""
         ray.get([worker.be_ready.remote() for worker in self.reward_loop_workers], timeout=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' counts, as of the call before this one: nothing waits for a busy worker."""
-        rest = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1] if self._asked else []
-        if not rest:
+        """The pools' counts, as of the call before this one: nothing waits for a busy worker.
+
+        ``worker_restarts``: workers that were found in another process than before.
+        """
+        if not self._asked or not ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]:
             for worker, answer in enumerate(self._asked):
                 try:
-                    self._pools.note(worker, *ray.get(answer, timeout=1))
+                    process, counts = ray.get(answer, timeout=1)
                 except RayActorError:
                     continue  # dead, or being started again: whoever has calls there says so
+                for (other, _), past in self._counts.items():
+                    past["pending"] *= other != worker
+                self._counts[worker, process] = counts
             self._asked = [worker.pool_stats.remote() for worker in self.reward_loop_workers]
-        return {f"fully_async/rewards/{key}": value for key, value in self._pools.totals().items()}
+        totals = {key: sum(counts[key] for counts in self._counts.values()) for key in COUNTS}
+        totals["worker_restarts"] = len(self._counts) - len({worker for worker, _ in self._counts})
+        return {f"fully_async/rewards/{key}": value for key, value in totals.items()}
+
+
+def least_busy_worker(actors: Sequence[Any]) -> Any:
+    """Stands in for a handle of verl's reward workers, of which it asks the one with the fewest calls of this process.
+
+    verl takes one at random. What a call raises, its caller gets; a further attempt goes to another worker than one
+    that died or does not answer, if there is another (`actors/worker_set.py`), and one whose calls fail is not
+    preferred for being idle. A worker is asked whether it answers when a call of it was given up. Where none can be
+    asked a call waits for one; the caller has the deadline. Used on one event loop.
+    """
+    workers = WorkerSet("reward", actors, ANSWER_S * random.uniform(1.0, 1.5))
+    last: list[WorkerDied] = []
+
+    async def score(data: Any) -> dict[str, Any]:
+        """verl's ``RewardLoopWorker.compute_score``; RewardFailed if all have died, WorkerDied if the worker did."""
+        while (name := workers.choose()) in workers.silent:
+            await workers.news()
+        try:
+            if name is not None:
+                async with workers.one(name) as worker:
+                    answer = await worker.compute_score.remote(data)
+                workers.note(name, failed=False)
+                return answer
+        except WorkerDied as error:
+            last[:] = [error]
+            # It may have been waited for in vain, and have been the last one.
+            if not workers.lost:
+                raise
+        except Exception:
+            if name is not None:
+                workers.note(name, failed=True)
+            raise
+        except asyncio.CancelledError:
+            # Past its deadline, usually.
+            workers.doubt(name)
+            raise
+        raise RewardFailed(
+            f"every reward worker has died; the last one: {last[0] if last else 'before its first call'}"
+        )
+
+    return as_handle("compute_score", score)

@@ -15,6 +15,7 @@ Contract:
   a weight sync has cut goes on before younger answers, and the batch that waits for it is complete sooner.
 * Every answer of a server, whole or cut, is kept, and a request that a checkpoint has the answer to reaches no server
   (``kept_answers``). :meth:`ResumingClient.fetch` brings the tokens so far of every request under way.
+* Where generation happens in turns, requests wait here between two of them (:class:`TurnGate`).
 * Every request's version is the one at its submission; an answer that claims another one is an error.
 * A server that died, or whose engine did, is taken out of routing and the answer continues elsewhere from its tokens:
   those of its earlier parts and, with ``async_training.partial_tokens_interval``, those that were last fetched.
@@ -74,22 +75,6 @@ MOST_FAILURES = 3
 ROUTING_S = 60.0
 
 
-class VersionMismatch(GenerationError):
-    """Weights changed under a request that was not interrupted."""
-
-
-class NoRolloutServer(GenerationError):
-    """No rollout server is in routing."""
-
-
-class GivenUp(GenerationError):
-    """The trajectory has ended; its agent loop goes on all the same."""
-
-
-class LoadBalancerLost(GenerationError):
-    """The load balancer in front of the rollout servers died, or does not answer."""
-
-
 @dataclass
 class Patience:
     """How long servers may still take for one request, since they last gave a token of it.
@@ -124,8 +109,58 @@ class Patience:
 _flight: ContextVar[Flight | None] = ContextVar("recipe_flight", default=None)
 
 
+class TurnGate:
+    """Holds requests between generation turns, on an event; nothing polls. Open, until it is told otherwise.
+
+    A loop that is at a tool when its turn ends goes on, and waits at its next request. Requests of a validation pass.
+
+    timeout_s: how long a turn of the trainer may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._held_s = 0.0
+        self._held_since: float | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def is_held(self) -> bool:
+        return not self._open.is_set()
+
+    @property
+    def held_s(self) -> float:
+        """Seconds in which requests were held, which count for no deadline."""
+        return self._held_s + (0.0 if self._held_since is None else time.monotonic() - self._held_since)
+
+    def hold(self) -> None:
+        """The turn is over: requests wait from now on."""
+        if self._held_since is None:
+            self._held_since = time.monotonic()
+        self._open.clear()
+
+    def go_on(self) -> None:
+        """A turn begins."""
+        self._held_s, self._held_since = self.held_s, None
+        self._open.set()
+
+    async def enter(self) -> None:
+        """Wait until a turn is open; GenerationError if none is for longer than the trainer's turn may take."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._open.wait()
+        except TimeoutError:
+            raise GenerationError(
+                f"an interrupted trajectory waited {self._timeout_s:g} s for its next generation turn; training, a "
+                "weight sync, a checkpoint and a validation together should take less (async_training.timeouts)"
+            ) from None
+
+
 class ResumingClient(LLMServerClient):
-    """verl's client with resumption, versions, deadlines and fail-over; see the module's contract."""
+    """verl's client with resumption, versions, deadlines and fail-over; see the module's contract.
+
+    gate: holds requests between generation turns.
+    """
 
     def __init__(self, config: DictConfig, load_balancer_handle: ray.actor.ActorHandle | None = None, **kwargs: Any):
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
@@ -137,6 +172,10 @@ class ResumingClient(LLMServerClient):
         self._keeps_parts = not config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         self._by_age = config.actor_rollout_ref.rollout.get("scheduling_policy") == "priority"
+        timeouts = async_training.timeouts
+        self.gate = TurnGate(
+            float(timeouts.batch_wait + timeouts.weight_sync + timeouts.checkpoint + timeouts.validation)
+        )
         self._ended: list[str] = []
         self._flights: set[Flight] = set()
         self._fetching: asyncio.Task[None] | None = None
@@ -156,7 +195,7 @@ class ResumingClient(LLMServerClient):
         except Exception as error:
             answer.cancel()
             if "No available servers" in str(error):
-                raise NoRolloutServer("no rollout server is in routing: each one died or failed to load") from error
+                raise GenerationError("no rollout server is in routing: each one died or failed to load") from error
             raise
         if flight is not None:
             flight.server_id, flight.server = server_id, server
@@ -188,15 +227,15 @@ class ResumingClient(LLMServerClient):
         """What the load balancer answers.
 
         Raises:
-            LoadBalancerLost: it died, or does not answer.
+            GenerationError: it died, or does not answer.
         """
         try:
             async with asyncio.timeout(ROUTING_S):
                 return await answer
         except RayActorError as error:
-            raise LoadBalancerLost(f"the load balancer of the rollout servers died: {error}") from error
+            raise GenerationError(f"the load balancer of the rollout servers died: {error}") from error
         except TimeoutError:
-            raise LoadBalancerLost(
+            raise GenerationError(
                 f"the load balancer of the rollout servers has not answered for {ROUTING_S:g} s"
             ) from None
 
@@ -295,7 +334,7 @@ class ResumingClient(LLMServerClient):
 
     def _check_one_version(self, request_id: str, versions: list[int]) -> None:
         if not self._resume and len(set(versions)) > 1:
-            raise VersionMismatch(
+            raise GenerationError(
                 f"the answer to request {request_id} was cut under version {versions[0]} and could go on under "
                 f"version {versions[-1]} only, although async_training.partial_rollout=False"
             )
@@ -314,11 +353,11 @@ class ResumingClient(LLMServerClient):
         """The answer that the trajectory's record has to this request, or else a server's."""
         asked = kwargs["prompt_ids"]
         if recorder.answers.over:
-            raise GivenUp("the trajectory has ended: its agent loop may ask for nothing more")
+            raise GenerationError("the trajectory has ended: its agent loop may ask for nothing more")
         answer = recorder.answers.again(asked)
         if answer is None:
-            if recorder.ticket is not None:
-                await recorder.ticket.enter()
+            if not recorder.validates:
+                await self.gate.enter()
             began = time.monotonic()
             answer = await self._ask_server(request_id, recorder, patience, **kwargs)
             recorder.asked_s += time.monotonic() - began
@@ -351,12 +390,7 @@ class ResumingClient(LLMServerClient):
                     raise
                 logger.warning("a request is asked again: %s", error)
                 return None
-        if part.stop_reason not in ABORTED:
-            return part
-        if recorder.ticket is not None:
-            # The servers stop before this worker is told, so that a busy worker does not keep them.
-            recorder.ticket.leave()
-        return part if part.token_ids else None
+        return part if part.token_ids or part.stop_reason not in ABORTED else None
 
     async def _after_death(self, flight: Flight, recorder: TrajectoryRecorder, error: Exception) -> TokenOutput | None:
         logger.error(
@@ -447,16 +481,16 @@ class ResumingClient(LLMServerClient):
         runs = part.extra_fields.get(VERSION_RUNS)
         if runs:
             if sum(count for _, count in runs) != len(part.token_ids):
-                raise VersionMismatch(
+                raise GenerationError(
                     f"a rollout server answered {len(part.token_ids)} tokens with the versions {runs}"
                 )
             return [(int(version), count) for version, count in runs]
         submitted, answered = part.extra_fields.get("submitted_version"), part.extra_fields.get("global_steps")
         version = submitted if submitted is not None else answered
         if version is None:
-            raise VersionMismatch("a rollout server answered without a weight version")
+            raise GenerationError("a rollout server answered without a weight version")
         if answered is not None and answered != version and part.stop_reason not in ABORTED:
-            raise VersionMismatch(f"weights changed from version {version} to {answered} under an uninterrupted answer")
+            raise GenerationError(f"weights changed from version {version} to {answered} under an uninterrupted answer")
         return [(int(version), len(part.token_ids))]
 
     @staticmethod

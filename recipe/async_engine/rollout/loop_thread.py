@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop on a thread of its own, for one owner who is asked by other threads."""
+"""An event loop on a thread of its own, for one owner who is asked by other threads, and what these wait on."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
 
 class LoopThread:
-    """See the module. ``on_error``: told what a task ended with, unless it was cancelled."""
+    """An event loop on a thread of its own. ``on_error``: told what a task ended with, unless it was cancelled."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -56,3 +57,45 @@ class LoopThread:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
+
+
+class Changes:
+    """A lock, and threads that wait under it until something holds: each is woken by the change that makes it hold.
+
+    Whoever changes what the lock guards calls :meth:`made` before it lets go. A thread in :meth:`wait_until` sleeps
+    through every change that leaves its condition false. A context manager, which holds the lock; one thread may enter
+    it several times. Shown by tests/integration/test_changes.py.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def made(self) -> None:
+        """Something has changed; the lock is held."""
+        for waiter, holds in self._waiting.items():
+            if holds():
+                waiter.notify_all()
+
+    def wait_until(self, holds: Callable[[], bool], deadline: float) -> bool:
+        """Let go of the lock until ``holds`` is true, which is asked under it and must be cheap.
+
+        Returns whether it is; False at ``deadline``, on the clock of `time.monotonic`.
+        """
+        waiter = threading.Condition(self._lock)
+        self._waiting[waiter] = holds
+        try:
+            while not holds():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                waiter.wait(left_s)
+            return True
+        finally:
+            del self._waiting[waiter]

@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,11 @@ from torch.utils.data import Dataset
 
 from recipe.async_engine.core.columns import ARGUMENTS, DATASET_INDEX, FAILURE
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group
+from recipe.async_engine.core.groups import Group, Prompt
 from recipe.async_engine.core.plain import told
-from recipe.async_engine.core.prompts import PromptRef
+from recipe.async_engine.core.policy import AdmissionPolicy, OldestReady, chosen_prompt
 
 logger = logging.getLogger(__name__)
-
-AHEAD = 16
-"""Prompts that are taken from the data loader before they are needed."""
 
 
 class DataFailed(RecipeError):
@@ -161,19 +157,6 @@ class LoaderInUse:
         """Leave the loader as it is."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the training data: ``row`` is verl's batch of one, as the data loader collates it."""
-
-    epoch: int
-    index: int
-    row: dict[str, Any]
-
-    @property
-    def reference(self) -> PromptRef:
-        return PromptRef(index=self.index, epoch=self.epoch, uid=f"{self.epoch}-{self.index}")
-
-
 def failure_of(row: Mapping[str, Any]) -> PromptFailed | None:
     """Why a prompt cannot be generated for, if its row could not be had."""
     return PromptFailed(str(row[FAILURE][0])) if FAILURE in row else None
@@ -266,12 +249,14 @@ class PromptFeed:
     Args:
         source: from now on only this feed calls it, on threads, one after the other; one that hangs is left behind.
         timeout_s: the data loader's deadline for one prompt, and for its position.
+        policy: chooses among the prompts that are taken before they are needed.
 
     Attributes:
         left: prompts that :meth:`pop` will still give.
     """
 
-    def __init__(self, source: PromptSource, timeout_s: float) -> None:
+    def __init__(self, source: PromptSource, timeout_s: float, policy: AdmissionPolicy | None = None) -> None:
+        self._policy = policy or OldestReady()
         self.left = source.prompts_left
         self._source = source
         self._timeout_s = timeout_s
@@ -285,14 +270,17 @@ class PromptFeed:
     def is_short(self) -> bool:
         """Whether another prompt should be taken."""
         there = len(self._ahead)
-        return there < (AHEAD if self._failed is None else 1) and there < self.left
+        return there < (max(1, self._policy.at_hand) if self._failed is None else 1) and there < self.left
 
     def pop(self) -> Prompt | None:
-        """The first prompt that was taken ahead; None if there is none."""
-        if not self._ahead:
+        """The prompt that the policy chooses of those that were taken ahead; None if it chooses or there is none."""
+        place = chosen_prompt(self._policy, tuple(self._ahead)) if self._ahead else None
+        if place is None:
             return None
         self.left -= 1
-        return self._ahead.popleft()
+        prompt = self._ahead[place]
+        del self._ahead[place]
+        return prompt
 
     async def take(self) -> None:
         """Take another prompt ahead, if one is wanted and the source has one.

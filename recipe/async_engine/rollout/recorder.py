@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one trajectory generated, request by request, with the policy version of each request.
+"""One trajectory under way at its agent-loop worker: what it generated, request by request, and how it ends.
 
 Contract: verl's agent loops know nothing of versions, so the client that they call records every answered request here,
 in order. The recorder of the trajectory under way is found through a context variable, which asyncio passes on to the
@@ -9,11 +9,11 @@ tasks that an agent loop starts. Shown by tests/integration/test_client.py.
 import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from recipe.async_engine.log_prob_servers.client import PartScorer
 from recipe.async_engine.record.activity import ToolTime, Work
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
-from recipe.async_engine.rollout.turns import Ticket
 
 
 @dataclass
@@ -30,7 +30,9 @@ class TrajectoryRecorder:
         scorer: has the answers scored by log-prob servers; None if there are none, or they cannot.
         text_only: nothing but tokens went to an engine. Log-prob servers know no images.
         sampled: done with its last token.
-        ticket: admits its requests to generation turns; None where generation is a stream.
+        told: done with the word that it is to end.
+        over: set when it has ended.
+        task: what runs its agent loop.
         work: what its requests are for.
         order: of its group among all groups, as they were issued; engines that go by it take older ones first.
         tools: how long it was in tools.
@@ -45,12 +47,14 @@ class TrajectoryRecorder:
     answers: TrajectoryAnswers = field(default_factory=TrajectoryAnswers)
     scorer: PartScorer | None = None
     text_only: bool = True
-    ticket: Ticket | None = None
     work: Work = Work.NEW
     order: int = 0
     tools: ToolTime = field(default_factory=ToolTime)
     asked_s: float = 0.0
     sampled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    told: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[Any] = field(init=False)
 
     @property
     def validates(self) -> bool:
@@ -88,7 +92,6 @@ def current_recorder() -> TrajectoryRecorder | None:
 def start_recording(
     scorer: PartScorer | None = None,
     answers: TrajectoryAnswers | None = None,
-    ticket: Ticket | None = None,
     work: Work = Work.NEW,
     tools: ToolTime | None = None,
     order: int = 0,
@@ -97,12 +100,9 @@ def start_recording(
     recorder = TrajectoryRecorder(
         scorer=scorer,
         answers=answers or TrajectoryAnswers(),
-        ticket=ticket,
         work=work,
         order=order,
         tools=tools or ToolTime(),
     )
-    if ticket is not None:
-        ticket.sampled, ticket.answers = recorder.sampled, recorder.answers
     _current.set(recorder)
     return recorder

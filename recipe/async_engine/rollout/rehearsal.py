@@ -24,9 +24,9 @@ from recipe.async_engine.actors.worker_set import WorkerRestarted, WorkerSpoilt
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.engines.answers import COMPLETED
+from recipe.async_engine.rollout.group_run import TrajectoryCancelled, TrajectoryDisturbed
 from recipe.async_engine.rollout.kept_answers import TrajectoryAnswers
 from recipe.async_engine.rollout.trajectory_codec import pack, unpack
-from recipe.async_engine.rollout.trajectory_events import TrajectoryCancelled, TrajectoryDisturbed
 
 logger = logging.getLogger(__name__)
 

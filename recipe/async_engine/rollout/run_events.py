@@ -23,11 +23,12 @@ def of_group(run: GroupRun, group: Group, version: int, reason: str | None = Non
 
 def of_attempt(run: GroupRun, n: int, began: float, sampled: float | None) -> Iterator[Event]:
     """An attempt at a trajectory is over now; ``sampled``: when its last token was, if it came so far."""
-    now, scored = time.monotonic(), run.scored[n]
+    now, trajectory = time.monotonic(), run.trajectories[n]
+    scored = trajectory.scored
     attempt = Event(TRAJECTORIES, "generating", began, sampled or now, 1.0, run.group.start, run.group.id, n)
     tokens = None if scored is None else scored.sampled_tokens
     ended = "" if scored is not None else ", without a reward"
-    yield attempt._replace(tokens=tokens, text=f"attempt {len(run.errors[n]) + 1}{ended}")
+    yield attempt._replace(tokens=tokens, text=f"attempt {len(trajectory.errors) + 1}{ended}")
     if sampled is not None:
         yield attempt._replace(what="reward", start=sampled, end=now)
     if scored is not None and scored.tool_s and sampled is not None:

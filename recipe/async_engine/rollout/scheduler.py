@@ -12,9 +12,9 @@ past its retries the whole group counts as failed, and the run ends when no grou
 taken while generation goes on, holds what every unfinished trajectory has been answered; restored from it, no such
 token is sampled again.
 
-Which trajectory generates next is the prompt manager's to say. In a stream a group gets its slots together with its
-prompt, so a drain sees every group that was issued. In turns, taking a batch closes the turn under the same lock, so
-nothing begins after it; trajectories outlive the turn, keep their tokens, and go on in the next one.
+Which prompt begins, which trajectory generates next and which batch is taken is the admission policy's to say. In
+turns, taking a batch closes the turn under the same lock, so nothing begins after it; trajectories outlive the turn,
+keep their slots and their tokens, wait at their client, and go on in the next one.
 
 Shown by tests/integration/test_scheduler.py and test_turn_scheduler.py (workers faked below the actor seam),
 tests/e2e/test_fully_async.py and test_partial_rollout.py.
@@ -32,36 +32,32 @@ from typing import Any
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.core.alarms import AlarmLimit
 from recipe.async_engine.core.errors import CannotGoOn, RecipeError
-from recipe.async_engine.core.group_filter import FilterCount
 from recipe.async_engine.core.groups import (
     NON_FINITE_REASON,
     UNIFORM_REASON,
+    FilterCount,
     Group,
     GroupState,
     LedgerCounts,
     OnNonFinite,
+    Prompt,
 )
 from recipe.async_engine.core.ledger import SampleLedger
-from recipe.async_engine.core.prompt_manager import PromptManager, Trajectory
-from recipe.async_engine.core.slots import Slots
+from recipe.async_engine.core.prompt_manager import PromptManager, Slots, Trajectory
 from recipe.async_engine.record.events import Event, TokenBooks
 from recipe.async_engine.record.timeline import Timeline
-from recipe.async_engine.rollout.changes import Changes
 from recipe.async_engine.rollout.group_run import (
-    BatchTimeout,
     GroupRun,
     RolloutFailed,
     SchedulerSettings,
-    may_try_again,
-    needs_to_be_alone,
+    TrajectoryRun,
 )
 from recipe.async_engine.rollout.kept_answers import TokenAccount, TokenFlow
-from recipe.async_engine.rollout.loop_thread import LoopThread
-from recipe.async_engine.rollout.prompts import Prompt, PromptFeed, PromptSource, failure_of
+from recipe.async_engine.rollout.loop_output import NonFinite
+from recipe.async_engine.rollout.loop_thread import Changes, LoopThread
+from recipe.async_engine.rollout.prompts import PromptFeed, PromptSource, failure_of
 from recipe.async_engine.rollout.run_events import of_attempt, of_group
-from recipe.async_engine.rollout.soundness import NonFinite
-from recipe.async_engine.rollout.trajectory_events import TrajectoryGenerated, TrajectoryScored
-from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +65,7 @@ LOOP_S = 60.0
 # A payload that its worker has handed over is here in less, or lost.
 LAST_WORDS_S = 5.0
 PORTION, PAUSE_S = 1_024, 0.001
-"""How many trajectories begin or go on before whoever waits for the scheduler has its turn, and for how long."""
+"""How many trajectories begin before whoever waits for the scheduler has its turn, and for how long."""
 TRAINED_FIRST = attrgetter("start", "id")
 """Key by which groups are sorted."""
 
@@ -95,7 +91,7 @@ class RolloutScheduler:
         self.ledger = ledger
         self.manager = PromptManager(ledger, settings.group_size, settings.slots, stream=not settings.turns)
         self._slots = Slots(settings.slots, settings.slots_with_tools or settings.slots)
-        self._prompts = PromptFeed(source, settings.prompt_timeout_s)
+        self._prompts = PromptFeed(source, settings.prompt_timeout_s, ledger.policy)
         self._pool = pool
         self._settings = settings
         self._timeline = timeline
@@ -151,6 +147,8 @@ class RolloutScheduler:
             self.manager.open_turn()
             if self._settings.turns:
                 self._books.begin_turn()
+        if self._settings.turns:
+            self._thread.submit(self._pool.go_on())
         self._poke()
 
     def take_batch(self, timeout_s: float) -> list[GroupRun] | None:
@@ -159,8 +157,7 @@ class RolloutScheduler:
         A turn is over when it returns.
 
         Raises:
-            RolloutFailed: generation cannot go on.
-            BatchTimeout: nothing was ready in time; the message says what runs and for what version.
+            RolloutFailed: generation cannot go on, or nothing was ready in time; the message says what runs.
         """
         with self._changed:
             try:
@@ -168,7 +165,7 @@ class RolloutScheduler:
             finally:
                 self._books.set(waiting=False)
                 if self._settings.turns:
-                    self._books.end_turn(len(self.manager.close_turn()))
+                    self._books.end_turn(self.manager.close_turn())
                 self._account()
         self._poke()
         return batch
@@ -184,19 +181,23 @@ class RolloutScheduler:
         if self.ledger.may_take():
             return [self._runs[group.id] for group in self.ledger.take()]
         if not in_time:
-            raise BatchTimeout(self._diagnosis(timeout_s))
+            raise RolloutFailed(self._diagnosis(timeout_s))
         return None
 
     def _batch_is_decided(self) -> bool:
-        """Whether a batch may be taken, or none will come."""
-        return self._error is not None or self._ending or self.ledger.may_take() or self._over()
+        """Whether a batch may be taken, or none will come; on whichever thread something has changed."""
+        try:
+            return self._error is not None or self._ending or self.ledger.may_take() or self._over()
+        except RecipeError as error:  # of the admission policy
+            self._error = error
+            return True
 
     def end_turn(self, timeout_s: float) -> Future[TokenAccount]:
-        """Have every worker hold its trajectories at their next requests; done when each one does.
+        """Have every worker hold its trajectories' requests from now on; done when each one does.
 
         Its result is the account of the turns before: what this one cuts may be on its way still.
         """
-        return self._thread.submit(self._pool.end_turn(self.manager.turns, timeout_s))
+        return self._thread.submit(self._pool.hold(timeout_s))
 
     def want_no_more(self) -> None:
         """Whoever waits for a batch, or asks for one from now on, gets None; callable from any thread."""
@@ -249,8 +250,7 @@ class RolloutScheduler:
                 decide whether another one is needed.
 
         Raises:
-            RolloutFailed: generation failed meanwhile.
-            BatchTimeout: trajectories still generate after ``timeout_s`` seconds.
+            RolloutFailed: generation failed meanwhile, or trajectories still generate after ``timeout_s`` seconds.
         """
 
         def drained() -> bool:
@@ -265,7 +265,7 @@ class RolloutScheduler:
             if not drained():
                 self._raise_error()
             if not in_time:
-                raise BatchTimeout(
+                raise RolloutFailed(
                     f"{self.manager.running} trajectories still generate after {timeout_s:g} s of draining before "
                     f"a weight sync, and {self.ledger.counts().running} groups are not complete; raise "
                     "async_training.timeouts.trajectory, or set async_training.weights.at_swap=interrupt "
@@ -293,12 +293,13 @@ class RolloutScheduler:
             for group in self.ledger.in_state(state):
                 saved = groups[group.id]
                 run = self._register(group, saved["row"])
-                run.scored, run.payloads = list(saved["scored"]), list(saved["payloads"])
-                run.records = {n: record for n, record in enumerate(saved["kept"]) if record is not None}
+                of_each = zip(run.trajectories, saved["scored"], saved["payloads"], saved["kept"], strict=True)
+                for each, scored, payload, record in of_each:
+                    each.scored, each.payload, each.record = scored, payload, record
                 self._books.tokens["restored"] += run.sampled_tokens
                 if state is GroupState.RUNNING:
                     self.manager.adopt(group, run.states)
-                    if not run.unfinished:
+                    if run.is_complete:
                         # Its last payload came as the checkpoint was taken.
                         self._complete(run)
 
@@ -358,16 +359,15 @@ class RolloutScheduler:
             self._wake.clear()
 
     def _issue_some(self) -> bool:
-        """Let about `PORTION` trajectories begin or go on; returns whether there may be more."""
+        """Let about `PORTION` trajectories begin; returns whether there may be more."""
         with self._changed:
-            turn, picks = self.manager.turns, self.manager.picks(self._issue_next, PORTION)
-            picked = [(self._runs[trajectory.group_id], trajectory.index) for trajectory in picks]
+            picks = self.manager.picks(self._issue_next, PORTION)
+            picked = [self._runs[trajectory.group_id].trajectories[trajectory.index] for trajectory in picks]
             self._account()
             self._changed.made()
-        self._pool.resume([run.calls[n] for run, n in picked if n in run.calls], turn)
-        for run, n in picked:
-            if n not in run.calls and not run.given_up:
-                self._begin(run, n, turn)
+        for each in picked:
+            if not each.of.given_up:
+                self._begin(each)
         return len(picked) >= PORTION
 
     def _issue_next(self) -> bool:
@@ -394,53 +394,44 @@ class RolloutScheduler:
             self._taking = False
 
     def _register(self, group: Group, row: dict[str, Any]) -> GroupRun:
-        size = self._settings.group_size
-        run = self._runs[group.id] = GroupRun(group, row, scored=[None] * size, payloads=[None] * size)
+        run = self._runs[group.id] = GroupRun(group, row, self._settings.group_size)
         if group.state is GroupState.RUNNING:
             self._filter.issued(group.id)
         return run
 
-    def _begin(self, run: GroupRun, n: int, turn: int) -> None:
+    def _begin(self, each: TrajectoryRun) -> None:
         """Make the next attempt at a trajectory, which has a slot."""
-        admitted = None if self.manager.stream else turn
-        if (failed := failure_of(run.row)) is not None:
-            self._give_up(run, failed)
-            return
         try:
-            errors = run.errors[n]
-            alone = needs_to_be_alone(errors)
-            call = self._pool.call(
-                run.row, run.group, n, len(errors), run.avoid.get(n), run.records.get(n), admitted, alone=alone
-            )
+            if (failed := failure_of(each.of.row)) is not None:
+                raise failed
+            self._pool.assign(each)
         except RecipeError as error:
-            self._give_up(run, error)
-            return
-        run.calls[n] = call
-        self._thread.spawn(self._run_call(run, n, call))
-
-    async def _run_call(self, run: GroupRun, n: int, call: TrajectoryCall) -> None:
-        try:
-            await self._follow(call, run, n)
-        except RecipeError as error:
-            self._attempt_failed(run, n, call, error)
+            self._give_up(each.of, error)
         else:
-            if not run.unfinished and not run.given_up:
+            self._thread.spawn(self._attempt(each))
+
+    async def _attempt(self, each: TrajectoryRun) -> None:
+        run = each.of
+        try:
+            await self._follow(each)
+        except RecipeError as error:
+            self._attempt_failed(each, error)
+        else:
+            if run.is_complete and not run.given_up:
                 self._failures_in_a_row = 0
                 self._group_ended(None)
                 self._change(lambda: self._complete(run))
 
-    def _attempt_failed(self, run: GroupRun, n: int, call: TrajectoryCall, error: RecipeError) -> None:
-        if run.given_up or self._closing:
+    def _attempt_failed(self, each: TrajectoryRun, error: RecipeError) -> None:
+        if each.of.given_up or self._closing:
             return
-        run.errors[n].append(error)
-        if not may_try_again(run.errors[n], self._settings.max_retries):
-            self._give_up(run, error)
+        each.errors.append(error)
+        if not each.may_try_again(self._settings.max_retries):
+            self._give_up(each.of, error)
             return
-        logger.warning("trajectory %s failed and is tried again: %s", call.key, error)
-        run.avoid[n] = call.worker_id
-        run.scored[n] = None
-        if self._change(lambda: self.manager.begin_again(Trajectory(run.group.id, n))):
-            self._begin(run, n, self.manager.turns)
+        logger.warning("trajectory %s failed and is tried again: %s", each.key, error)
+        if self._change(lambda: self.manager.begin_again(Trajectory(each.of.group.id, each.n))):
+            self._begin(each)
 
     def _give_up(self, run: GroupRun, error: BaseException) -> None:
         logger.error("prompt group %s failed for good", run.group.prompt, exc_info=error)
@@ -465,7 +456,7 @@ class RolloutScheduler:
         """
         if self._failures_in_a_row < self._settings.max_consecutive_failures:
             return False
-        return not any(run.unfinished and not run.given_up for group, run in self._runs.items() if group < last)
+        return not any(not (run.is_complete or run.given_up) for group, run in self._runs.items() if group < last)
 
     def _abandon(self, run: GroupRun, end: Callable[[int, str], Group], reason: str) -> None:
         """Leave a group out that is not complete; what is under way of it is ended."""
@@ -501,49 +492,55 @@ class RolloutScheduler:
         del self._runs[run.group.id]
         self._tell_all(of_group(run, group, self.ledger.version, reason))
         # Of the trajectories under way, their workers count them.
-        waiting = [record.cut_tokens for n, record in run.records.items() if n not in run.calls]
-        self.tokens.lost += run.cut_tokens + sum(waiting)
+        records = [each.record for each in run.trajectories if not each.under_way]
+        self.tokens.lost += run.cut_tokens + sum(record.cut_tokens for record in records if record is not None)
 
-    async def _follow(self, call: TrajectoryCall, run: GroupRun, n: int) -> None:
-        """Take in what a trajectory yields; its slot is free as soon as its last token is sampled."""
+    async def _follow(self, each: TrajectoryRun) -> None:
+        """Make an attempt and take in what it brings; its slot is free as soon as its last token is sampled."""
+        run, began = each.of, time.monotonic()
+        sampled_at: float | None = None
         scoring = False
-        began, sampled_at = time.monotonic(), None
-        self._ends[call.key] = self._thread.loop.create_future()
+        self._ends[each.key] = over = self._thread.loop.create_future()
+
+        def is_sampled() -> None:
+            nonlocal sampled_at
+            sampled_at = time.monotonic()
+            if not run.given_up:
+                self._change(lambda: self.manager.sampled(Trajectory(run.group.id, each.n)))
+
+        def is_scored_now() -> None:
+            nonlocal scoring
+            scoring = True
+            is_sampled()
+            self._count_scoring(1)
+
         try:
-            async for event, payload in call.events():
-                self._timeline.note("a trajectory's event")
-                if event is None:
-                    self._take_in(run, n, payload)
-                    continue
-                sampled_at = sampled_at or time.monotonic()
-                if not (scoring or run.given_up):
-                    self._change(lambda: self.manager.sampled(Trajectory(run.group.id, n)))
-                if isinstance(event, TrajectoryGenerated):
-                    scoring = True
-                    self._count_scoring(1)
-                elif isinstance(event, TrajectoryScored):
-                    run.scored[n] = event
-                    self._use_slots(self._slots.ended(event.asked_s, event.tool_s))
+            await self._pool.attempt(each, is_scored_now)
+            self._timeline.note("a trajectory's end")
+            if sampled_at is None:
+                is_sampled()
+            self._take_in(each)
         finally:
             if scoring:
                 self._count_scoring(-1)
-            self._tell_all(of_attempt(run, n, began, sampled_at))
-            del run.calls[n]
+            self._tell_all(of_attempt(run, each.n, began, sampled_at))
             # The worker has counted its tokens, whatever became of them.
-            run.records.pop(n, None)
-            self._ends.pop(call.key).set_result(None)
+            each.record = None
+            del self._ends[each.key]
+            over.set_result(None)
 
     def _use_slots(self, count: int) -> None:
         if count != self.manager.slots:
             self._change(lambda: setattr(self.manager, "slots", count))
 
-    def _take_in(self, run: GroupRun, n: int, payload: Any) -> None:
-        run.payloads[n] = payload
-        if (scored := run.scored[n]) is None:
-            return
+    def _take_in(self, each: TrajectoryRun) -> None:
+        """The trajectory is complete, with its reward."""
+        scored = each.scored
+        assert scored is not None
+        self._use_slots(self._slots.ended(scored.asked_s, scored.tool_s))
         with self._changed:
-            self._books.arrived(scored, not run.given_up)
-            if run.given_up:
+            self._books.arrived(scored, not each.of.given_up)
+            if each.of.given_up:
                 # It was complete before its worker heard that its group is not wanted.
                 self.tokens.lost += scored.cut_tokens
 
@@ -560,12 +557,15 @@ class RolloutScheduler:
             await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         async with self._prompts.standstill() as position:
             with self._changed:
-                kept = {group_id: run.kept(told.records) for group_id, run in self._runs.items()}
+                kept = {
+                    group_id: [each.kept(told.records) for each in run.trajectories]
+                    for group_id, run in self._runs.items()
+                }
                 groups = {
                     group_id: {
                         "row": run.row,
-                        "scored": list(run.scored),
-                        "payloads": list(run.payloads),
+                        "scored": [each.scored for each in run.trajectories],
+                        "payloads": run.payloads,
                         "kept": kept[group_id],
                     }
                     for group_id, run in self._runs.items()
@@ -620,7 +620,7 @@ class RolloutScheduler:
     # Under the condition variable.
 
     def _account(self) -> None:
-        self._books.set(running=self.manager.running)
+        self._books.set(running=self.manager.generating)
         waits = self._books.waits_for_rewards
         self._books.lane.turn_to(self.manager.why(bool(self._prompts.left), waits))
 

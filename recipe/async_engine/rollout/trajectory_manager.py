@@ -6,6 +6,15 @@ Contract: what :meth:`TrajectoryManager.tell` told the workers is told to one th
 its worker costs its own group, and where nothing else happens any more, groups that fail in a row end the run. A
 validation has a deadline; its answers go training's way (`recipe.async_engine.rollout.validation`). Shown by
 tests/integration/test_trajectory_manager.py, test_validation.py and tests/e2e/test_replacement.py.
+
+A user's ``agent_loop_manager_class`` and the worker class that it makes actors of are base classes of this package's,
+so what they override stands wherever this package asks verl's method. What nothing would ask here is refused by name,
+before a process is made. Shown by tests/integration/test_users_manager.py.
+
+What rewards report beside their score are columns of a batch: one for whatever the reward of any of its answers
+reported. verl takes the names of the first row, and fails where another one lacks them or is of a worker that has
+others. A name that is taken, by a column of verl's, of the data or of an agent loop, is carried with `OTHER_NAME`
+before it.
 """
 
 from __future__ import annotations
@@ -14,19 +23,22 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError
 from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.ray_utils import auto_await
 
 from recipe.async_engine.actors.control import Restartable
+from recipe.async_engine.core.columns import OTHER_NAME, REPORTED, TAKEN
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.reports import joined, reported_names, spread_reports
+from recipe.async_engine.rollout.group_run import RolloutFailed
 from recipe.async_engine.rollout.traced_groups import TracedGroups
 from recipe.async_engine.rollout.trajectory_worker import TrajectoryWorker
 from recipe.async_engine.rollout.validation import ValidationAnswers, with_stand_ins
@@ -41,12 +53,8 @@ CALLS_AT_ONCE = 15_000
 AS_OFTEN_AS_IT_DIES = -1
 
 
-class ValidationTimeout(RecipeError):
-    """Validation took longer than ``async_training.timeouts.batch_wait``."""
-
-
 class ValidationFailed(RecipeError):
-    """No answer of a validation came through, nor had one before."""
+    """No answer of a validation came through, nor had one before, or not all of them in its time."""
 
 
 class TrajectoryManager(AgentLoopManager):
@@ -74,7 +82,7 @@ class TrajectoryManager(AgentLoopManager):
         self._columns: tuple[Any, ...] | None = None
 
     def worker_class(self) -> type[TrajectoryWorker]:
-        """What the workers are; a user's manager has its own under it (`users_manager`)."""
+        """What the workers are; a user's manager has its own under it (`manager_class`)."""
         return TrajectoryWorker
 
     def tell(self, method: str, *arguments: Any, timeout_s: float) -> None:
@@ -119,7 +127,7 @@ class TrajectoryManager(AgentLoopManager):
         """The answers of a validation's batch, a row each; see the module's contract.
 
         Raises:
-            ValidationTimeout: the time of :meth:`validation` is over.
+            ValidationFailed: the time of :meth:`validation` is over.
         """
         settings = self.config.async_training
         samples = self.rollout_config.trace.get("max_samples_per_step_per_worker")
@@ -134,7 +142,7 @@ class TrajectoryManager(AgentLoopManager):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise ValidationTimeout(
+            raise ValidationFailed(
                 "validation was not done within async_training.timeouts.batch_wait; raise it, or validate fewer "
                 "prompts (data.val_max_samples)"
             ) from error
@@ -166,3 +174,107 @@ class TrajectoryManager(AgentLoopManager):
         batch = joined(self, outputs)
         spread_reports(batch, reported_names(batch))
         return batch
+
+
+SETTING = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+UNASKED: dict[type, tuple[str, ...]] = {
+    AgentLoopManager: ("generate_sequences", "_performance_metrics"),
+    AgentLoopWorker: ("generate_sequences", "_run_agent_loop", "_postprocess"),
+}
+"""What verl does for whole batches, and this package one trajectory at a time."""
+
+
+def manager_class(name: str | None) -> type[TrajectoryManager]:
+    """The manager of a run, over the user's if one is named.
+
+    Raises:
+        RolloutFailed: it is no subclass of verl's, or overrides what would never be called.
+    """
+    if not name:
+        return TrajectoryManager
+    try:
+        users = load_class_from_fqn(name, "AgentLoopManager")
+    except Exception as error:  # whatever a user's module raises
+        raise RolloutFailed(f"{SETTING}={name} cannot be loaded: {error}") from error
+    _check(name, users, AgentLoopManager)
+    if users is AgentLoopManager:
+        return TrajectoryManager
+    named: str = name
+
+    class UsersManager(TrajectoryManager, users):  # type: ignore[misc, valid-type]
+        """This package's manager over the user's."""
+
+        def worker_class(self) -> type[TrajectoryWorker]:
+            return worker_over(named, self.agent_loop_workers_class)
+
+    return UsersManager
+
+
+def worker_over(name: str, actor_class: Any) -> type[TrajectoryWorker]:
+    """This package's worker over the class that a user's manager would have made actors of.
+
+    Args:
+        name: of the user's manager, for messages.
+        actor_class: a class, or what ``ray.remote`` made of one.
+
+    Raises:
+        RolloutFailed: as `manager_class` does.
+    """
+    metadata = getattr(actor_class, "__ray_metadata__", None)
+    users = actor_class if metadata is None else metadata.modified_class.__ray_actor_class__
+    _check(f"{name}, whose workers are of", users, AgentLoopWorker)
+    if issubclass(TrajectoryWorker, users):
+        return TrajectoryWorker
+    return type("UsersTrajectoryWorker", (TrajectoryWorker, users), {"__module__": users.__module__})
+
+
+def _check(name: str, users: Any, verls: type) -> None:
+    if not (isinstance(users, type) and issubclass(users, verls)):
+        raise RolloutFailed(f"{SETTING}={name} {users!r}: it is no subclass of verl's {verls.__name__}")
+    for method in UNASKED[verls]:
+        if getattr(users, method) is not getattr(verls, method):
+            raise RolloutFailed(
+                f"{SETTING}={name} {users.__qualname__}: it has a {method} of its own, which nothing calls here, where "
+                "answers are generated one by one. Put what it does into an agent loop (agent_loop_config_path), or "
+                "into _agent_loop_postprocess or _compute_score of the workers"
+            )
+
+
+SCORE = "reward"
+"""The name that verl's validation has the score itself by."""
+
+
+def joined(worker: Any, outputs: list[Any]) -> DataProto:
+    """Join trajectories as verl's ``AgentLoopWorker._postprocess`` does, with their reports in the column `REPORTED`.
+
+    ``worker``: stands for one of verl's; no state of it is used.
+    """
+    reports = [output.extra_fields.pop(REPORTED, {}) for output in outputs]
+    batch = AgentLoopWorker._postprocess(worker, outputs)
+    batch.non_tensor_batch[REPORTED] = np.fromiter(reports, dtype=object)
+    return batch
+
+
+def reported_names(batch: DataProto) -> dict[str, None]:
+    """What any reward of the batch reported, in the order of the rows."""
+    return dict.fromkeys(name for report in batch.non_tensor_batch[REPORTED] for name in report or ())
+
+
+def spread_reports(batch: DataProto, names: Iterable[Any], validation: bool = False) -> None:
+    """Give each of these names its column, as verl's trainers expect it.
+
+    A row whose reward did not report it has None, which verl's validation leaves out of its means.
+    """
+    taken = {*batch.batch.keys(), *batch.non_tensor_batch, *TAKEN, *([SCORE] if validation else [])}
+    columns = []
+    for name in names:
+        column = str(name)
+        while column in taken:
+            column = f"{OTHER_NAME}{column}"
+        taken.add(column)
+        columns.append(column)
+        values = [None if report is None else report.get(name) for report in batch.non_tensor_batch[REPORTED]]
+        are_numbers = all(isinstance(value, bool | int | float | np.number) for value in values)
+        batch.non_tensor_batch[column] = np.array(values) if are_numbers else np.fromiter(values, dtype=object)
+    if "rm_scores" in batch.batch:
+        batch.meta_info["reward_extra_keys"] = columns

@@ -3,7 +3,7 @@
 
 Contract: ``run_trajectory`` returns ``TrajectoryScored``, with what the scheduler decides on, and the payload, which
 its caller keeps as an object reference and never unpacks. Where the reward is not there at once it returns
-``TrajectoryGenerated`` when the last token is sampled (its generation slot is free from then on), and
+(None, None) when the last token is sampled (its generation slot is free from then on), and
 ``finish_trajectory`` returns these two. Any of verl's agent loops runs here
 unchanged, user-defined ones included; versions come from the client's record, not from the loop. A failing reward is
 retried on its own, the answer is kept. Where there are log-prob servers, a trajectory's log-probs travel with it, or
@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -32,30 +31,33 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from recipe.async_engine.actors.control import Early, was_restarted
 from recipe.async_engine.actors.stacks import waits
 from recipe.async_engine.actors.worker_set import WorkerRestarted
-from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import REFERENCE, REPORTED, SCORES, VERSION_RUNS
 from recipe.async_engine.core.plain import told
 from recipe.async_engine.core.scoring import STATIC
-from recipe.async_engine.core.versions import NOT_SAMPLED, align
+from recipe.async_engine.core.versions import NOT_SAMPLED, Part, align
 from recipe.async_engine.log_prob_servers.client import PartScorer, ResponseScores, ScoringClient, score
 from recipe.async_engine.log_prob_servers.service import Unscored
 from recipe.async_engine.record.activity import AwayActivity, Work
 from recipe.async_engine.record.events import Activity, Away
-from recipe.async_engine.rewards.dispatch import least_busy_worker
-from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
-from recipe.async_engine.rollout.loop_output import INT32, check_report, plain_output
-from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
-from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
-from recipe.async_engine.rollout.soundness import NonFiniteReward, RewardError, check_reward
-from recipe.async_engine.rollout.trajectory_codec import pack, unpack
-from recipe.async_engine.rollout.trajectory_events import (
+from recipe.async_engine.rewards.scoring_worker import least_busy_worker
+from recipe.async_engine.rollout.group_run import (
     AgentLoopError,
     TrajectoryCancelled,
     TrajectoryDisturbed,
-    TrajectoryGenerated,
     TrajectoryScored,
 )
-from recipe.async_engine.rollout.turns import TurnGate
+from recipe.async_engine.rollout.kept_answers import AnswerBook, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.loop_output import (
+    INT32,
+    NonFiniteReward,
+    RewardError,
+    check_report,
+    check_reward,
+    plain_output,
+)
+from recipe.async_engine.rollout.recorder import TrajectoryRecorder, current_recorder, start_recording
+from recipe.async_engine.rollout.rehearsal import MADE_UP, MadeUpAnswers, Rehearsal
+from recipe.async_engine.rollout.trajectory_codec import pack, unpack
 from recipe.async_engine.rollout.users_loop import (
     OURS,
     check_row,
@@ -81,25 +83,6 @@ REWARD_METRIC = "reward"
 """verl's name for the reward itself in ``algorithm.filter_groups.metric``; others are fields of the reward's result."""
 
 
-@dataclass
-class _Running:
-    """A trajectory under way: its task and its record, the word that it is to end, and that it has."""
-
-    task: asyncio.Task[Any]
-    recorder: TrajectoryRecorder
-    told: asyncio.Future[None]
-    over: asyncio.Event
-
-    async def cancel(self, key: str) -> None:
-        """End it; what does not end is left behind."""
-        self.task.cancel()
-        await asyncio.wait({self.task}, timeout=LAST_MOMENT_S)
-        if not self.task.done():
-            logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
-            # Whatever it ends with some day, nobody asks.
-            self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-
 class TrajectoryWorker(AgentLoopWorker):
     """verl's agent-loop worker, one trajectory at a time; see the module's contract."""
 
@@ -117,10 +100,9 @@ class TrajectoryWorker(AgentLoopWorker):
         algorithm = self.config.algorithm
         self._reward_fields = tuple(algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else ())
         self._trajectory_timeout_s = float(limits.trajectory)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, TrajectoryRecorder] = {}
         self._unwanted = Early()
         self._answers = AnswerBook()
-        self._turns = TurnGate(float(limits.batch_wait + limits.weight_sync + limits.checkpoint + limits.validation))
         self._scoring: ScoringClient | None = None
         self._score_parts = False
         self._reference: ScoringClient | None = None
@@ -182,10 +164,9 @@ class TrajectoryWorker(AgentLoopWorker):
         rollout_n: int,
         version: int,
         record: TrajectoryRecord | None = None,
-        turn: int | None = None,
         trace: bool = True,
         validate: bool = False,
-    ) -> tuple[TrajectoryGenerated | TrajectoryScored, np.ndarray | None]:
+    ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
         """Run one trajectory; see the module's contract for what is returned.
 
         Args:
@@ -193,7 +174,6 @@ class TrajectoryWorker(AgentLoopWorker):
             sample: one row of the data set, as verl's data loader gives it (non-tensor fields).
             sample_index, rollout_n, version: data set index, number in its group and version at issue, for traces.
             record: what :meth:`export` gave for this trajectory in an earlier process.
-            turn: the generation turn that it is admitted to, to later ones by :meth:`resume`; None in a stream.
             trace: whether it is among those that verl's rollout trace has, if that is on.
             validate: sample as for validation; no checkpoint, account or book of tokens has it.
 
@@ -209,7 +189,7 @@ class TrajectoryWorker(AgentLoopWorker):
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
         trajectory = {"step": version, "sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
         async with self._rehearsal.after_a_failure():
-            return await self._until_generated(self._start(key, sample, trajectory, record, turn, trace), key)
+            return await self._until_generated(self._start(key, sample, trajectory, record, trace), key)
 
     def _start(
         self,
@@ -217,9 +197,8 @@ class TrajectoryWorker(AgentLoopWorker):
         sample: dict[str, Any],
         trajectory: dict[str, Any],
         record: TrajectoryRecord | None,
-        turn: int | None,
         trace: bool,
-    ) -> _Running:
+    ) -> TrajectoryRecorder:
         """Start its agent loop; ``trajectory`` is what verl's traces have of it."""
         context, version = copy_context(), trajectory["step"]
         fields = dict(sample)
@@ -232,27 +211,25 @@ class TrajectoryWorker(AgentLoopWorker):
                 start_recording,
                 scorer,
                 self._answers.begin(key, record),
-                None if turn is None else self._turns.begin(key, turn),
                 Work.NEW if is_first_attempt(key) else Work.RETRY,
                 self._away.tool_time(agent_name),
                 group_of(key),
             )
         work = guarded(self._run_row, agent_name, trajectory, fields, recorder, trace)
-        task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
-        told = asyncio.get_running_loop().create_future()
-        running = self._running[key] = _Running(task, recorder, told, asyncio.Event())
-        return running
+        recorder.task = asyncio.create_task(work, name=f"trajectory {key}", context=context)
+        self._running[key] = recorder
+        return recorder
 
     async def _until_generated(
-        self, running: _Running, key: str
-    ) -> tuple[TrajectoryGenerated | TrajectoryScored, np.ndarray | None]:
+        self, running: TrajectoryRecorder, key: str
+    ) -> tuple[TrajectoryScored | None, np.ndarray | None]:
         try:
             await self._until_sampled(running, key)
-            if running.recorder.sampled.done():
+            if running.sampled.done():
                 # A second call costs both ends about as much as the rest of a short trajectory.
                 await asyncio.wait({running.task}, timeout=REWARD_AT_ONCE_S)
                 if not running.task.done():
-                    return TrajectoryGenerated(), None
+                    return None, None
         except asyncio.CancelledError:
             self._end(key, running, complete=False)
             raise TrajectoryDisturbed(CANCELLED) from None
@@ -278,7 +255,7 @@ class TrajectoryWorker(AgentLoopWorker):
         complete = False
         try:
             output = await self._result(running, key)
-            ended = self._scored(output, running.recorder), pack(output)
+            ended = self._scored(output, running), pack(output)
             complete = True
             return ended
         except asyncio.CancelledError:
@@ -286,40 +263,44 @@ class TrajectoryWorker(AgentLoopWorker):
         finally:
             self._end(key, running, complete)
 
-    def _end(self, key: str, running: _Running, complete: bool) -> None:
+    def _end(self, key: str, running: TrajectoryRecorder, complete: bool) -> None:
         running.task.cancel()
-        running.recorder.drop_scores()
-        running.recorder.tools.leave()
+        running.drop_scores()
+        running.tools.leave()
         self._running.pop(key, None)
-        self._turns.end(key)
-        if running.recorder.validates:
-            running.recorder.answers.over = True
+        if running.validates:
+            running.answers.over = True
         else:
             self._answers.end(key, complete)
         running.over.set()
 
-    async def _until_sampled(self, running: _Running, key: str) -> None:
+    async def _until_sampled(self, running: TrajectoryRecorder, key: str) -> None:
         """Wait for the trajectory's last token, or its end.
 
         Raises:
             AgentLoopError: it has taken longer than it may.
         """
-        deadline = time.monotonic() + self._trajectory_timeout_s
-        awaited = {running.task, running.recorder.sampled, running.told}
-        while (left_s := deadline + self._turns.held_s(key) - time.monotonic()) > 0:
+
+        def now() -> float:
+            """Time between generation turns counts for no deadline, but for a validation's, which has just that."""
+            return time.monotonic() - (0.0 if running.validates else self.llm_client.gate.held_s)
+
+        deadline = now() + self._trajectory_timeout_s
+        awaited = {running.task, running.sampled, running.told}
+        while (left_s := deadline - now()) > 0:
             if (await asyncio.wait(awaited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 return
-        await running.cancel(key)
+        await _cancel(running.task, key)
         raise AgentLoopError(
             f"its agent loop was not done within {self._trajectory_timeout_s:g} s; look at its tools, or raise "
             "async_training.timeouts.trajectory"
         )
 
     @staticmethod
-    async def _result(running: _Running, key: str) -> Any:
+    async def _result(running: TrajectoryRecorder, key: str) -> Any:
         await asyncio.wait({running.task, running.told}, return_when=asyncio.FIRST_COMPLETED)
         if running.told.done():
-            await running.cancel(key)
+            await _cancel(running.task, key)
             raise TrajectoryCancelled(f"trajectory {key} was ended on request")
         if running.task.cancelled():
             raise TrajectoryDisturbed(CANCELLED)
@@ -358,14 +339,22 @@ class TrajectoryWorker(AgentLoopWorker):
             await asyncio.wait(under_way, timeout=LAST_MOMENT_S)
         return self._answers.flow()
 
-    async def end_turn(self, turn: int) -> TokenAccount:
-        """Hold every trajectory at its next request from now on; returns the account of this moment."""
-        self._answers.interrupted_in_tools(self._turns.close(turn))
+    async def hold(self) -> TokenAccount:
+        """The generation turn is over: hold every request from now on; returns the account of this moment."""
+        if not self.llm_client.gate.is_held:
+            self.llm_client.gate.hold()
+            self._answers.interrupted_in_tools(
+                sum(
+                    not (running.sampled.done() or running.answers.flights)
+                    for running in self._running.values()
+                    if not running.validates
+                )
+            )
         return self._answers.account()
 
-    async def resume(self, keys: list[str], turn: int) -> None:
-        """Let these trajectories go on in ``turn``."""
-        self._turns.admit(keys, turn)
+    async def go_on(self) -> None:
+        """A generation turn begins: let the requests that are held go on."""
+        self.llm_client.gate.go_on()
 
     async def _run_row(
         self,
@@ -509,6 +498,16 @@ class TrajectoryWorker(AgentLoopWorker):
             tool_s=recorder.tools.seconds,
             asked_s=recorder.asked_s,
         )
+
+
+async def _cancel(task: asyncio.Task[Any], key: str) -> None:
+    """End a trajectory's agent loop; one that does not end is left behind."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=LAST_MOMENT_S)
+    if not task.done():
+        logger.error("the agent loop of trajectory %s goes on after its cancellation: it is given up", key)
+        # Whatever it ends with some day, nobody asks.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 def group_of(key: str) -> int:

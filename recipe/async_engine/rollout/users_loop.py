@@ -23,8 +23,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, _agent_loop_r
 from recipe.async_engine.core.columns import ARGUMENTS
 from recipe.async_engine.core.errors import RecipeError
 from recipe.async_engine.core.plain import told, traced
-from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
-from recipe.async_engine.rollout.trajectory_events import AgentLoopError
+from recipe.async_engine.rollout.group_run import AgentLoopError
+from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
 
 ROLLOUT_N = "__rollout_n__"
 """The column by which verl's v1 trainers have another number of answers to a prompt than ``rollout.n``."""

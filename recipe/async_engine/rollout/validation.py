@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
-from typing import Any, cast
+from contextlib import ExitStack
+from typing import Any
 
-import numpy as np
 import torch
 from ray.exceptions import RayError
 from verl import DataProto
@@ -22,12 +21,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, _InternalA
 
 from recipe.async_engine.core.columns import REPORTED
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.core.prompts import PromptRef
-from recipe.async_engine.rollout.group_run import may_try_again, needs_to_be_alone
+from recipe.async_engine.core.groups import Group, PromptRef
+from recipe.async_engine.rollout.group_run import GroupRun, TrajectoryFailed, TrajectoryRun
 from recipe.async_engine.rollout.trajectory_codec import unpack
-from recipe.async_engine.rollout.trajectory_events import TrajectoryFailed, TrajectoryGenerated
-from recipe.async_engine.rollout.worker_pool import TrajectoryCall, WorkerPool
+from recipe.async_engine.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -51,45 +48,38 @@ class ValidationAnswers:
 
     async def of(self, prompts: DataProto, version: int) -> list[Any]:
         """verl's padded trajectory for each row, None for one that failed for good."""
-        columns, answered, work = prompts.non_tensor_batch, Counter[str](), []
-        groups: dict[str, Group] = {}
+        columns, runs, work = prompts.non_tensor_batch, dict[str, GroupRun](), []
         for n, uid in enumerate(map(str, columns["uid"])):
-            group = groups.setdefault(uid, Group(len(groups), PromptRef(len(groups), 0, uid), version))
-            row = {name: values[n : n + 1] for name, values in columns.items()}
-            work.append(self._answer(row, group, answered[uid]))
-            answered[uid] += 1
+            if uid not in runs:
+                group = Group(len(runs), PromptRef(len(runs), 0, uid), version)
+                runs[uid] = GroupRun(group, {name: values[n : n + 1] for name, values in columns.items()}, 0)
+            run = runs[uid]
+            run.trajectories.append(TrajectoryRun(run, len(run.trajectories)))
+            work.append(self._answer(run.trajectories[-1]))
         return await asyncio.gather(*work)
 
-    async def _answer(self, row: dict[str, np.ndarray], group: Group, number: int) -> Any:
-        errors: list[RecipeError] = []
-        avoid = None
-        while may_try_again(errors, self._max_retries):
-            call = self._pool.call(row, group, number, len(errors), avoid, alone=needs_to_be_alone(errors))
+    async def _answer(self, run: TrajectoryRun) -> Any:
+        while run.may_try_again(self._max_retries):
+            self._pool.assign(run)
             try:
-                return await self._attempt(call)
+                return await self._attempt(run)
             except RecipeError as error:
-                logger.warning("a validation's answer failed, attempt %d: %s", len(errors) + 1, error)
-                errors.append(error)
-                avoid = call.worker_id
-        logger.error("an answer of the validation is left out, with its prompt", exc_info=errors[-1])
-        self.errors.append(errors[-1])
+                run.errors.append(error)
+                logger.warning("a validation's answer failed, attempt %d: %s", len(run.errors), error)
+        logger.error("an answer of the validation is left out, with its prompt", exc_info=run.errors[-1])
+        self.errors.append(run.errors[-1])
         return None
 
-    async def _attempt(self, call: TrajectoryCall) -> Any:
+    async def _attempt(self, run: TrajectoryRun) -> Any:
         await self._slots.acquire()
-        generates, payload = True, cast(Any, None)
+        release = ExitStack()
+        release.callback(self._slots.release)
+        with release:
+            await self._pool.attempt(run, release.close)
         try:
-            async for event, last in call.events():
-                payload = last
-                if isinstance(event, TrajectoryGenerated):
-                    generates = False
-                    self._slots.release()
-            return unpack(await payload)
+            return unpack(await run.payload)
         except RayError as error:
-            raise TrajectoryFailed(f"the answer of trajectory {call.key} is lost: {error}") from error
-        finally:
-            if generates:
-                self._slots.release()
+            raise TrajectoryFailed(f"the answer of trajectory {run.key} is lost: {error}") from error
 
 
 def with_stand_ins(answers: list[Any], prompt_length: int, response_length: int) -> list[Any]:

@@ -13,9 +13,8 @@ test_turn_pool.py.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,18 +23,18 @@ from ray.exceptions import RayTaskError
 
 from recipe.async_engine.actors.worker_set import ANSWER_S, WorkerDied, WorkerSet
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.core.groups import Group
-from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
-from recipe.async_engine.rollout.prompts import sample_of
-from recipe.async_engine.rollout.soundness import NonFinite, RewardError, UnusableAnswer
-from recipe.async_engine.rollout.traced_groups import TracedGroups
-from recipe.async_engine.rollout.trajectory_events import (
+from recipe.async_engine.rollout.group_run import (
     AgentLoopError,
+    RolloutFailed,
     TrajectoryCancelled,
     TrajectoryDisturbed,
     TrajectoryFailed,
-    TrajectoryGenerated,
+    TrajectoryRun,
 )
+from recipe.async_engine.rollout.kept_answers import Exported, TokenAccount, TokenFlow, TrajectoryRecord
+from recipe.async_engine.rollout.loop_output import NonFinite, RewardError, UnusableAnswer
+from recipe.async_engine.rollout.prompts import sample_of
+from recipe.async_engine.rollout.traced_groups import TracedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -43,102 +42,13 @@ STARTUP_S = 600.0
 LARGE = 64 << 10
 """Ray copies larger arguments into the object store too, once for each call."""
 VALIDATION = "validation-"
-"""What the keys of a validation's trajectories begin with; a worker has those of training beside them."""
+"""What the keys of a validation's attempts begin with; a worker has those of training beside them."""
 ALONE = ", again, by itself (look for what in its agent loop or tools ends, blocks or fills the process)"
 LOOK_S = 0.05
 NONE_LEFT = "every agent-loop worker has died; the first one's error is in the log above"
 
 
-class NoWorkers(RecipeError):
-    """Every agent-loop worker has died, and none is being started again."""
-
-
-@dataclass(eq=False)
-class TrajectoryCall:
-    """One attempt at one trajectory on one worker.
-
-    turn: the newest generation turn that it is admitted to. alone: it has its worker for itself.
-    """
-
-    key: str
-    worker_id: str
-    pool: "WorkerPool"
-    row: dict[str, Any]
-    group: Group
-    rollout_n: int
-    record: TrajectoryRecord | None = None
-    turn: int | None = None
-    trace: bool = True
-    alone: bool = False
-    submitted: bool = False
-    cancelled: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What the worker's ``run_trajectory`` is called with."""
-        group = self.group
-        return (
-            self.key,
-            self.pool.sample_for(self),
-            group.prompt.index,
-            self.rollout_n,
-            group.start,
-            self.record,
-            self.turn,
-            self.trace,
-            self.pool.validates,
-        )
-
-    async def events(self) -> AsyncIterator[tuple[Any, Any]]:
-        """(event, None) for each event, then (None, payload's object reference).
-
-        Raises:
-            TrajectoryFailed: the agent loop raised.
-            TrajectoryDisturbed: the worker died, or something there cancelled it.
-            RewardError: the answer is complete but could not be scored.
-            TrajectoryCancelled: :meth:`WorkerPool.cancel` named this call.
-        """
-        self.pool.under_way[self.key] = self
-        self.pool.users[self.group.id] += 1
-        try:
-            async with self.pool.place(self) as actor:
-                if self.cancelled:
-                    raise TrajectoryCancelled(f"trajectory {self.key} was ended on request")
-                said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments())
-                self.submitted = True
-                event = await _event(said, payload)
-                if isinstance(event, TrajectoryGenerated):
-                    yield event, None
-                    said, payload = actor.finish_trajectory.options(num_returns=2).remote(self.key)
-                    event = await _event(said, payload)
-                yield event, None
-                yield None, payload
-        except RayTaskError as error:
-            # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
-            cause = error.cause
-            failed: RecipeError
-            if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
-                failed = type(cause)(str(cause))
-            elif isinstance(cause, TrajectoryDisturbed):
-                failed = TrajectoryDisturbed(f"trajectory {self.key}{ALONE if self.alone else ''}: {cause}")
-            else:
-                said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"
-                failed = TrajectoryFailed(f"trajectory {self.key} raised {said}")
-            for note in getattr(cause, "__notes__", ()):
-                failed.add_note(note)
-            raise failed from error
-        except WorkerDied as error:
-            often = ALONE if self.alone else ""
-            raise TrajectoryDisturbed(f"the agent-loop worker of trajectory {self.key} died{often}: {error}") from error
-        except RecipeError:
-            raise
-        except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
-            raise TrajectoryFailed(f"trajectory {self.key} failed with {type(error).__name__}: {error}") from error
-        finally:
-            self.pool.under_way.pop(self.key, None)
-            self.pool.let_go(self.group.id)
-
-
-async def _event(said: Any, payload: Any) -> Any:
+async def _said(said: Any, payload: Any) -> Any:
     """What was said, or the error; ``payload`` has the same one then, and Ray logs errors that nobody has looked at."""
     try:
         return await said
@@ -146,6 +56,21 @@ async def _event(said: Any, payload: Any) -> Any:
         with suppress(Exception):
             await payload
         raise
+
+
+def _failure(run: TrajectoryRun, cause: BaseException) -> RecipeError:
+    """What an attempt failed with whose worker raised this."""
+    failed: RecipeError
+    if isinstance(cause, RewardError | NonFinite | UnusableAnswer | TrajectoryCancelled):
+        failed = type(cause)(str(cause))
+    elif isinstance(cause, TrajectoryDisturbed):
+        failed = TrajectoryDisturbed(f"trajectory {run.key}{ALONE if run.is_suspect else ''}: {cause}")
+    else:
+        said = str(cause) if isinstance(cause, AgentLoopError) else f"{type(cause).__name__}: {cause}"
+        failed = TrajectoryFailed(f"trajectory {run.key} raised {said}")
+    for note in getattr(cause, "__notes__", ()):
+        failed.add_note(note)
+    return failed
 
 
 class WorkerPool(WorkerSet):
@@ -156,10 +81,10 @@ class WorkerPool(WorkerSet):
         prepare: tells one that was what the others have been told.
         startup_s, answer_s: see `WorkerSet`.
         traced: which groups verl's rollout trace has.
-        validates: its calls are those of a validation.
+        validates: its attempts are those of a validation.
 
     Attributes:
-        under_way: calls by their key.
+        under_way: trajectories by the key of the attempt that is made.
         users: how many of them each group has, by its id.
     """
 
@@ -174,12 +99,12 @@ class WorkerPool(WorkerSet):
     ) -> None:
         super().__init__("agent-loop", actors, answer_s, startup_s)
         self._size = len(actors)
-        self.under_way: dict[str, TrajectoryCall] = {}
+        self.under_way: dict[str, TrajectoryRun] = {}
         self.users: Counter[int] = Counter()
         self._samples: dict[int, Any] = {}
         self._accounts: dict[str, TokenAccount] = {}
         self._lost_with_workers = TokenAccount()
-        self._ended_turn = 0
+        self._holds = False
         self._prepare_actor = prepare
         self._traced = traced or TracedGroups()
         self.validates = validates
@@ -189,77 +114,109 @@ class WorkerPool(WorkerSet):
     def alive(self) -> int:
         return len(self.actors)
 
-    def call(
-        self,
-        row: dict[str, Any],
-        group: Group,
-        rollout_n: int,
-        attempt: int,
-        avoid: str | None,
-        record: TrajectoryRecord | None = None,
-        turn: int | None = None,
-        alone: bool = False,
-    ) -> TrajectoryCall:
-        """The next attempt at a trajectory, on the least loaded worker other than ``avoid`` if there is one.
-
-        ``record``: what a checkpoint has of it. ``turn``: the generation turn that it is admitted to, None in a stream.
-        ``alone``: workers died under it, so that it has one for itself.
+    def assign(self, run: TrajectoryRun) -> None:
+        """Choose who makes the next attempt: the least loaded worker, another one than the last time if there is one.
 
         Raises:
-            NoWorkers: none is alive or being started again.
+            RolloutFailed: none is alive or being started again.
         """
         self.watch()
-        worker_id = self.choose(but=avoid)
-        if worker_id is None:
-            raise NoWorkers(NONE_LEFT)
-        key, trace = f"{group.id}-{rollout_n}-{attempt}", self._traced.has(group.id, group.start)
-        if self.validates:
-            key = f"{VALIDATION}{key}"
-        return TrajectoryCall(key, worker_id, self, row, group, rollout_n, record, turn, trace, alone)
+        run.worker_id = self.choose(but=run.worker_id if run.errors else None)
+        if run.worker_id is None:
+            raise RolloutFailed(NONE_LEFT)
+        run.key = f"{VALIDATION if self.validates else ''}{run.of.group.id}-{run.n}-{len(run.errors)}"
+        run.submitted = run.cancelled = False
+        run.under_way = True
+
+    async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
+        """Make the attempt that was assigned; ``run`` has what came of it then.
+
+        Args:
+            sampled: called when its last token is, if its reward takes longer.
+
+        Raises:
+            TrajectoryFailed: the agent loop raised.
+            TrajectoryDisturbed: the worker died, or something there cancelled it.
+            RewardError, NonFinite, UnusableAnswer: the answer cannot be scored, or trained.
+            TrajectoryCancelled: :meth:`cancel` named this attempt.
+        """
+        group_id = run.of.group.id
+        self.under_way[run.key] = run
+        self.users[group_id] += 1
+        try:
+            async with self.place(run) as actor:
+                if run.cancelled:
+                    raise TrajectoryCancelled(f"trajectory {run.key} was ended on request")
+                said, payload = actor.run_trajectory.options(num_returns=2).remote(*self.arguments(run))
+                run.submitted = True
+                scored = await _said(said, payload)
+                if scored is None:
+                    sampled()
+                    said, payload = actor.finish_trajectory.options(num_returns=2).remote(run.key)
+                    scored = await _said(said, payload)
+                run.scored, run.payload = scored, payload
+        except RayTaskError as error:
+            # First of all: Ray's error is also an instance of its cause's class, which may be any of those below.
+            raise _failure(run, error.cause) from error
+        except WorkerDied as error:
+            often = ALONE if run.is_suspect else ""
+            raise TrajectoryDisturbed(f"the agent-loop worker of trajectory {run.key} died{often}: {error}") from error
+        except RecipeError:
+            raise
+        except Exception as error:  # Ray has many errors (an object lost, a full disk), which cost one attempt each
+            raise TrajectoryFailed(f"trajectory {run.key} failed with {type(error).__name__}: {error}") from error
+        finally:
+            run.under_way = False
+            self.under_way.pop(run.key, None)
+            self.users[group_id] -= 1
+            if not self.users[group_id]:
+                del self.users[group_id]
+                self._samples.pop(group_id, None)
+
+    def arguments(self, run: TrajectoryRun) -> tuple[Any, ...]:
+        """What the worker's ``run_trajectory`` is called with."""
+        group = run.of.group
+        trace = self._traced.has(group.id, group.start)
+        sample = self.sample_for(run)
+        return run.key, sample, group.prompt.index, run.n, group.start, run.record, trace, self.validates
 
     @asynccontextmanager
-    async def place(self, call: TrajectoryCall) -> AsyncIterator[Any]:
-        """The worker of a call, once it is up.
+    async def place(self, run: TrajectoryRun) -> AsyncIterator[Any]:
+        """The worker of an attempt, once it is up.
 
-        A call that is to be alone waits until its worker has no other, which ends with their deadlines, and keeps
-        further ones away. With a single worker there is nowhere else for those. It begins in one that is sound: what
-        those before it have changed there is not its doing.
+        One under suspicion is made alone: it waits until its worker has no other, which ends with their deadlines, and
+        keeps further ones away. With a single worker there is nowhere else for those. It begins in one that is sound:
+        what those before it have changed there is not its doing.
         """
-        if not call.alone:
-            async with self.one(call.worker_id) as actor:
+        assert run.worker_id is not None
+        if not run.is_suspect:
+            async with self.one(run.worker_id) as actor:
                 yield actor
             return
         async with self._by_itself:
-            self.reserved = call.worker_id
+            self.reserved = run.worker_id
             try:
-                while self.load[call.worker_id] and len({*self.actors, *self._returning}) > 1:
+                while self.load[run.worker_id] and len({*self.actors, *self._returning}) > 1:
                     await asyncio.sleep(LOOK_S)
                 with suppress(WorkerDied):
-                    async with self.one(call.worker_id) as actor:
+                    async with self.one(run.worker_id) as actor:
                         await actor.rehearse.remote()
-                async with self.one(call.worker_id) as actor:
+                async with self.one(run.worker_id) as actor:
                     yield actor
             finally:
                 self.reserved = None
 
-    def sample_for(self, call: TrajectoryCall) -> Any:
-        """The prompt of a call as its worker gets it: itself, or where the object store has it."""
-        group = call.group
+    def sample_for(self, run: TrajectoryRun) -> Any:
+        """The prompt of an attempt as its worker gets it: itself, or where the object store has it."""
+        group = run.of.group
         if group.id not in self._samples:
-            sample = sample_of(call.row, group)
+            sample = sample_of(run.of.row, group)
             is_large = len(cloudpickle.dumps(sample)) > LARGE
             self._samples[group.id] = ray.put(sample) if is_large else sample
         return self._samples[group.id]
 
-    def let_go(self, group_id: int) -> None:
-        """A call of this group has ended."""
-        self.users[group_id] -= 1
-        if not self.users[group_id]:
-            del self.users[group_id]
-            self._samples.pop(group_id, None)
-
     async def cancel(self, keys: Iterable[str]) -> None:
-        """End the named calls; each raises TrajectoryCancelled to its own awaiter."""
+        """End the named attempts; each raises TrajectoryCancelled to its own awaiter."""
         for worker_id, worker_keys in self._by_worker(keys).items():
             if worker_id in self.actors:
                 self.actors[worker_id].cancel.remote(worker_keys)
@@ -267,22 +224,19 @@ class WorkerPool(WorkerSet):
                 for key in worker_keys:
                     self.under_way[key].cancelled = True
 
-    def resume(self, calls: Sequence[TrajectoryCall], turn: int) -> None:
-        """Let these calls go on in ``turn``, in this order."""
-        for call in calls:
-            # For one that waits for its worker to be started again.
-            call.turn = turn
-        for worker_id, keys in self._by_worker(call.key for call in calls).items():
-            if worker_id in self.actors:
-                self.actors[worker_id].resume.remote(keys, turn)
+    async def go_on(self) -> None:
+        """A generation turn begins: let every worker's requests go on."""
+        self._holds = False
+        for actor in self.actors.values():
+            actor.go_on.remote()
 
-    async def end_turn(self, turn: int, timeout_s: float) -> TokenAccount:
-        """Hold every trajectory at its next request; returns the workers' account together.
+    async def hold(self, timeout_s: float) -> TokenAccount:
+        """The turn is over: hold every request from now on; returns the workers' account together.
 
         A worker that does not answer in time is left to the deadlines of its trajectories.
         """
-        self._ended_turn = turn
-        for worker_id, account in (await self._ask("end_turn", timeout_s, turn)).items():
+        self._holds = True
+        for worker_id, account in (await self._ask("hold", timeout_s)).items():
             self._note(worker_id, account)
         return self._account()
 
@@ -290,7 +244,7 @@ class WorkerPool(WorkerSet):
         by_worker: dict[str, list[str]] = defaultdict(list)
         for key in keys:
             if key in self.under_way:
-                by_worker[self.under_way[key].worker_id].append(key)
+                by_worker[str(self.under_way[key].worker_id)].append(key)
         return by_worker
 
     def rescore(self, payload: Any, version: int, start: int) -> Any:
@@ -308,7 +262,7 @@ class WorkerPool(WorkerSet):
 
     async def export(self, timeout_s: float) -> Exported:
         """What every unfinished trajectory has been answered; a worker that does not tell in time is left out."""
-        submitted = {key: call.worker_id for key, call in self.under_way.items() if call.submitted}
+        submitted = {key: run.worker_id for key, run in self.under_way.items() if run.submitted}
         # Half of the time is for the workers' own questions to their servers.
         told = await self._ask("export", timeout_s, timeout_s / 2)
         records: dict[str, TrajectoryRecord | None] = {}
@@ -372,7 +326,7 @@ class WorkerPool(WorkerSet):
         """Tell a worker that was started again what it has to know before it has work."""
         if self._prepare_actor is not None:
             await self._prepare_actor(actor)
-        told = 0
-        while told < self._ended_turn:
-            told = self._ended_turn
-            await actor.end_turn.remote(told)
+        if self._holds:
+            await actor.hold.remote()
+            if not self._holds:
+                actor.go_on.remote()

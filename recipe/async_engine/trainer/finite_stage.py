@@ -5,7 +5,7 @@ Contract: a token whose log-prob, value or advantage is NaN or infinite is not t
 step, with a warning, a count, and zeros in its place (NaN times a mask of 0 is NaN); where no answer is left, the run
 ends. Prompts of a validation with an answer that has no score, since it is no number or its trajectory failed, are left
 out of its means, and the answers counted. Rewards and the rollout's own log-probs have been looked at before
-(`recipe.async_engine.rollout.soundness`), and of gradients the alarms are told (`alarm_stage`).
+(`recipe.async_engine.rollout.loop_output`), and of gradients the alarms are told (`alarm_stage`).
 
 Shown by tests/integration/test_finite_stage.py and tests/e2e/test_non_finite.py.
 """
@@ -21,7 +21,7 @@ import torch
 from verl import DataProto
 
 from recipe.async_engine.core.errors import RecipeError
-from recipe.async_engine.rollout.soundness import is_number
+from recipe.async_engine.rollout.loop_output import is_number
 
 logger = logging.getLogger(__name__)
 

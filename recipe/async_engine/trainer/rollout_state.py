@@ -28,14 +28,14 @@ from typing_extensions import TypedDict
 from recipe.async_engine.config.plan import RunPlan
 from recipe.async_engine.core.errors import SnapshotError
 from recipe.async_engine.core.gate import GateSettings
-from recipe.async_engine.core.groups import Group, GroupState
+from recipe.async_engine.core.groups import Group, GroupState, Prompt
 from recipe.async_engine.core.ledger import SampleLedger
+from recipe.async_engine.core.policy import admission_policy
 from recipe.async_engine.core.snapshots import STATE_FORMAT
 from recipe.async_engine.record import durable
 from recipe.async_engine.record.schema import BadFile, said
+from recipe.async_engine.rollout.group_run import TrajectoryScored
 from recipe.async_engine.rollout.kept_answers import TrajectoryRecord
-from recipe.async_engine.rollout.prompts import Prompt
-from recipe.async_engine.rollout.trajectory_events import TrajectoryScored
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def new_ledger(plan: RunPlan, snapshot: dict[str, Any] | None = None) -> SampleL
     rules: dict[str, Any] = {
         "target_groups": plan.total_steps * plan.batch_groups,
         "issue_limit": plan.total_groups,
-        "whole_batches": plan.settings.async_training.whole_batches,
+        "policy": admission_policy(plan.settings.async_training.policy),
     }
     if snapshot is None:
         return SampleLedger(settings, **rules)

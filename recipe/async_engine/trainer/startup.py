@@ -40,9 +40,8 @@ from recipe.async_engine.log_prob_servers.replica import ModelEngineReplica, lau
 from recipe.async_engine.rewards.scoring_worker import ScoringManager
 from recipe.async_engine.rollout.client import ResumingClient
 from recipe.async_engine.rollout.group_run import SchedulerSettings
-from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager
+from recipe.async_engine.rollout.trajectory_manager import TrajectoryManager, manager_class
 from recipe.async_engine.rollout.trajectory_worker import filter_metric
-from recipe.async_engine.rollout.users_manager import manager_class
 from recipe.async_engine.trainer.actor_worker import ActorWorker, PublishedWeights
 from recipe.async_engine.trainer.stages import Stages
 from recipe.async_engine.weights.publisher import Handles, WeightPublisher

@@ -21,8 +21,8 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from recipe.async_engine.core.alignment import Part
 from recipe.async_engine.core.columns import ENTROPY, OLD_LOG_PROBS
+from recipe.async_engine.core.versions import Part
 from recipe.async_engine.log_prob_servers.client import ScoringClient, score
 from recipe.async_engine.log_prob_servers.service import Unscored
 

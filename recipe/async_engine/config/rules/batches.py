@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over batches and staleness; see :mod:`recipe.async_engine.config.validation`."""
 
+import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ from recipe.async_engine.config.problems import Problem
 from recipe.async_engine.config.rules.context import RuleContext
 from recipe.async_engine.config.sections import SHARED
 from recipe.async_engine.config.verl_types import ACTOR, ROLLOUT
+from recipe.async_engine.core.policy import POLICIES
 
 DEPTH = "async_training.staleness_threshold"
 
@@ -76,6 +78,22 @@ def _train_batch(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("async_training.require_batches", "1 where data.train_batch_size is set", advice)
 
 
+def admission_policy(context: RuleContext) -> Iterator[Problem]:
+    """A name that cannot be one of a class; whether it has what a policy needs is asked where the run lives."""
+    name = context.settings.async_training.policy
+    if name in POLICIES:
+        return
+    allowed = f"one of {', '.join(POLICIES)}, or the dotted name of a class, module.Class"
+    module = name.rpartition(".")[0]
+    try:
+        found = bool(module) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        advice = f"There is no module {module!r}: put it on PYTHONPATH." if module else ""
+        yield context.problem("async_training.admission_policy", allowed, advice)
+
+
 def whole_batches(context: RuleContext) -> Iterator[Problem]:
     training = context.settings.async_training
     if not training.whole_batches:
@@ -98,4 +116,4 @@ def shared_placement(context: RuleContext) -> Iterator[Problem]:
         return
     if training.whole_batches:
         advice = "A step trains the oldest prompts whose answers are ready. Remove the setting."
-        yield context.problem("async_training.whole_batches", "false with placement=shared", advice)
+        yield context.problem("async_training.admission_policy", "another one with placement=shared", advice)
