@@ -173,9 +173,7 @@ class ResumingClient(LLMServerClient):
         self._fetch_every_s = float(interval) if interval is not None and self._keeps_parts else None
         self._by_age = config.actor_rollout_ref.rollout.get("scheduling_policy") == "priority"
         timeouts = async_training.timeouts
-        self.gate = TurnGate(
-            float(timeouts.batch_wait + timeouts.weight_sync + timeouts.checkpoint + timeouts.validation)
-        )
+        self.gate = TurnGate(float(2 * timeouts.batch_wait + timeouts.weight_sync + timeouts.checkpoint))
         self._ended: list[str] = []
         self._flights: set[Flight] = set()
         self._fetching: asyncio.Task[None] | None = None
