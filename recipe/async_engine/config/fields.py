@@ -93,7 +93,7 @@ def read_section(cls: type[Section], mapping: Mapping[str, Any] | None, path: st
 
 
 def _problem(known: Mapping[str, FieldInfo], name: str, value: Any, path: str) -> Problem:
-    setting = f"{path}.{name}"
+    setting = f"{path}.{name or repr(name)}"
     if name in known:
         extra: Any = known[name].json_schema_extra
         advice = extra["instead"] if extra else ""
