@@ -340,6 +340,7 @@ def test_checkpoints_that_no_run_has_to_resume_from_may_have_what_the_user_wants
         ({"async_training.timeouts": 5}, "async_training.timeouts", "a section"),
         ({"async_training.stalenes_threshold": 1}, "async_training.stalenes_threshold", "staleness_threshold?"),
         ({"async_training.timeouts.weightsync": 1}, "async_training.timeouts.weightsync", "timeouts.weight_sync?"),
+        ({f"{ROLLOUT}.name": ["vllm"]}, f"{ROLLOUT}.name", "allowed is vllm"),
         ({"rollout.zzz": 1}, "rollout.zzz", "Remove it"),
         ({"rollout": {"": None}}, "rollout.''", "Remove it"),
         ({"builtin_task": {"lengths": "long_tail"}}, "data.max_response_length", "preset=tiny_cpu_long_tail"),

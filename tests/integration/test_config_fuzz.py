@@ -147,10 +147,11 @@ def test_many_odd_configurations_are_accepted_or_refused_by_name(base: dict[str,
     assert min(accepted, refused) >= EACH // 20
 
 
-# What verl takes and is read without a type: numbers, which have limits, and what only matters if it is there.
+# What verl takes and is read without a type: numbers, which have limits, what only matters if it is there, and the name
+# of the engine, of which everything else is refused.
 WITHOUT_TYPE = re.compile(
     r"ray_kwargs\.ray_init\.runtime_env\..*|.*_threshold|.*\.kv_cache_dtype|.*\.(ppo_mini_batch_size|policy_loss\.dro_beta)"
-    r"|critic\.ulysses_sequence_parallel_size"
+    r"|critic\.ulysses_sequence_parallel_size|actor_rollout_ref\.rollout\.name"
 )
 
 

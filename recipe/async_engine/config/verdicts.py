@@ -154,7 +154,7 @@ TABLE: tuple[Verdict, ...] = (
         "Other rollout engines are not supported yet in this mode.",
         "ROLLOUT.name",
         allowed=" or ".join(ENGINES),
-        refuses=lambda name: name not in ENGINES,
+        refuses=lambda name: name not in tuple(ENGINES),  # whatever it is, a list too
     ),
     *_refused(
         "Other engines are not supported for reward models.",
