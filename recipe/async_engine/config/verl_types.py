@@ -29,11 +29,12 @@ MISSING, ABSENT = "???", object()
 
 
 class Expected(NamedTuple):
-    """What a value must be, in words and as a test."""
+    """What a value must be, in words and as a test; ``nullable``: verl's own value is null, or another setting's."""
 
     allowed: str
     fits: Callable[[Any], bool]
     advice: str = ""
+    nullable: bool = False
 
 
 def _is_integer(value: Any) -> bool:
@@ -172,7 +173,7 @@ def _kinds(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, E
                 continue
             case _ if name in LIMITED:
                 kind, is_open = LIMITED[name], usual is None or str(usual).startswith("${")
-                yield setting, kind._replace(allowed=f"{kind.allowed}, or null") if is_open else kind
+                yield setting, kind._replace(allowed=f"{kind.allowed}, or null", nullable=True) if is_open else kind
             case bool():
                 yield setting, FLAG
             # Numbers, or two as text; learning.py has their limits.
@@ -193,7 +194,8 @@ def well_formed(config: Mapping[str, Any], misses: bool = True) -> tuple[dict[st
     repaired, problems = _not_too_deep(config)
     for setting, kind in expected(str(config.get("model_engine", "dp"))).items():
         value = lookup(repaired, setting, ABSENT)
-        is_needed = (setting in NEEDED and misses) or (setting.endswith("parallel_size") and value is None)
+        is_size = setting.endswith("parallel_size") and not kind.nullable
+        is_needed = (setting in NEEDED and misses) or (is_size and value is None)
         if value is ABSENT or value is None:
             if is_needed:
                 problems.append(Problem(setting, "null", kind.allowed, kind.advice or "Set it."))
