@@ -149,14 +149,15 @@ class Stepping(AsyncPPOTrainer):
 
         self.saves_within, self.global_steps, self.max_steps_duration = saves_within, 0, 0.0
         self.timeline = Timeline(time.monotonic, 1)
-        other = SimpleNamespace(is_over=False, begin=nothing, train=nothing, end=nothing, metrics=nothing)
+        other = SimpleNamespace(is_over=False, restarts=0, begin=nothing, train=nothing, end=nothing, metrics=nothing)
         figures = SimpleNamespace(now=nothing, report=nothing, of_step=nothing, log=lambda data, step: None)
-        parts = dict.fromkeys(("saving", "publishing", "profiling", "fleet", "reward_loop_manager"), other)
+        parts = dict.fromkeys(("saving", "publishing", "profiling", "publisher", "reward_loop_manager"), other)
         parts |= dict.fromkeys(("figures", "step_metrics", "logger"), figures)
         self.stages: Any = SimpleNamespace(begin_step=nothing, measure=nothing)
         calls = ("_fetched_groups", "_train", "_save_if_instance_expires")
         vars(self).update(parts, **dict.fromkeys(calls, nothing))
-        vars(self).update(plan=SimpleNamespace(total_steps=1), ledger=SimpleNamespace(batches_left=0, announced=1))
+        plan = SimpleNamespace(total_steps=1, settings=SimpleNamespace(servers=SimpleNamespace(enabled=False)))
+        vars(self).update(plan=plan, ledger=SimpleNamespace(batches_left=0, announced=1))
 
     def _publish(self) -> None:
         if self.saves_within:
