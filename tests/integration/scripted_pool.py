@@ -34,7 +34,7 @@ class ScriptedCall:
         group, self.avoid = run.of.group, run.worker_id if run.errors else None
         run.key = self.key = f"{group.id}-{run.n}-{len(run.errors)}"
         self.group, self.n, self.attempt, self.alone = group, run.n, len(run.errors), run.is_suspect
-        run.worker_id = next(name for name in ("worker-0", "worker-1") if name != self.avoid)
+        run.worker_id = self.worker_id = next(name for name in ("worker-0", "worker-1") if name != self.avoid)
         run.under_way = True
         self.version = group.start
         self.metric: float | None = None
@@ -44,7 +44,7 @@ class ScriptedCall:
         self._generated: asyncio.Future = pool.loop.create_future()
         self._rewarded: asyncio.Future = pool.loop.create_future()
 
-    async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
+    async def go(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
         try:
             self._pool.note(self)
             await self._generated
@@ -127,7 +127,7 @@ class ScriptedPool:
         self.records[call.key] = run.record
 
     async def attempt(self, run: TrajectoryRun, sampled: Callable[[], None]) -> None:
-        await self._assigned.pop(run.key).attempt(run, sampled)
+        await self._assigned.pop(run.key).go(run, sampled)
 
     async def export(self, timeout_s: float) -> Exported:
         return Exported(self.kept, self.over, self.account)

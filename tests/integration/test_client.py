@@ -26,7 +26,7 @@ from recipe.async_engine.rollout.client import MOST_FAILURES, ResumingClient
 from recipe.async_engine.rollout.recorder import TrajectoryRecorder, start_recording
 
 PROMPT = [1, 2, 3]
-OF_A_TURN = dict.fromkeys(["batch_wait", "weight_sync", "checkpoint", "validation"], 20.0)
+OF_A_TURN = dict.fromkeys(["batch_wait", "weight_sync", "checkpoint"], 20.0)
 
 
 def make_client(

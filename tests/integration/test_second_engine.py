@@ -54,7 +54,7 @@ def test_another_engine_gets_weights_answers_and_is_lost(trainer: Trainer, monke
     rollout = {"name": "sum", "prompt_length": 4, "response_length": 8}
     training = {
         "partial_rollout": True,
-        "timeouts": {"generation": TIMEOUT_S},
+        "timeouts": dict.fromkeys(["generation", "batch_wait", "weight_sync", "checkpoint"], TIMEOUT_S),
         "partial_tokens_interval": None,
     }
     settings = OmegaConf.create({"async_training": training, "actor_rollout_ref": {"rollout": rollout}})
