@@ -656,12 +656,11 @@ async def test_slow_reward_is_not_the_agent_loops_time(make_worker: Any) -> None
     assert len(await run(worker)) == 3
 
 
-async def test_time_that_a_trajectory_waits_for_its_turn_does_not_count(
-    make_worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_time_that_a_trajectory_waits_for_its_turn_does_not_count(make_worker: Any) -> None:
     began = time.monotonic()
     worker = make_worker(ScriptedServer(part([10], 7)), Reward(), trajectory_s=0.1)
-    monkeypatch.setattr(worker._turns, "held_s", lambda key: min(0.5, time.monotonic() - began))
+    worker.llm_client.gate.hold()
+    asyncio.get_running_loop().call_later(0.5, worker.llm_client.gate.go_on)
     with pytest.raises(AgentLoopError, match=r"timeouts\.trajectory"):
         await run(worker, "HangingLoop")
     assert time.monotonic() - began >= 0.6
