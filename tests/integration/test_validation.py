@@ -115,7 +115,7 @@ ONE_FAILS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("columns", ONE_FAILS.values(), ids=ONE_FAILS)
 async def test_answer_that_fails_costs_its_own_prompt_and_is_counted(validation: Any, columns: dict[str, Any]) -> None:
-    manager = validation([0.5] * 9, [0.5] * 9, trajectory_s=0.3)
+    manager = validation([0.5] * 9, [0.5] * 9, trajectory_s=1.0)
     batch = await answered(manager, rows(4, **columns))
     assert batch.batch["rm_scores"].sum(-1).isnan().tolist() == [False, True, False, False]
     assert batch.non_tensor_batch["uid"].tolist() == [f"uid {n}" for n in range(4)]
@@ -194,7 +194,7 @@ async def test_first_batch_of_a_validation_may_fail_whole(validation: Any) -> No
 
 async def test_validation_has_a_deadline_that_names_its_setting(validation: Any) -> None:
     manager = validation([1.0], answers=[["hang"]])
-    with pytest.raises(ValidationFailed, match=r"async_training\.timeouts\.validation"):
+    with pytest.raises(ValidationFailed, match=r"async_training\.timeouts\.batch_wait"):
         await answered(manager, rows(1), limit_s=0.05)
 
 
