@@ -81,7 +81,7 @@ CAUSES: dict[str, tuple[Step, dict[str, Any], Class, str]] = {
         [*SYNC, (ENGINE, Class.WAIT_WEIGHTS, 0, 6), (ENGINE, Class.DECODING, 6, 10)],
         {"at_swap": "drain"},
         Class.WAIT_WEIGHTS,
-        "partial_rollout false -> true",
+        "weights.at_swap drain -> interrupt",
     ),
     "a gate that is too tight": (
         [
