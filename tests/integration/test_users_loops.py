@@ -327,7 +327,7 @@ async def test_whatever_a_tool_does_costs_at_most_its_trajectory(make_worker: An
         call = {"name": named[1], "arguments": {}}
         return part(worker.tokenizer.encode(f"<tool_call>{json.dumps(call)}</tool_call><|end|>"), 7)
 
-    worker = make_worker(ScriptedServer(*[answer] * 1_000), Reward(*[0.5] * 1_000), trajectory_s=SOON)
+    worker = make_worker(ScriptedServer(*[answer] * 1_000), Reward(*[0.5] * 1_000), trajectory_s=2 * SOON)
     worker.tools = [tool_of(f"tool{n}", function) for n, function in enumerate(functions.values())]
     turns = {"max_user_turns": 3, "max_assistant_turns": 3, "max_parallel_calls": 1, "max_tool_response_length": 64}
     turns |= {"tool_response_truncate_side": "left", "format": "hermes"}
