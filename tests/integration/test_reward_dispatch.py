@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import random
 import signal
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle
 from surroundings import has_ended
@@ -24,6 +26,7 @@ from verl import DataProto
 from recipe.async_engine.actors import control
 from recipe.async_engine.actors.worker_set import WorkerDied
 from recipe.async_engine.rewards import scoring_worker as dispatch_module
+from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import RewardFailed
 from recipe.async_engine.rewards.scoring_worker import ScoringManager, least_busy_worker
 
@@ -49,6 +52,52 @@ def answer(mark: str = "") -> DataProto:
     tensors = {"responses": torch.tensor([[1, 2], [3, 0]]), "position_ids": torch.arange(12).reshape(2, 3, 2)}
     texts = np.array([[{"role": "user", "content": "1 + 1"}]] * 2 + [None], dtype=object)[:2]
     return DataProto(TensorDict(tensors, batch_size=2), {"mark": np.array([mark] * 2), "raw_prompt": texts}, {"k": 1})
+
+
+def test_answer_travels_as_it_is_and_may_be_written_to() -> None:
+    sent, frozen = answer("kept"), []
+    stream = cloudpickle.dumps(InTransit(sent), protocol=5, buffer_callback=frozen.append)
+    arrived = pickle.loads(stream, buffers=[buffer.raw().toreadonly() for buffer in frozen])
+    assert type(arrived) is DataProto and len(arrived) == 2 and arrived.meta_info == {"k": 1}
+    assert set(arrived.batch.keys()) == set(sent.batch.keys())
+    for name, value in sent.batch.items():
+        assert torch.equal(arrived.batch[name], value) and arrived.batch[name].dtype == value.dtype
+        arrived.batch[name].zero_()
+    assert arrived[1].non_tensor_batch["mark"] == "kept"
+    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
+    assert sent.batch["responses"].any()
+
+
+class Marked(DataProto):
+    """A subclass, as a project may have one."""
+
+
+def odd(kind: str) -> Any:
+    sent = answer()
+    if kind == "bfloat16":
+        sent.batch["scores"] = torch.ones(2, 2, dtype=torch.bfloat16)
+    elif kind == "nested":
+        sent.batch["nested"] = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(3)], layout=torch.jagged)
+    elif kind == "no tensors":
+        sent = DataProto(None, sent.non_tensor_batch, sent.meta_info)
+    elif kind == "subclass":
+        sent = Marked(sent.batch, sent.non_tensor_batch, sent.meta_info)
+    return sent if kind != "other" else {"prompt": "1 + 1"}
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "nested", "no tensors", "subclass", "other"])
+def test_what_arrays_cannot_say_travels_as_it_is(kind: str) -> None:
+    sent = odd(kind)
+    arrived = pickle.loads(cloudpickle.dumps(InTransit(sent), protocol=5))
+    assert type(arrived).__name__ == type(sent).__name__
+    if not isinstance(sent, DataProto):
+        assert arrived == sent
+        return
+    assert arrived.non_tensor_batch["raw_prompt"].tolist() == sent.non_tensor_batch["raw_prompt"].tolist()
+    for name, value in ({} if sent.batch is None else sent.batch).items():
+        came = arrived.batch[name]
+        pairs = zip(value.unbind(), came.unbind(), strict=True)
+        assert came.dtype == value.dtype and all(torch.equal(left, right) for left, right in pairs)
 
 
 async def begin(dispatch: Any, calls: int) -> list[asyncio.Task]:

@@ -33,6 +33,7 @@ from recipe.async_engine.actors.worker_set import WorkerDied, WorkerSet, as_hand
 from recipe.async_engine.core.plain import NotPlain, plain, told, traced
 from recipe.async_engine.engines.protocol import engine_class
 from recipe.async_engine.engines.reservation import Reservations
+from recipe.async_engine.rewards.in_transit import InTransit
 from recipe.async_engine.rewards.pool import COUNTS, RewardFailed, RewardProcessDied, ScoringPool, checked, number_of
 
 HELD = ("compute_score", "compute_score_batch", "compute_score_disrm")
@@ -254,7 +255,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
         try:
             if name is not None:
                 async with workers.one(name) as worker:
-                    answer = await worker.compute_score.remote(data)
+                    answer = await worker.compute_score.remote(InTransit(data))
                 workers.note(name, failed=False)
                 return answer
         except WorkerDied as error:
