@@ -34,7 +34,7 @@ class Follower:
     """One run's folder; :meth:`look` takes in what is new there.
 
     Attributes:
-        figures: of the run so far, in the keys of docs/run-record.md.
+        figures: of the run so far, in the keys of docs/metrics.md.
         steps: metrics of steps that nobody has been told of.
         notes: what is damaged, of which nobody has been told.
     """

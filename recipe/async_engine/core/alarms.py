@@ -219,7 +219,7 @@ class Alarms:
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:
-        """How often each alarm has rung so far, by the names of docs/run-record.md."""
+        """How often each alarm has rung so far, by the names of docs/metrics.md."""
         return {f"{METRIC}{name}": self._counts[name] for name in WATCHED} | {f"{METRIC}{ALL}": self._counts.total()}
 
     def summary(self) -> dict[str, dict[str, Any]]:

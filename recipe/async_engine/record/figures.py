@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures that a person watches a run by, wherever they are shown: terminal, ``--follow``, trackers, Prometheus.
 
-Contract: a figure is a metric under its name of docs/run-record.md, so each place shows the same one. What each side
+Contract: a figure is a metric under its name of docs/metrics.md, so each place shows the same one. What each side
 does now is words, which only the terminal has. Shown by tests/core/test_figures.py.
 """
 

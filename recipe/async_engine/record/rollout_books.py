@@ -193,7 +193,7 @@ class RolloutBooks:
         )
 
     def metrics(self, groups: LedgerCounts, prompts: PromptCounts) -> dict[str, float]:
-        """In the keys of docs/run-record.md; those of docs/partial-rollout.md beside them in turns."""
+        """In the keys of docs/metrics.md; those of docs/partial-rollout.md beside them in turns."""
         in_turns = {
             "partial_rollout/groups_pending": prompts.pending,
             "partial_rollout/groups_interrupted": prompts.interrupted,

@@ -227,15 +227,10 @@ class GroupRun:
         return sum(scored.sampled_tokens for scored in self.complete)
 
     @property
-    def answers(self) -> list[TrajectoryScored]:
-        """Those that are there, with their rewards."""
-        return [each.scored for each in self.trajectories if each.scored is not None]
-
-    @property
     def is_uniform(self) -> bool:
         """Whether several answers are there and nothing tells them apart."""
-        return len(self.answers) > 1 and len({scored.filter_metric for scored in self.answers}) == 1
+        return len(self.complete) > 1 and len({scored.filter_metric for scored in self.complete}) == 1
 
     @property
     def oldest_version(self) -> int:
-        return min(scored.oldest_version for scored in self.answers)
+        return min(scored.oldest_version for scored in self.complete)

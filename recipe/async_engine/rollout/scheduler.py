@@ -466,7 +466,7 @@ class RolloutScheduler:
 
     def _complete(self, run: GroupRun) -> None:
         """Every answer of the group is there, with its reward."""
-        self._books.completed(run.answers)
+        self._books.completed(run.complete)
         kept = not (self._settings.filter_groups and run.is_uniform)
         self._filter.ended(run.group.id, kept)
         run.ready_at = time.monotonic()

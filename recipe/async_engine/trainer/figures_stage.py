@@ -103,7 +103,7 @@ class FiguresStage:
         self._export(metrics)
 
     def now(self, step: int) -> dict[str, float]:
-        """In the keys of docs/run-record.md."""
+        """In the keys of docs/metrics.md."""
         shares = self._timeline.shares()
         counts = self._scheduler.counts()
         return {
