@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from remote_fakes import Handle, ScriptedServer, balancer_of, part
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
@@ -185,6 +185,17 @@ async def test_dead_server_leaves_routing_and_the_answer_continues_elsewhere_fro
 
 
 FAILED = RequestFailed("the engine ended a request with the finish reason 'error'")
+
+
+async def test_server_that_one_process_cannot_reach_stays_in_routing() -> None:
+    lost = ActorUnavailableError("RPC error: Too many open files", None)
+    server = ScriptedServer(*[lost] * MOST_FAILURES, part([10, 11], 0))
+    balancer = balancer_of(server)
+    with pytest.raises(ActorUnavailableError):
+        await ask(make_client(balancer), max_tokens=6)
+    assert balancer.get_all_servers() == ["server-0"]
+    answer = await ask(make_client(balancer), max_tokens=6)
+    assert answer.token_ids == [10, 11]
 
 
 async def test_failed_request_is_asked_of_another_server_with_the_tokens_of_the_parts_before() -> None:

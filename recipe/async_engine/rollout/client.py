@@ -40,7 +40,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from verl.utils import normalize_token_ids
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -380,14 +380,16 @@ class ResumingClient(LLMServerClient):
                     f"{who} did not answer within {self._timeout_s:g} s; raise "
                     "async_training.timeouts.generation if answers may take longer"
                 ) from None
-            except (RayActorError, EngineDied) as error:
-                return await self._after_death(flight, recorder, error)
-            except RequestFailed as error:
+            except (RequestFailed, ActorUnavailableError) as error:
+                # A server that cannot be reached stays in routing: its death is not known, and an agent loop may have
+                # left this process unable to open connections.
                 patience.failures, patience.failed_at = patience.failures + 1, flight.server_id
                 if patience.failures == MOST_FAILURES:
                     raise
                 logger.warning("a request is asked again: %s", error)
                 return None
+            except (RayActorError, EngineDied) as error:
+                return await self._after_death(flight, recorder, error)
         return part if part.token_ids or part.stop_reason not in ABORTED else None
 
     async def _after_death(self, flight: Flight, recorder: TrajectoryRecorder, error: Exception) -> TokenOutput | None:
