@@ -147,9 +147,7 @@ def colocate_async_run(shape: Shape, folder: Path) -> Run:
 
 
 def idle_share(result: Run, skip: int) -> float:
-    """Return the share of wall-clock time after the first ``skip`` steps in which slots stood empty in generation
-    turns.
-    """
+    """Return the share of time after the first ``skip`` steps in which slots stood empty in generation turns."""
     steps = [step for _, step in counted(result, skip)]
     seconds = sum(step["timing_s/gen"] * (1.0 - step["partial_rollout/turn_occupancy"]) for step in steps)
     times = [moment for moment, _ in result.steps]

@@ -111,9 +111,7 @@ def overrides(mode: Mode, folder: Path, ray_folder: str) -> list[str]:
 
 
 def run(mode: Mode, folder: Path) -> None:
-    """Run the mode's main; leave ``metrics.jsonl``, ``decode.jsonl`` and, in ``began``, the start time of the
-    former.
-    """
+    """Run the mode's main; leave ``metrics.jsonl``, ``decode.jsonl`` and, in ``began``, the start time."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "decode.jsonl"
     record.unlink(missing_ok=True)

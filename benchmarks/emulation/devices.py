@@ -38,7 +38,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Emulation:
     """The devices of a run.
 
-    Attributes: device, model: names in `PROFILES` and `benchmarks.emulation.models.MODELS`.
+    Attributes:
+        device, model: names in `PROFILES` and `benchmarks.emulation.models.MODELS`.
         replica_devices: number of devices that one rollout replica stands for.
         trainer_devices: number of devices that one trainer or log-prob rank stands for.
         shared: whether trainer and engines take turns on the devices, so that an engine sleeps between two loads.
@@ -121,9 +122,7 @@ class Device:
         self._note({"kind": kind, "began": began, "device_s": device_s, "late_s": max(0.0, real_s - device_s), **noted})
 
     def engine_step_s(self, decoding: int, context_tokens: int, prefills: Iterable[tuple[int, int]]) -> float:
-        """Return the seconds of an engine step with ``decoding`` sequences and prefills of (tokens, tokens before
-        them).
-        """
+        """Return the seconds of an engine step: ``decoding`` sequences, prefills of (tokens, tokens before them)."""
         if self.emulation.decode_step_s is not None:
             return self.emulation.decode_step_s
         read = sum(self.times.prefill_s(tokens, context) for tokens, context in prefills)

@@ -33,9 +33,7 @@ def verl_config_folder() -> str:
 
 
 class RecipeSearchPath(SearchPathPlugin):
-    """Appends the configuration folders, so that a program's own files have priority over the recipe's, and those over
-    verl's.
-    """
+    """Appends the configuration folders: a program's own files go before the recipe's, and those before verl's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the folders; Hydra calls this once, while it builds the config search path."""

@@ -54,9 +54,7 @@ class TurnPublisher(WeightPublisher):
         return self._restarts
 
     def begin_generation(self) -> None:
-        """Let the replicas answer requests with the complete version that they hold; raise NoReplicaLeft if none is
-        alive.
-        """
+        """Let the replicas answer requests with the version that they hold; raise NoReplicaLeft if none is alive."""
         asyncio.run(self._begin())
 
     async def _begin(self) -> None:
@@ -105,8 +103,8 @@ class TurnPublisher(WeightPublisher):
     def _in_place_of(self, lost: RolloutReplica, cause: str) -> RolloutReplica:
         if self._restarts >= self._budget:
             raise PublishFailed(
-                f"rollout replica {lost.replica_rank} died ({cause}) and {self._restarts} have been started again: "
-                f"async_training.max_replica_restarts={self._budget}"
+                f"rollout replica {lost.replica_rank} died ({cause}) after {self._restarts} restarts, as many as "
+                f"async_training.max_replica_restarts={self._budget} allows"
             )
         self._restarts += 1
         logger.warning("rollout replica %d died and is started again: %s", lost.replica_rank, cause)

@@ -52,4 +52,4 @@ class TurnRehearsal(Rehearsal):
 
     def _see_alive(self) -> None:
         if dead := [record.name for record in self.publisher.known.records if record.dead]:
-            raise RehearsalFailed(f"{', '.join(dead)} did not ({self.publisher.known.errors})")
+            raise RehearsalFailed(f"{', '.join(dead)} failed ({self.publisher.known.errors})")

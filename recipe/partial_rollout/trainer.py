@@ -85,9 +85,7 @@ class PartialRolloutTrainer(AsyncPPOTrainer):
             self.save_once()
 
     def _save_checkpoint(self) -> None:
-        """Save like the base trainer, after freeing the engines' memory even if the run ends without a further
-        version.
-        """
+        """Save like the base trainer, after freeing the engines' memory, which also covers the end of a run."""
         if self.publisher.is_awake:
             self.publisher.release()
         super()._save_checkpoint()

@@ -211,9 +211,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
 
 
 def _is_readable(file: FileIO, timeout_s: float) -> bool:
-    """Return whether the file becomes readable in this time, by data, by the end of a pipe or by the end of a
-    process.
-    """
+    """Return whether the file becomes readable in this time: by data, or by the end of a pipe or process."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -252,7 +250,7 @@ def _first_process(info: FileIO) -> int | None:
 
 
 def _map_users(first: int) -> None:
-    """Map root, which may read the files to be shown, and a second user for the program."""
+    """Map two users into the sandbox: root, which may read the files to be shown, and another one for the program."""
     try:
         for kind in ("uid", "gid"):
             Path(f"/proc/{first}/{kind}_map").write_text(f"0 0 1\n{sandboxed.NOBODY} {sandboxed.NOBODY} 1\n")

@@ -92,7 +92,7 @@ class DeviceAccount:
 
     @property
     def closes(self) -> bool:
-        """Whether the classes add up to the life, within the tolerance for two clocks."""
+        """Return whether the classes add up to the life, within the tolerance for two clocks."""
         return abs(sum(self.seconds.values()) - self.life) <= OFF_BY * self.life and self.exceeds <= OFF_BY * self.life
 
 
@@ -209,9 +209,7 @@ def meanwhile(found: Iterable[Piece], devices: Devices) -> dict[Class, dict[Clas
 
 
 def _beside(what: Class, waiting: Iterable[Piece], others: Sequence[Piece], each: float) -> dict[Class, float]:
-    """Return the seconds in class ``what`` on one side by the others' class, weighting each of their seconds by
-    ``each``.
-    """
+    """Return one side's seconds in class ``what`` by the others' class, each of whose seconds counts ``each``."""
     changes: defaultdict[float, float] = defaultdict(float)
     for piece in waiting:
         if piece.what == what:

@@ -84,9 +84,7 @@ class Facts:
 
     @property
     def training_is_slower(self) -> bool:
-        """Whether a faster rollout would hardly make the run faster; never the case if both sides share
-        accelerators.
-        """
+        """Return whether a faster rollout would hardly speed up the run; never true with shared accelerators."""
         waits = self.share(TRAINER, Class.WAIT_BATCH) + self.share(TRAINER, Class.WAIT_REWARD)
         return waits < LITTLE and useful_share(sides(self.account).get(TRAINER, {})) >= MOST
 
@@ -225,7 +223,7 @@ def _idle(facts: Facts) -> Said:
     groups, _, _ = _slots(facts)
     if groups is None:
         return (
-            "engines decode with free places although as many answers run as may: these are in tools or on their way",
+            "engines decode with free places although as many answers run as may: some are in tools or in transit",
             "actor_rollout_ref.rollout.agent.num_workers up; if tools are slow, async_training."
             "concurrent_samples_per_replica above what an engine has places for",
         )
@@ -293,7 +291,7 @@ RULES: Mapping[Class, Said | Rule] = {
         "the tools' time; or quicker tools",
     ),
     Class.WAIT_AGENTS: (
-        "engines are empty although trajectories run: these are in tokenization, or on their way",
+        "engines are empty although trajectories run: these are in tokenization or in transit",
         "actor_rollout_ref.rollout.agent.num_workers up, and async_training.concurrent_samples_per_replica, so that "
         "others generate meanwhile",
     ),

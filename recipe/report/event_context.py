@@ -92,9 +92,7 @@ Part = tuple[float, float, Class]
 
 
 class Context(NamedTuple):
-    """Tracks of a run. engines: whether any engine works for the trainer. away: what trajectories outside engines
-    do.
-    """
+    """Tracks of a run. engines: whether any engine works for the trainer. away: activities outside of engines."""
 
     phases: Track
     whys: Track

@@ -71,7 +71,7 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended without a summary, for example because it was killed."""
+        """Return whether the run has ended without a summary, for example because it was killed."""
         if is_owned(self._folder):
             return False
         if owner_of(self._folder) == socket.gethostname():

@@ -138,9 +138,7 @@ def _document(title: str, top: str, sections: Iterable[Section], bottom: str = "
 
 
 def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """Return a table below a heading. The first cell of a row is HTML; the others are text, right-aligned for
-    ``numbers``.
-    """
+    """Return a table below a heading; a row's first cell is HTML, the others text, right-aligned for ``numbers``."""
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(

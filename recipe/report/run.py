@@ -175,9 +175,7 @@ def _state(summary: Summary, silent_s: float) -> str:
 
 
 def lacking(command: str, extra: str, modules: Iterable[str]) -> str | None:
-    """Return a sentence on what to install for a command that needs these modules; None if all of them are
-    installed.
-    """
+    """Return a sentence on what to install for a command that needs these modules; None if nothing is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if not missing:
         return None

@@ -120,9 +120,7 @@ def _lane(file: TraceFile, parent: int, name: str, events: Iterable[Event], cate
 
 
 def _account(file: TraceFile, parent: int, device: str, pieces: list[Piece]) -> None:
-    """Write a device's account with a track for each class; the trainer, which does one thing at a time, has a single
-    track.
-    """
+    """Write a device's account with a track for each class, or a single track for the trainer."""
     tracks: dict[str, int] = {}
     for piece in sorted(_joined(pieces), key=lambda piece: piece.start):
         name = ACCOUNT if device == TRAINER else str(piece.what)
@@ -218,9 +216,7 @@ def _rows(table: pa.Table) -> Iterator[Event]:
 
 
 def _batches(run: Run) -> list[Batch]:
-    """Return the trainer's batches: tokens counted at one moment belong to one batch, with the groups that end before
-    the next.
-    """
+    """Return the trainer's batches: the tokens counted at one moment, and the groups that end before the next."""
     counts = sorted(events_of(run.tokens), key=lambda event: event.start)
     moments = [list(rows) for _, rows in groupby(counts, key=lambda event: event.start)]
     trained = sorted(_rows(about(run.groups, "trained")), key=lambda event: event.end)

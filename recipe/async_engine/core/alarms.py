@@ -87,9 +87,9 @@ WATCHED: Mapping[str, Watched] = {
         "unchanged_weights",
         "versions",
         "a version was published with the weights of the version before, although its updates had gradients",
-        "what is sent: what is trained does not reach the rollout (LoRA adapters that are neither merged nor sent, a "
-        "frozen module, an engine of one's own that sends something else), or the updates are too small for the "
-        "precision that weights are sent in (bfloat16 has three digits; every single weight must round to what it was)",
+        "what is sent: the trained weights may not reach the rollout (LoRA adapters that are neither merged nor sent, "
+        "a frozen module, a custom engine that sends something else), or the updates may be too small for the "
+        "precision in which weights are sent (bfloat16 has three digits, so small changes are rounded away)",
     ),
     "uniform_rewards": Watched(
         "uniform_rewards",
@@ -174,9 +174,7 @@ class Alarms:
             self._tell(f"alarm {name}: {self._said[name]}")
 
     def group_ended(self, error: BaseException | None) -> AlarmLimit | None:
-        """Record that a prompt group is complete, or failed for good with ``error``; return the error that must end the
-        run.
-        """
+        """Record that a prompt group is complete, or failed with ``error``; return the error that must end the run."""
         self._last.append(error is not None)
         if error is not None:
             self._failed += 1
@@ -218,9 +216,7 @@ class Alarms:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of times that each alarm rang since the training began, checkpoints included; alarms that never rang
-        are left out.
-        """
+        """Number of times that each alarm rang since the training began, without alarms that never rang."""
         return {name: self._counts[name] for name in WATCHED if self._counts[name]}
 
     def metrics(self) -> dict[str, int]:

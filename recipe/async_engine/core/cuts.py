@@ -90,9 +90,7 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
 def as_engine_takes(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return the prompt and parameters for the engine, given that the last ``sampled`` tokens already belong to the
-    answer.
-    """
+    """Return prompt and parameters for the engine; the last ``sampled`` tokens already belong to the answer."""
     # flat_logprobs only changes the format of log-probs, and verl cannot read that format when it is empty.
     parameters = {name: given for name, given in sampling_params.items() if name != "flat_logprobs"}
     split = len(prompt_ids) - sampled

@@ -61,9 +61,7 @@ class Prompt:
 
 
 class PromptSet:
-    """A set of (epoch, index) pairs, stored for each epoch as the ascending edges of its runs: first, end, first, end,
-    ...
-    """
+    """A set of (epoch, index) pairs, stored per epoch as the ascending edges of its runs: first, end, first, ..."""
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
         """Build the set from the rows that `to_rows` returns."""
@@ -144,9 +142,7 @@ class Group:
     batch: int | None = None
 
     def to_row(self) -> list[int | str | None]:
-        """Return a JSON-compatible record of a live group; a taken group is recorded as ready, so that it is taken
-        again.
-        """
+        """Return a JSON-compatible record of a live group; a taken group is recorded as ready, to be taken again."""
         state = GroupState.READY if self.state is GroupState.TAKEN else self.state
         prompt = self.prompt
         return [self.id, prompt.index, prompt.epoch, prompt.uid, self.start, state.value, self.attempts, self.batch]
@@ -214,7 +210,7 @@ class FilterCount:
 
     @property
     def exceeded(self) -> bool:
-        """Whether as many groups were filtered for the current batch as the limit allows."""
+        """Return whether as many groups were filtered for the current batch as the limit allows."""
         return 0 < self._limit <= self._filtered
 
     def issued(self, group_id: int) -> None:

@@ -81,9 +81,7 @@ class SampleLedger:
 
     @property
     def announced(self) -> int:
-        """a, the newest version that generates: v, or an earlier one while later versions are on their way to the
-        replicas.
-        """
+        """a, the newest version that generates: v, or an earlier one while later ones are being published."""
         return self._gate.announced
 
     @property
@@ -96,7 +94,7 @@ class SampleLedger:
         return self._live.find(group_id)
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """The live groups in this state, in issue order."""
+        """Return the live groups in this state, in issue order."""
         return self._live.in_state(state)
 
     def count(self, state: GroupState) -> int:
@@ -112,12 +110,12 @@ class SampleLedger:
         return self._trained_prompts.to_rows()
 
     def can_issue(self) -> bool:
-        """Whether one more group may be issued now."""
+        """Return whether one more group may be issued now."""
         return not self.all_issued and self._gate.admits()
 
     @property
     def all_issued(self) -> bool:
-        """Whether the run needs no further group unless a live one is filtered or fails."""
+        """Return whether the run needs no further group unless a live one is filtered or fails."""
         if self.issue_limit is not None and self._issued >= self.issue_limit:
             return True
         return self.target_groups is not None and self._trained + len(self._live) >= self.target_groups
@@ -156,9 +154,7 @@ class SampleLedger:
         return group
 
     def mark_ready(self, group_id: int, oldest_version: int) -> Group:
-        """Mark a running group as complete; `oldest_version` is that of its oldest token, between its start and
-        `announced`.
-        """
+        """Mark a running group as complete; `oldest_version`, of its oldest token, is between start and `announced`."""
         group = self._live_group(group_id, "ready", GroupState.RUNNING)
         if not group.start <= oldest_version <= self.announced:
             raise LedgerError(
@@ -169,9 +165,7 @@ class SampleLedger:
         return self._update(replace(group, state=GroupState.READY, start=oldest_version))
 
     def restart(self, group_id: int) -> Group:
-        """Start a group's generation again from scratch, because its attempt failed or the payload of a ready group was
-        lost.
-        """
+        """Start a group's generation again, because its attempt failed or the payload of a ready group was lost."""
         group = self._live_group(group_id, "restart", GroupState.RUNNING, GroupState.READY)
         self._gate.move(group.start, self.announced)
         return self._update(replace(group, state=GroupState.RUNNING, start=self.announced, attempts=group.attempts + 1))
@@ -185,15 +179,11 @@ class SampleLedger:
         return self._give_up(group_id, "fail", GroupState.FAILED, self._failed, reason)
 
     def may_take(self) -> bool:
-        """Return whether `next_batch` has one; the cost does not grow with the live groups unless the policy reads
-        them.
-        """
+        """Return whether there is a `next_batch`; the cost does not depend on the number of live groups."""
         return self._choice() is not None
 
     def next_batch(self) -> list[Group] | None:
-        """Return the policy's batch, or the oldest ready groups if the gate requires them first; None if none may be
-        trained.
-        """
+        """Return the policy's batch, or the oldest ready groups if the gate requires them; None if none is allowed."""
         batch = self._choice()
         return None if batch is None else checked(self.policy, batch, self._ready())
 
@@ -298,8 +288,7 @@ class SampleLedger:
             raise LedgerIdentityError(f"does not hold: {broken}; {counts}; gate {self._gate.starts()}")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a JSON-compatible record of the ledger, for a checkpoint of weights that include all batches marked as
-        trained.
+        """Return a JSON-compatible record of the ledger, for a checkpoint that includes all trained batches.
 
         A leased batch is not in those weights, so its groups are recorded as ready and will be taken again.
         """

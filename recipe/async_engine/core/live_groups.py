@@ -63,11 +63,11 @@ class LiveGroups:
         return {start: len(ids) for start, ids in self._by_start[state].items()}
 
     def in_state(self, state: GroupState) -> list[Group]:
-        """The groups in this state, in issue order."""
+        """Return the groups in this state, in issue order."""
         return [self._groups[group_id] for group_id in sorted(set().union(*self._by_start[state].values()))]
 
     def oldest(self, state: GroupState, count: int) -> list[Group]:
-        """The ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
+        """Return the ``count`` oldest groups in this state, or fewer, oldest first: by start, then by issue order."""
         found: list[Group] = []
         for _, ids in sorted(self._by_start[state].items()):
             if len(found) == count:
@@ -86,7 +86,7 @@ class LiveGroups:
         return found
 
     def of_batch(self, batch: int) -> list[Group]:
-        """The groups that have a place in this batch, in issue order."""
+        """Return the groups that have a place in this batch, in issue order."""
         return [self._groups[group_id] for group_id in sorted(self._by_batch.get(batch, ()))]
 
     def places_taken(self, batch: int) -> int:

@@ -74,7 +74,7 @@ class _Converter:
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
                 bits = value.bit_length()
-                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} can be given")
+                raise NotPlain(f"{_place(where)} is an int of {bits} bits, at most {LARGEST_BITS} are allowed")
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
@@ -111,8 +111,8 @@ class _Converter:
             words = f"{_place(where)}, of type {_type_name(value)}, cannot be converted: {told(error)}"
             raise NotPlain(words) from error
         raise NotPlain(
-            f"{_place(where)} is of type {_type_name(value)}, which other processes cannot be given: numbers, text, "
-            "booleans, None, and lists and dicts of them can be"
+            f"{_place(where)} is of type {_type_name(value)}, which cannot be passed to another process: allowed "
+            "are numbers, text, booleans, None, and lists and dicts of them"
         )
 
 
@@ -131,8 +131,7 @@ def told(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return the first cause of an error raised while a user's file was loaded, with its file and line; "" if it has
-    none.
+    """Return the first cause, with file and line, of an error raised while a user's file was loaded; "" if none.
 
     The place is the last frame outside of Python's import machinery. If dataclasses failed because verl loads the file
     without a module name, advice on that is added.

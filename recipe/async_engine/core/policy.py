@@ -215,7 +215,7 @@ def rank_of(policy: AdmissionPolicy, group: Group, index: int) -> float:
     rank = asked(policy, "rank", group, index)
     if isinstance(rank, int | float) and not math.isnan(rank):
         return rank
-    raise PolicyError(f"{_name(policy)}.rank gave {rank!r}, which is no number")
+    raise PolicyError(f"{_name(policy)}.rank gave {rank!r}, which is not a number")
 
 
 def chosen_batch(policy: AdmissionPolicy, ready: ReadyGroups) -> Batch | None:
@@ -232,7 +232,9 @@ def checked(policy: AdmissionPolicy, chosen: Any, ready: ReadyGroups) -> list[Gr
     try:
         groups = [ready.find(group.id) for group in chosen]
     except (TypeError, AttributeError) as error:
-        raise PolicyError(f"{_name(policy)}.next_batch gave {type(chosen).__name__}, and no list of groups") from error
+        raise PolicyError(
+            f"{_name(policy)}.next_batch gave {type(chosen).__name__}, instead of a list of groups"
+        ) from error
     there = {group.id: group for group in groups if group is not None}
     if not len(groups) == len(there) == ready.batch_groups:
         raise PolicyError(

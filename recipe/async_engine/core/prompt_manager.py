@@ -102,7 +102,7 @@ class PromptManager:
 
     def __init__(self, ledger: SampleLedger, group_size: int, slots: int, stream: bool = False) -> None:
         if group_size < 1 or slots < 1:
-            raise LedgerError(f"{group_size} trajectories a group on {slots} slots: both must be at least 1")
+            raise LedgerError(f"{group_size} trajectories per group on {slots} slots: both must be at least 1")
         self.ledger = ledger
         self.group_size = group_size
         self.slots = slots

@@ -32,7 +32,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the two agree; a NaN never does."""
+        """Return whether the two agree; a NaN never does."""
         return self.difference <= self.allowed
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Rehearsed:
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of the checks failed."""
+        """Return whether one of the checks failed."""
         return any(check.outcome == FAILED for check in self.checks)
 
     def summary(self) -> dict[str, Any]:

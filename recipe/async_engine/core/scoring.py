@@ -78,9 +78,7 @@ class Promotion:
 
 
 class ScoringQueue:
-    """The requests and versions of a server. The owner carries out each `next` and reports it with `scored` or
-    `promoted`.
-    """
+    """The requests and versions of a server. Its owner carries out `next` and reports `scored` or `promoted`."""
 
     def __init__(self, settings: ScoringSettings, live: int | None = None) -> None:
         """``live``: version of the initial weights, or None if they are only placeholders."""
@@ -118,9 +116,7 @@ class ScoringQueue:
         return True
 
     def withdraw(self, request_id: int) -> bool:
-        """Drop a request that nobody needs any more; return False if it is not waiting because it is or was being
-        scored.
-        """
+        """Drop a request that nobody needs any more; return False if it is being scored or has been."""
         return self._waiting.pop(request_id, None) is not None
 
     # Weights
@@ -145,7 +141,7 @@ class ScoringQueue:
 
     @property
     def may_join(self) -> bool:
-        """Whether no batch is scored that must not run beside a collective of the weight sync."""
+        """Return whether no batch is scored that must not run beside a collective of the weight sync."""
         return not (self._settings.holds_for_weights and self._busy)
 
     def staged(self, now: float) -> None:
@@ -190,9 +186,7 @@ class ScoringQueue:
     # Decisions
 
     def next(self, now: float) -> ScoringBatch | Promotion | None:
-        """Return what to do now, or None to wait for the next event or until `wake_at`. A returned batch counts as
-        begun.
-        """
+        """Return what to do now, or None to wait for an event or until `wake_at`. A returned batch counts as begun."""
         if self._busy:
             return None
         if self._staged is not None and self._moves_on(now):
@@ -235,7 +229,7 @@ class ScoringQueue:
 
     @property
     def _is_wanted(self) -> bool:
-        """Whether a request needs the staged weights, or the next weights need their place."""
+        """Return whether a request needs the staged weights, or the next weights need their place."""
         live = self.live
         assert live is not None
         return self._loading is not None or any(request.version > live for request in self._waiting.values())

@@ -75,9 +75,7 @@ class RequestVersions:
         return self._begun[request_id][0][0] if request_id in self._begun else None
 
     def swap(self, sampled: Mapping[str, int], version: int) -> None:
-        """Record that ``version`` samples from now on; ``sampled`` has each request's token count so far, 0 if not
-        named.
-        """
+        """Record that ``version`` samples from now on; ``sampled`` has each request's tokens so far (default 0)."""
         for request_id, begun in self._begun.items():
             begun.append((version, sampled.get(request_id, 0)))
 
@@ -86,9 +84,7 @@ class RequestVersions:
         return len(self._begun.get(request_id, ())) > 1
 
     def runs(self, request_id: str, tokens: int) -> list[tuple[int, int]] | None:
-        """Return (version, token count) of each run of the request's first ``tokens`` tokens; None if a version is
-        unknown.
-        """
+        """Return the runs of a request's first ``tokens`` tokens, or None if a version is unknown."""
         begun = self._begun.get(request_id, [(None, 0)])
         ends = [before for _, before in begun[1:]] + [tokens]
         found: list[tuple[int, int]] = []

@@ -25,9 +25,7 @@ class CountingBalancer(GlobalRequestLoadBalancer):
     def acquire_server(
         self, request_id: str, ended: Sequence[str] = (), avoided: str | None = None
     ) -> tuple[str, ray.actor.ActorHandle]:
-        """Return a server as verl does, after noting one ended request per name in ``ended``, and not ``avoided`` if
-        possible.
-        """
+        """Return a server like verl, but not ``avoided`` if possible; one request has ended for each of ``ended``."""
         self.release_servers(ended)
         if avoided is not None and self._request_id_to_server.get(request_id) == avoided:
             others = [server_id for server_id in self._inflight_requests if server_id != avoided]

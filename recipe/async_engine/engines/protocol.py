@@ -46,14 +46,10 @@ class RolloutEngine(Protocol):
     """Actors with the methods of `WeightWorker`, one per accelerator."""
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> None:
-        """Pause, ending all requests with the tokens they have; later requests wait, or fail with
-        ``reject_request``.
-        """
+        """Pause, ending all requests with their tokens; later ones wait, or fail with ``reject_request``."""
 
     async def hold_requests(self) -> None:
-        """Pause, keeping the requests in the engine; they continue with the weights that are live when generation
-        resumes.
-        """
+        """Pause, keeping the requests; they continue with the weights that are live when generation resumes."""
 
     async def resume_generation(self) -> None:
         """Resume generation."""

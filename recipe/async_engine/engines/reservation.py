@@ -46,8 +46,8 @@ class Reservations:
             pool = _pool(part)
             if not _reserve(pool, part, deadline):
                 raise NothingFree(
-                    f"{_described(part)} were not free within {timeout_s:g} s ({part.setting}, and nine tenths of "
-                    f"async_training.timeouts.startup); free are {_free()}"
+                    f"{_described(part)} were not free within {timeout_s:g} s ({part.setting}; the limit is nine "
+                    f"tenths of async_training.timeouts.startup); available are {_free()}"
                 )
             self._pools[part.pool] = pool
 
@@ -62,7 +62,7 @@ class Reservations:
         part = Wanted(name, "a replica", "", on_a_node, groups, REPLICA_CPUS)
         pool = _pool(part)
         if not _reserve(pool, part, time.monotonic() + FREE_S):
-            raise NothingFree(f"{_described(part)} are not free; free are {_free()}")
+            raise NothingFree(f"{_described(part)} are not free; available are {_free()}")
         return pool
 
 

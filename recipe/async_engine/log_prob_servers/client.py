@@ -41,9 +41,7 @@ class ScoringClient:
         self._timeout_s = timeout_s
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Call :meth:`ScoringService.score` of some server; raise `Unscored`, with every server's reason, if none
-        answers in time.
-        """
+        """Score with some server (:meth:`ScoringService.score`); raise `Unscored` with all reasons if none can."""
         said: list[str] = []
         answer = None
         try:

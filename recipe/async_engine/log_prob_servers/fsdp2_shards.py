@@ -106,9 +106,7 @@ def _own_rows(live: torch.Tensor) -> list[int]:
 
 
 def _place(name: str, part: torch.Tensor, live: torch.Tensor | None, own: list[int]) -> _Place:
-    """Return the destination of a tensor exported from a model without data; ``live`` is its source parameter, if
-    known.
-    """
+    """Return the destination of a tensor exported from a model without data; ``live``: its source, if known."""
     whole = _whole(part)
     if live is not None and part is whole:
         return _Place(part.shape, _local(live), live)

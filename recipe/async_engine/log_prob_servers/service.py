@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unscored(RecipeError):
-    """A request was not scored: its version is not here and will not come, its batch failed, or no server answered in
-    time.
-    """
+    """A request was not scored: its version is not available, its batch failed, or no server answered in time."""
 
 
 class EngineLost(RecipeError):
@@ -58,9 +56,7 @@ class ScoringEngine(Protocol):
     """The interface of the ranks behind a server."""
 
     async def score(self, sequences: Sequence[Any]) -> Sequence[Any]:
-        """Return scores of the sequences by the live weights, in order; errors other than EngineLost fail only this
-        batch.
-        """
+        """Return the sequences' scores by the live weights, in order; errors except EngineLost fail only this batch."""
 
     async def promote(self, version: int) -> None:
         """Make the staged weights of this version the live ones on every rank."""
@@ -143,8 +139,7 @@ class ScoringService:
     # Requests
 
     async def score(self, sequence: Any, tokens: int, version: int, start: int) -> Answer:
-        """Score one sequence, which is passed to the engine unchanged; the other arguments are those of
-        `ScoringRequest`.
+        """Score one sequence, which the engine gets unchanged; other arguments are those of `ScoringRequest`.
 
         Raises:
             Unscored: the request's version will not come to this server, or its batch failed.
@@ -152,7 +147,7 @@ class ScoringService:
         self._numbers += 1
         request = ScoringRequest(self._numbers, version, tokens, start, time.monotonic())
         if not self._queue.submit(request):
-            raise Unscored(f"version {version} is not here and not on its way; the newest is {self._queue.newest}")
+            raise Unscored(f"version {version} is neither loaded nor on its way; the newest is {self._queue.newest}")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = sequence, answer
         self._wake.set()

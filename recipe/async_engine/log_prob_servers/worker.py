@@ -40,9 +40,7 @@ from recipe.async_engine.weights.staged import StagingRefused
 
 
 def to_batch(sequences: Sequence[torch.Tensor], temperature: float) -> TensorDict:
-    """Return a batch of token-id sequences, int64 (L,) each, without padding; logits will be divided by
-    ``temperature``.
-    """
+    """Return a batch of unpadded token-id sequences, int64 (L,) each; logits will be divided by ``temperature``."""
     rows = len(sequences)
     positions = [torch.arange(len(sequence)) for sequence in sequences]
     # verl's engines require the masks of a loss, although none is computed here.
@@ -149,8 +147,7 @@ class ModelEngineWorker(CheckpointEngineWorker):
         await self._on_engine(lambda: self.server_adapter.swap(version))
 
     async def score(self, rows: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Score sequences of token ids, int32 (L,) each, with the live weights, together with the other ranks of the
-        share.
+        """Score token-id sequences, int32 (L,) each, with the live weights, together with the share's other ranks.
 
         Returns:
             For each sequence its log-probs and entropies, float32 (2, L), with 0 at position 0; None on a rank without

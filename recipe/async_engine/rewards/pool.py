@@ -223,9 +223,7 @@ class ScoringPool:
         return _result(answer)
 
     async def _free(self) -> _Process:
-        """Return an idle process, preferably one whose last call succeeded and that has been idle longest, or start
-        one.
-        """
+        """Return an idle process, preferably one that last succeeded and has been idle longest, or start one."""
         self._idle.sort(key=lambda process: process.failures)
         while self._idle:
             process = self._idle.pop(0)
@@ -326,7 +324,7 @@ def load(path: str, name: str) -> Callable[..., Any]:
         else:
             spec = importlib.util.spec_from_file_location("reward_function", path.removeprefix("file://"))
             if spec is None or spec.loader is None:
-                raise ImportError(f"{path} is no Python file")
+                raise ImportError(f"{path} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         _loaded[path, name] = getattr(module, name)
@@ -336,13 +334,12 @@ def load(path: str, name: str) -> Callable[..., Any]:
 def serve(
     channel: socket.socket, alive: Any, path: str, name: str, settings: dict[str, Any], memory_bytes: int | None
 ) -> None:
-    """Turn this process into a scoring process: greet with a line whose result is None, then answer each call with a
-    line.
+    """Turn this process into a scoring process: greet with a result of None, then answer each call with a line.
 
     Args:
         channel: socket to the reward worker; a call is `HEADER` bytes followed by pickled keyword arguments.
-        alive: the reading end of a pipe whose writing end closes when the reward worker ends. path, name: location of
-        the reward function, as for `load`.
+        alive: the reading end of a pipe whose writing end closes when the reward worker ends.
+        path, name: location of the reward function, as for `load`.
         settings: further arguments of each call, which override the call's own.
         memory_bytes: limit on the address space.
     """
@@ -393,9 +390,7 @@ def checked(result: Any) -> Any:
 
 
 def number_of(value: Any, given: Any) -> Any:
-    """Return a score as a plain value, given by `plain`; an array or tensor of one number becomes that number, as in
-    verl.
-    """
+    """Return a score as the plain value ``given``; as in verl, an array or tensor of one number becomes the number."""
     while hasattr(value, "tolist") and isinstance(given, list) and len(given) == 1:
         given = given[0]
     return given

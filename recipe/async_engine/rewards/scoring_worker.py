@@ -249,9 +249,7 @@ def least_busy_worker(actors: Sequence[Any]) -> Any:
     last: list[WorkerDied] = []
 
     async def score(data: Any) -> dict[str, Any]:
-        """Call verl's ``RewardLoopWorker.compute_score``; raise WorkerDied if the worker died, RewardFailed if all
-        have.
-        """
+        """Call verl's ``compute_score``; raise WorkerDied if the worker died, RewardFailed if all have."""
         while (name := workers.choose()) in workers.silent:
             await workers.news()
         try:

@@ -119,8 +119,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             return self._gate(global_steps).can_take(starts[: self._gate_settings.batch_groups])
         if not self.pending_keys[TRAIN] and not self.running_keys[TRAIN]:
             raise SamplerError(
-                f"{len(sampleable_keys)} groups are complete, none is under way, and the bound has no room for "
-                f"data.gen_batch_size={self._chunk} prompts more, of which a batch of {batch_size} needs "
+                f"{len(sampleable_keys)} groups are complete, none is in progress, and the bound does not admit "
+                f"data.gen_batch_size={self._chunk} more prompts, although a batch of {batch_size} only needs "
                 f"{batch_size - len(sampleable_keys)}: set data.gen_batch_size=1"
             )
         return False

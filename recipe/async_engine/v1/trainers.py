@@ -114,7 +114,7 @@ class BoundedTrainer(PPOTrainer):
 
     @property
     def has_servers(self) -> bool:
-        """Whether log-prob servers score answers."""
+        """Return whether log-prob servers score answers."""
         return self._scoring is not None
 
     def on_init_end(self) -> None:
@@ -149,9 +149,7 @@ class BoundedTrainer(PPOTrainer):
         return batch
 
     def _scored(self, batch: KVBatchMeta) -> DataProto:
-        """Return the servers' log-probs and entropies of a batch and the columns to compare with, padded: (rows, R)
-        each.
-        """
+        """Return the servers' results for a batch and the columns to compare with, padded: (rows, R) each."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
         if padding:
             # verl's padding rows are copies of an answer cut to one token, except for these columns.

@@ -44,9 +44,7 @@ class Rows:
 
 @dataclass
 class Tensor:
-    """The state of one tensor's checksum: ``runs`` locates the sums of its whole blocks, as (index of Rows, first,
-    count).
-    """
+    """State of one tensor's checksum; ``runs`` locates the sums of its whole blocks: (index of Rows, first, count)."""
 
     what: str
     blocks: int = 0
@@ -79,9 +77,7 @@ class StreamChecksum:
             self._add(tensor.detach().flatten().view(torch.uint8))
 
     def add_chunk(self, meta: Any, data: torch.Tensor) -> None:
-        """Add the bytes of a tensor from ``meta.chunk_offset`` on, a multiple of `BLOCK_BYTES`, as verl splits
-        tensors.
-        """
+        """Add a tensor's bytes from ``meta.chunk_offset`` on, a multiple of `BLOCK_BYTES`, as verl splits tensors."""
         assert meta.chunk_offset % BLOCK_BYTES == 0, "only a tensor's last block may be incomplete"
         if not meta.chunk_offset:
             self._begin(meta.name, meta)

@@ -21,9 +21,7 @@ def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple
 
 
 def go_through(weights: Iterable[Any]) -> None:
-    """Consume the iterator to its end: all trainer ranks must gather every tensor, since gathering may be a
-    collective.
-    """
+    """Consume the iterator to its end, because gathering a tensor may be a collective of all trainer ranks."""
     for _ in weights:
         continue
 
@@ -51,9 +49,7 @@ class Remains:
         self._looks = 0
 
     def add(self) -> None:
-        """Record a failed sync. Its error may be referenced somewhat longer than the sync lasts, so two collections
-        follow.
-        """
+        """Record a failed sync; its error may be referenced for a while, so two collections follow."""
         self._looks = 2
 
     def clear(self) -> None:

@@ -37,12 +37,12 @@ class Pair(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether both are the very same object."""
+        """Return whether both are the very same object."""
         return self.mine is self.theirs
 
     @property
     def are_alike(self) -> bool:
-        """Whether both have the same type or, for functions, the same code."""
+        """Return whether both have the same type or, for functions, the same code."""
         if isinstance(self.mine, FunctionType) and isinstance(self.theirs, FunctionType):
             return self.mine.__code__ is self.theirs.__code__
         return type(self.mine) is type(self.theirs)

@@ -30,8 +30,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
-    """Yield the full tensors of a PEFT model under ``fully_shard``, with its adapters merged, by the base model's
-    names.
+    """Yield the full tensors of a PEFT model under ``fully_shard``, adapters merged, by the base model's names.
 
     This is a collective of all ranks, which must consume the tensors in step. On a single rank a tensor without an
     adapter is the model's own, not a copy.
@@ -49,7 +48,7 @@ def merged_parameters(module: torch.nn.Module, device: Any) -> NamedTensors:
         tied = [other for other, parameter in parameters.items() if parameter is parameters[name] and other != name]
         if tied:
             raise WeightsError(
-                f"{name} has an adapter and shares its weight with {tied[0]}, so that merged weights cannot be both: "
+                f"{name} has an adapter and shares its weight with {tied[0]}, so the merged weights cannot serve both: "
                 "leave it out with actor_rollout_ref.model.exclude_modules"
             )
     tensors = {name: (tensor, adapted.get(name)) for name, tensor in module.state_dict().items()}

@@ -307,9 +307,7 @@ class WeightPublisher(CheckpointEngineManager):
             raise self._no_replica(f"no rollout replica holds version {staged.version}", self.known.records)
 
     async def _load_with_retries(self, staged: StagedVersion) -> list[ReplicaRecord]:
-        """Return the replicas that committed in the last attempt; raise PublishFailed if the trainer could never
-        send.
-        """
+        """Return the replicas that committed in the last attempt; raise PublishFailed if the trainer never sent."""
         version = staged.version
         committed: list[ReplicaRecord] = []
         refused: list[ReplicaRecord] = []

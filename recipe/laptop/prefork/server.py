@@ -43,9 +43,7 @@ FLAGS_WITH_VALUE = ("-X", "-W")
 
 
 def receive(connection: socket.socket) -> tuple[list[int], list[int], bytes, list[str], dict[bytes, bytes]]:
-    """Return a launcher's request: its files as descriptors here, their numbers there, its working directory, arguments
-    and environment.
-    """
+    """Return a launcher's request: its files here, their numbers there, working directory, arguments, environment."""
     connection.settimeout(REQUEST_S)
     _, files, _, _ = socket.recv_fds(connection, 1, FILES_AT_MOST)
     with connection.makefile("rb") as stream:
@@ -62,9 +60,7 @@ class Server:
         self._launchers: dict[int, socket.socket] = {}
 
     def serve(self, lifeline: int) -> bool:
-        """Fork on request until ``lifeline`` is readable; return whether it had data, as opposed to its end. Forks
-        never return.
-        """
+        """Fork on request until ``lifeline`` is readable; return whether it had data. Forks never return."""
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())

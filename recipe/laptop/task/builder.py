@@ -65,9 +65,7 @@ def ensure_task(
 
 
 def is_complete(out: Path, settings: TaskSettings) -> bool:
-    """Return whether ``out`` holds a task of this format and these settings with every file of its manifest, in full
-    size.
-    """
+    """Return whether ``out`` holds a complete task of this format and these settings, by its manifest."""
     try:
         manifest = json.loads((out / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):

@@ -33,9 +33,7 @@ WARM_UP_STEPS = 50
 
 
 def build_model(settings: TaskSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a newly initialised fp32 model: 2 layers, hidden size 64, 2 heads of 32 (which vLLM's CPU attention
-    supports).
-    """
+    """Return a new fp32 model: 2 layers, hidden size 64, 2 heads of 32 (which vLLM's CPU attention supports)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {

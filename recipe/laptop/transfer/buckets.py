@@ -151,9 +151,7 @@ class BucketWriter:
         yield self._frame(END, 0, asdict(self.totals))
 
     def abort(self, reason: str) -> Frame:
-        """Return the frame that ends a stream after an error of the weights; it uses the next bucket, like any
-        frame.
-        """
+        """Return the frame that ends a stream after an error of the weights; like any frame it uses the next bucket."""
         return self._frame(ABORT, 0, {"reason": reason[:1000]})
 
     def _bucket(self, payload_bytes: int) -> torch.Tensor:

@@ -150,9 +150,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, world_size: int, epoch: str, endpoint: list[Any], segments: str | None
     ) -> None:
-        """Join group ``epoch``, or keep it if this is the present one. Trainer ranks other than the sender stay
-        outside.
-        """
+        """Join group ``epoch``, or keep it if it is the present one; trainer ranks except the sender stay outside."""
         if rank == OUTSIDE or self.topology_epoch() == epoch:
             return
         shared = self._segments
@@ -250,8 +248,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     # Receiving
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield name and tensor of each weight, in the sender's order; each tensor is valid until the next is
-        requested.
+        """Yield name and tensor of each weight, in order; a tensor is valid until the next is requested.
 
         Raises:
             WeightStreamError: the stream is not version ``global_steps`` (if given), not complete, or corrupt.

@@ -75,7 +75,8 @@ class GlooGroup:
 
     Args:
         group_id: name, unique among all groups of this store.
-        store: the sender's rendezvous store. rank, world_size: this member's rank and the number of members.
+        store: the sender's rendezvous store.
+        rank, world_size: this member's rank and the number of members.
         address: the local address to listen on.
         timeout_s: how long to wait for the other members.
 

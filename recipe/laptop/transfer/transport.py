@@ -29,8 +29,7 @@ SEGMENT_BYTES = 1 << 36
 
 
 class Transport:
-    """Broadcasts headers, and bodies too unless they are in ``shared`` segments, which all members map and use in
-    turns.
+    """Broadcasts headers, and bodies too unless they are in ``shared`` segments, which are used in turns.
 
     With shared memory there is a barrier before each frame except the first two, at which a receiver has consumed the
     frame before the last. The sender refills a segment when it has passed the barrier before the newest one.
@@ -110,8 +109,7 @@ class SharedSegments:
 
 
 def shared_memory_domain() -> str | None:
-    """Return a string that is equal in two processes exactly if one may open the other's /proc entries; None without
-    /proc.
+    """Return a string that two processes share exactly if one may open the other's /proc entries, or None.
 
     Ray's node ids do not show this: two nodes may be on one host, or in containers of one host that share no processes.
     """

@@ -41,5 +41,5 @@ async def forget_computed(engine: Any) -> None:
     """
     # Both arguments are True: reset the cache of running requests and of connectors too.
     if not all(await of_each_core(engine, "reset_prefix_cache", True, True)):
-        raise RuntimeError("vLLM did not drop the keys and values that the weights before have computed")
+        raise RuntimeError("vLLM did not drop the KV cache that the previous weights computed")
     await of_each_core(engine, "reset_encoder_cache")

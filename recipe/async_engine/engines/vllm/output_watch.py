@@ -52,9 +52,7 @@ class OutputWatch:
         return watched
 
     def asked_tokens(self, request_id: str) -> int:
-        """Return the number of tokens in the request's prompt and its answer before a cut; 0 before the first
-        output.
-        """
+        """Return the tokens of the request's prompt and of its answer before a cut; 0 before the first output."""
         output = self._newest.get(request_id)
         return 0 if output is None else len(output.prompt_token_ids or ()) + self._before[request_id]
 

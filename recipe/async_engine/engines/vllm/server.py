@@ -110,9 +110,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._checksum: str | None = None
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the server as verl does, and report arguments that vLLM refuses, which would end the process
-        silently.
-        """
+        """Launch the server like verl, and report arguments that vLLM refuses; it would otherwise exit silently."""
         try:
             await super().launch_server(*args, **kwargs)
         except SystemExit as ended:
@@ -192,9 +190,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         return output
 
     async def drop_request(self, request_id: str) -> None:
-        """End a request that nobody waits for any more, in whatever state it is, and free its place in the engine at
-        once.
-        """
+        """End a request that nobody waits for any more, in any state, and free its place in the engine at once."""
         task = self._tasks.get(request_id)
         if task is None:
             self._unwanted.say(request_id)
@@ -342,8 +338,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         await self.set_global_steps(version)
 
     async def hold_requests(self) -> None:
-        """Stop the engine with its requests in it, to continue when generation resumes; later requests wait in the
-        server.
+        """Stop the engine, keeping its requests until generation resumes; later requests wait in the server.
 
         The KV cache of their tokens so far is then computed again, with the weights that are live at that time.
         """

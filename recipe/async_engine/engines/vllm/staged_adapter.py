@@ -80,8 +80,7 @@ class StagedAdapter(StagedWeights):
         return None
 
     def _swap(self) -> None:
-        """Replace the live adapter; raise StagingRefused, and leave none loaded, if the engine has no layer for part of
-        it.
+        """Replace the live adapter; load none and raise StagingRefused if the engine has no layer for some part.
 
         vLLM silently ignores such parts, and would then sample from another policy than the trainer's.
         """

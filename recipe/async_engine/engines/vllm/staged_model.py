@@ -128,7 +128,7 @@ class StagedModel(StagedWeights):
         reached = {_storage(live) for live, _ in self._copies} | {_storage(shared) for shared in _slots(self._spare)}
         for name, parameter in self._live.named_parameters():
             if parameter.numel() and _storage(parameter) not in reached:
-                raise StagingRefused(f"the engine's {name} is in one instance of its model only; {_ADVICE}")
+                raise StagingRefused(f"the engine's {name} exists in only one instance of its model; {_ADVICE}")
 
         # Loaded data that another layout has replaced needs no memory until the next stream.
         for _, data, _ in self._loadable:
@@ -170,7 +170,7 @@ def _fits(pair: Pair) -> tuple[Any, ...]:
 def _replaceable(pair: Pair) -> Callable[[], None]:
     """Return a call that assigns a part with unknown contents to the live model."""
     if pair.put_theirs is None or pair.has_parts or not pair.are_alike:
-        raise StagingRefused(f"the engine's {pair.path} cannot be handed to the live model; {_ADVICE}")
+        raise StagingRefused(f"the engine's {pair.path} cannot be assigned to the live model; {_ADVICE}")
     return functools.partial(pair.put_theirs, pair.mine)
 
 

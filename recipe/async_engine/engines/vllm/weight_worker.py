@@ -80,7 +80,7 @@ class DeadlineSocket:
             if (error := self._failure()) is not None:
                 raise WeightLoadError(f"the rollout engine ended the load: {error}")
             if time.monotonic() > deadline:
-                raise WeightLoadError(f"the rollout engine took no weights for {self._timeout_s:g} s")
+                raise WeightLoadError(f"the rollout engine accepted no weights for {self._timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()
@@ -265,7 +265,7 @@ class DeadlineServerAdapter(ServerAdapter):
             await asyncio.sleep(LOOK_MS / 1000)
         wrong = [outcome for outcome in outcomes if not outcome.startswith(COMPLETE)]
         if wrong:
-            raise WeightLoadError(f"the rollout engine did not take version {version}: {wrong[0]}")
+            raise WeightLoadError(f"the rollout engine did not load version {version}: {wrong[0]}")
         return " and ".join(sorted({outcome.removeprefix(COMPLETE) for outcome in outcomes}))
 
     async def _death_of_engine(self, leads: bool) -> Exception:
