@@ -75,7 +75,7 @@ def make_server(engine: Any) -> Any:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import RolloutMode, vLLMHttpServer
 
     from recipe.async_engine.engines.vllm import server as servers
-    from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
+    from recipe.async_engine.engines.vllm.continued_answers import patch_output_processor
 
     class Server(servers.GatedVLLMHttpServer):
         """Counts the requests for the remainder of an answer."""
@@ -109,7 +109,7 @@ def make_server(engine: Any) -> Any:
     server._post_init("")
     server.engine = engine
     engine.generate = server._outputs.watching(server._salted(engine.generate))
-    in_output_processor(engine.output_processor)
+    patch_output_processor(engine.output_processor)
     return server
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from cut_cases import AT_ONCE, KINDS, Case, letters_of, make_tokenizer
 
 from recipe.async_engine.core.cuts import SAMPLED
-from recipe.async_engine.engines.vllm.continued_answers import in_output_processor
+from recipe.async_engine.engines.vllm.continued_answers import patch_output_processor
 
 
 def answer_all(llm: Any, cases: list[Case], before: list[list[int]], ends: list[int]) -> list[tuple[list[int], bool]]:
@@ -34,7 +34,7 @@ def answer_all(llm: Any, cases: list[Case], before: list[list[int]], ends: list[
 def cut_and_whole(llm: Any, seed: int) -> dict[str, Any]:
     """Return the number of cuts and, by kind of parameters, each answer that the cuts changed."""
     tokenizer, rng = make_tokenizer(), random.Random(seed)
-    in_output_processor(llm.llm_engine.output_processor)
+    patch_output_processor(llm.llm_engine.output_processor)
     seen: dict[str, Any] = {"cuts": 0, "differences": []}
     for turn, kind in enumerate(KINDS):
         cases = [Case(number, rng, len(tokenizer), turn % 2 == 0) for number in range(AT_ONCE // 4)]

@@ -145,8 +145,8 @@ class TrainerRank(Member):
         """Fail the next time that this tensor is requested."""
         self.fails_at = name
 
-    def names_gone_through(self) -> list[list[str]]:
-        """Return the weights of each transfer that were iterated over since the last call."""
+    def consumed_names(self) -> list[list[str]]:
+        """Return the names of the weights consumed in each transfer since the last call."""
         names, self.names = self.names, []
         return names
 

@@ -101,7 +101,7 @@ def run_member(pipe: Any, is_master: bool, settings: dict[str, Any]) -> None:
                 answer = asyncio.run(send(**arguments))
             elif command == "receive":
                 answer = asyncio.run(receive(**arguments))
-            elif command == "names_gone_through":
+            elif command == "consumed_names":
                 answer = seen
             elif command == "shares_memory":
                 answer = "memfd:recipe-weights" in Path("/proc/thread-self/maps").read_text()

@@ -141,7 +141,7 @@ class Place(StagedWeights):
             raise type(self.server.engine_error)(*self.server.engine_error.args)
         self.server._take(weights, False)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         missing = make_weights().keys() - self.server.weights.keys()
         return f"{sorted(missing)} never came" if missing else None
 

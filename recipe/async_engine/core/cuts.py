@@ -87,7 +87,7 @@ def refused(sampling_params: Mapping[str, Any]) -> str | None:
     return None
 
 
-def as_engine_takes(
+def engine_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], sampled: int
 ) -> tuple[list[int], dict[str, Any]]:
     """Return prompt and parameters for the engine; the last ``sampled`` tokens already belong to the answer."""

@@ -86,7 +86,7 @@ class StagedShards(StagedWeights):
                     self._buffers[live.data_ptr()] = live, torch.empty_like(live, device=device)
                 self._buffers[live.data_ptr()][1].copy_(new)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         missing = self._shards.missing()
         return f"{len(missing)} tensors never came, among them {missing[0]}" if missing else None
 

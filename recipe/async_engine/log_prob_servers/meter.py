@@ -18,7 +18,7 @@ SUMMED = ("batches", "sequences", "tokens", "answered_tokens", "late", "queued_s
 
 
 class ServerMeter:
-    """Queries the servers after each step; totals include what servers that have since died had answered."""
+    """Queries the servers after each step; totals include servers that have since died."""
 
     def __init__(self) -> None:
         self._before: dict[str, dict[str, Any]] = {}

@@ -42,9 +42,9 @@ class InTransit:
     def __reduce__(self) -> tuple[Any, ...]:
         data = self.data
         if type(data) is not DataProto or data.batch is None or not all(map(_is_array, data.batch.values())):
-            return _as_it_is, (data,)
+            return _unchanged, (data,)
         arrays = {name: value.numpy(force=True) for name, value in data.batch.items()}
-        return _arrived, (arrays, len(data), data.non_tensor_batch, data.meta_info)
+        return _rebuilt, (arrays, len(data), data.non_tensor_batch, data.meta_info)
 
 
 def _is_array(value: Any) -> bool:
@@ -53,11 +53,11 @@ def _is_array(value: Any) -> bool:
     return plain and value.dtype in ARRAY_TYPES
 
 
-def _as_it_is(data: Any) -> Any:
+def _unchanged(data: Any) -> Any:
     return data
 
 
-def _arrived(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
+def _rebuilt(arrays: dict[str, np.ndarray], rows: int, non_tensors: dict[str, Any], meta: dict[str, Any]) -> DataProto:
     # Copy, because Ray's memory is read-only and a reward manager may write to the batch.
     tensors = {name: torch.tensor(value) for name, value in arrays.items()}
     return DataProto(batch=TensorDict(tensors, batch_size=rows), non_tensor_batch=non_tensors, meta_info=meta)

@@ -48,7 +48,7 @@ TOLD = (RewardFailed, RewardProcessDied, NotPlain)
 """Errors that are text already."""
 
 
-class _Failed(BaseException):
+class _PastManager(BaseException):
     """Carries a failed call's error to `ScoringWorker.compute_score`, past any ``except Exception`` on the way."""
 
 
@@ -87,7 +87,7 @@ class ScoringWorker(RewardLoopWorker):
             call = partial(_checked_call, manager.compute_score, manager.is_async_reward_score)
         if isinstance(manager, RateLimitedRewardManager):
             # This manager would give a score of 0 for a call that failed or took too long.
-            call = partial(_past_the_manager, call, manager.timeout)
+            call = partial(_bypassing_manager, call, manager.timeout)
             manager.timeout = None
         manager.compute_score = call
         manager.is_async_reward_score = True
@@ -101,7 +101,7 @@ class ScoringWorker(RewardLoopWorker):
         """Score like verl, with plain values; raise RewardFailed, or another error of `pool`, if there is no reward."""
         try:
             return _plain_answer(await super().compute_score(data))
-        except _Failed as failed:
+        except _PastManager as failed:
             raise failed.args[0] from None
         except BaseException as error:  # a user's function or manager may raise anything
             raise _as_text(error) from None
@@ -151,16 +151,16 @@ async def _checked_call(function: Callable[..., Any], awaits: bool, **arguments:
         raise _as_text(error) from None
 
 
-async def _past_the_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
+async def _bypassing_manager(call: Callable[..., Awaitable[Any]], timeout_s: float | None, **arguments: Any) -> Any:
     """Make the call within the manager's own time limit, and raise its errors past the manager."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await call(**arguments)
     except TimeoutError as error:
         took = f"the reward function gave nothing within {timeout_s:g} s (reward.timeout)" if limit.expired() else ""
-        raise _Failed(RewardFailed(took or told(error))) from None
+        raise _PastManager(RewardFailed(took or told(error))) from None
     except Exception as error:
-        raise _Failed(error) from None
+        raise _PastManager(error) from None
 
 
 def _as_text(error: BaseException, words: str = "") -> BaseException:

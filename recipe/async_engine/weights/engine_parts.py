@@ -20,7 +20,7 @@ def deadlines(backend: str, timeout_s: float, connect_timeout_s: float) -> tuple
     return float(timeout_s), min(float(connect_timeout_s), float(timeout_s))
 
 
-def go_through(weights: Iterable[Any]) -> None:
+def consume(weights: Iterable[Any]) -> None:
     """Consume the iterator to its end, because gathering a tensor may be a collective of all trainer ranks."""
     for _ in weights:
         continue
@@ -39,7 +39,7 @@ def on_this_device(call: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-class Remains:
+class CycleCollector:
     """Frees the memory that failed syncs leave behind in reference cycles of an error, its waiters and the buckets.
 
     Otherwise it would stay in use until Python's collector runs, which it does not do in an idle process.

@@ -57,8 +57,8 @@ from verl.checkpoint_engine.nccl_checkpoint_engine import (
 
 from recipe.async_engine.core.errors import WeightStreamError
 from recipe.async_engine.weights.checksum import CHECKSUM, StreamChecksum
-from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
-from recipe.async_engine.weights.nccl_parts import AtOnce, Bucket, within
+from recipe.async_engine.weights.engine_parts import CycleCollector, consume, deadlines, on_this_device
+from recipe.async_engine.weights.nccl_parts import Bucket, InlineExecutor, within
 
 LOOK_MS = 100
 """How long a receiver waits for a bucket's description before it checks whether its group has been left."""
@@ -173,7 +173,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         self._keeps_group, self.rebuild_group = not self.rebuild_group, False
         self._group: Group | None = None
         self._under_way = threading.Lock()
-        self._remains = Remains()
+        self._cycles = CycleCollector()
         self._streams: tuple[Any, Any] | None = None
 
     @property
@@ -282,7 +282,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def finalize(self) -> None:
         """Free the buckets. The group is kept, unless ``rebuild_group`` is set."""
         self.send_buf = self.recv_buf = None
-        self._remains.clear()
+        self._cycles.clear()
         # verl's finalize empties torch's cache, which waits for all work that training has queued on the device.
         if 0 < self.num_senders <= self.rank:
             super().finalize()
@@ -292,7 +292,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
     def reset(self, reason: str = "it was told to") -> None:
         """Leave the group: a transfer in progress fails here with ``reason``, and the next sync creates a new group."""
         if self._group is not None:
-            self._remains.add()
+            self._cycles.add()
             self._group.leave(reason)
 
     # Transfer
@@ -321,11 +321,11 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
                 try:
                     watched = nullcontext() if self._group is None else self._watched(what)
                     with watched, asyncio.Runner() as runner:
-                        runner.get_loop().set_default_executor(AtOnce(1))
+                        runner.get_loop().set_default_executor(InlineExecutor(1))
                         runner.run(sending())
                         return {CHECKSUM: sums.value()} if self.rank == 0 else None
                 finally:
-                    go_through(iterator)
+                    consume(iterator)
                     if self.rank == 0 and self.num_senders == 1:
                         # Also after a failure, because the memory is reused. Operations that cannot complete end when
                         # the group is left.
@@ -402,7 +402,7 @@ class BoundedNCCLCheckpointEngine(NCCLCheckpointEngine):
         try:
             yield group
         except BaseException as error:
-            self._remains.add()
+            self._cycles.add()
             was_left = group.left is not None
             group.leave(f"{type(error).__name__}: {error}")
             if was_left and isinstance(error, Exception):

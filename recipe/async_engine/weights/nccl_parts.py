@@ -49,7 +49,7 @@ class Bucket:
         return self._memory[: self.length]
 
 
-class AtOnce(ThreadPoolExecutor):
+class InlineExecutor(ThreadPoolExecutor):
     """An event loop's executor that runs each call before `submit` returns."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:

@@ -54,8 +54,8 @@ from recipe.async_engine.weights.snapshot import Wire, last_parts
 from recipe.async_engine.weights.transfer_group import (
     ChecksumMismatch,
     TransferGroup,
+    evaluated,
     failed_by_itself,
-    judged,
     outcomes,
 )
 
@@ -376,7 +376,7 @@ class WeightPublisher(CheckpointEngineManager):
             return [], {}, error
         finally:
             await group.tell("finalize")
-        committed, metrics, checksum, trainer_error = judged(records, version, results, self.actor_wg.world_size)
+        committed, metrics, checksum, trainer_error = evaluated(records, version, results, self.actor_wg.world_size)
         if committed:
             self.checksum = checksum
         return committed, metrics, trainer_error

@@ -56,7 +56,7 @@ class StagedWeights(ABC):
         Raises:
             StagingRefused: there was an error here or on another rank, or a part of the model is missing.
         """
-        problem = self._agreed(problem or self._lack())
+        problem = self._agreed(problem or self._find_problem())
         if problem is not None:
             raise StagingRefused(f"version {version} was refused, the old weights stay: {problem}")
         self._derive()
@@ -81,7 +81,7 @@ class StagedWeights(ABC):
     def _load(self, weights: NamedTensors) -> None: ...
 
     @abstractmethod
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         """Return what is missing or unusable in the staged weights; None if they are complete."""
 
     def _agreed(self, problem: str | None) -> str | None:

@@ -108,7 +108,7 @@ def _no_group(outcomes: list[Any]) -> list[BaseException]:
     return [outcome if isinstance(outcome, BaseException) else missed for outcome in outcomes]
 
 
-def judged(
+def evaluated(
     records: list[ReplicaRecord], version: int, results: list[Any], ranks: int
 ) -> tuple[list[ReplicaRecord], Metrics, str | None, BaseException | None]:
     """Evaluate a transfer to ``records`` from the results of the trainer's ranks and of each replica's workers.

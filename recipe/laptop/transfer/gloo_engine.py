@@ -44,7 +44,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from recipe.async_engine.core.errors import SettingError, WeightStreamError
 from recipe.async_engine.outside import HOST_BACKEND
-from recipe.async_engine.weights.engine_parts import Remains, deadlines, go_through, on_this_device
+from recipe.async_engine.weights.engine_parts import CycleCollector, consume, deadlines, on_this_device
 from recipe.laptop.transfer.buckets import DATA, END, BucketReader, BucketWriter
 from recipe.laptop.transfer.gloo_group import Deadline, GlooGroup, connect_store, node_address, open_store
 from recipe.laptop.transfer.transport import SharedSegments, Transport, shared_memory_domain
@@ -96,7 +96,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments: SharedSegments | None = None
         self._domain = shared_memory_domain() if shared_memory else None
         self._left_because = ""
-        self._remains = Remains()
+        self._cycles = CycleCollector()
 
     # Membership
 
@@ -172,7 +172,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """End a sync; group and buffers are kept for the next one unless it failed."""
-        self._remains.clear()
+        self._cycles.clear()
 
     def reset(self, reason: str = "") -> None:
         """Leave the group: peers in the middle of a sync fail, and the next sync builds a new group."""
@@ -181,7 +181,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._segments = None
         if transport is None:
             return
-        self._remains.add()
+        self._cycles.add()
         # A call may still run on the thread and use the buckets, up to its deadline, so both are left to it.
         self._executor.submit(transport.group.close)
         self._executor.shutdown(wait=False)
@@ -206,7 +206,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if transport is None:
             if self._is_master:
                 raise WeightStreamError(f"no group to send in: {self._left_because or NOT_CONNECTED}")
-            await self._on_thread(lambda: go_through(weights))
+            await self._on_thread(lambda: consume(weights))
             return {}
         with self._dropping_group():
             return await self._on_thread(lambda: self._send(transport, weights, global_steps))
@@ -235,7 +235,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             transport.confirm(deadline, label)
         except WeightStreamError:
             transport.group.close()
-            go_through(iterator)
+            consume(iterator)
             raise
         seconds = time.monotonic() - started
         return {

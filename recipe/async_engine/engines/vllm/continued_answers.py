@@ -3,8 +3,8 @@
 
 The request for the remainder carries the tokens before the cut separately from its prompt (`core/cuts.py`). Each
 process of an engine has these as the request's output from its first step on: the scheduler with its grammar
-(`scheduler`), the workers with penalties, logits processors, thinking budgets and generators (`in_worker`), and the
-server's detokenizer, which looks for stop strings (`in_output_processor`). They return only the remainder.
+(`scheduler`), the workers with penalties, logits processors, thinking budgets and generators (`patch_worker`), and the
+server's detokenizer, which looks for stop strings (`patch_output_processor`). They return only the remainder.
 
 The names in vLLM that this relies on are listed in tests/contracts/vllm.toml.
 """
@@ -41,13 +41,13 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> SchedulerInterface:
 
         def add_request(self, request: Any) -> None:
             if request.request_id not in self.requests:
-                take_up(request, self.structured_output_manager)
+                continue_answer(request, self.structured_output_manager)
             super().add_request(request)
 
     return ContinuingScheduler(vllm_config=vllm_config, **arguments)
 
 
-def take_up(request: Any, grammars: StructuredOutputManager) -> None:
+def continue_answer(request: Any, grammars: StructuredOutputManager) -> None:
     """Add the tokens before the cut to a new request's output, and advance its grammar over them."""
     before = sampled_before(request.sampling_params)
     if not before:
@@ -92,7 +92,7 @@ def _after_reasoning(request: Any, grammars: StructuredOutputManager) -> list[in
     return []
 
 
-def in_worker(vllm_config: VllmConfig) -> None:
+def patch_worker(vllm_config: VllmConfig) -> None:
     """Patch this process's model runner to continue interrupted answers; repeated calls change nothing."""
     model, drawn_in_64_bit = vllm_config.model_config, vllm_config.model_config.use_fp64_gumbel
     vocabulary = model.get_vocab_size()
@@ -113,10 +113,10 @@ def in_worker(vllm_config: VllmConfig) -> None:
 
     gpu_model_runner.CachedRequestState = ContinuedState
     if not hasattr(ThinkingBudgetStateHolder.sync_batch, "__wrapped__"):
-        ThinkingBudgetStateHolder.sync_batch = _read_again(ThinkingBudgetStateHolder.sync_batch)
+        ThinkingBudgetStateHolder.sync_batch = _replaying(ThinkingBudgetStateHolder.sync_batch)
 
 
-def _read_again(sync_batch: Callable[..., None]) -> Callable[..., None]:
+def _replaying(sync_batch: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``sync_batch`` to replay the tokens that a new request comes with one by one, as they were sampled.
 
     vLLM processes all of them at once, also after a preemption, and then miscounts the thinking tokens.
@@ -138,7 +138,7 @@ def _read_again(sync_batch: Callable[..., None]) -> Callable[..., None]:
     return synced
 
 
-def in_output_processor(processor: Any) -> None:
+def patch_output_processor(processor: Any) -> None:
     """Make a server's output processor look for stop strings in the text before a cut too."""
     add_request = processor.add_request
 
@@ -147,12 +147,12 @@ def in_output_processor(processor: Any) -> None:
         parameters = request.sampling_params
         before = sampled_before(parameters)
         if before and parameters.stop and parameters.detokenize:
-            read_before(processor.request_states[request.request_id].detokenizer, before)
+            feed_tokens(processor.request_states[request.request_id].detokenizer, before)
 
     processor.add_request = added
 
 
-def read_before(detokenizer: Any, tokens: list[int]) -> None:
+def feed_tokens(detokenizer: Any, tokens: list[int]) -> None:
     """Feed the tokens before a cut to a new detokenizer, so that it returns only the text after them."""
     stop, detokenizer.stop = detokenizer.stop, []
     detokenizer.update(tokens, False)

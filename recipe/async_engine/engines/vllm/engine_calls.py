@@ -12,16 +12,16 @@ import asyncio
 from typing import Any, Literal
 
 
-async def of_each_core(engine: Any, method: str, *args: Any) -> list[Any]:
+async def call_each_core(engine: Any, method: str, *args: Any) -> list[Any]:
     """Return each core's answer to a utility call of vLLM's ``AsyncLLM``."""
     client = engine.engine_core
     calls = [client._call_utility_async(method, *args, engine=core) for core in client.core_engines]
     return list(await asyncio.gather(*calls))
 
 
-async def of_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
+async def call_each_worker(engine: Any, method: str, *args: Any) -> list[Any]:
     """Return the answer of each worker of each core; ``AsyncLLM.collective_rpc`` returns only one core's."""
-    of_cores = await of_each_core(engine, "collective_rpc", method, None, args, None)
+    of_cores = await call_each_core(engine, "collective_rpc", method, None, args, None)
     return [answer for of_core in of_cores for answer in of_core]
 
 
@@ -30,16 +30,16 @@ async def pause(engine: Any, mode: Literal["abort", "keep"]) -> None:
 
     A caller that needs those answers must wait for them. No cache is cleared.
     """
-    await of_each_core(engine, "pause_scheduler", mode, False)
+    await call_each_core(engine, "pause_scheduler", mode, False)
 
 
-async def forget_computed(engine: Any) -> None:
+async def drop_computed(engine: Any) -> None:
     """Drop what the old weights computed: encoder outputs and the KV cache, including that of held requests.
 
     Preprocessed images, which no weight has touched, are kept. vLLM's own method drops them both in the frontend and in
     the cores; a request on its way between the two would then refer to an image that its core no longer has, and fail.
     """
     # Both arguments are True: reset the cache of running requests and of connectors too.
-    if not all(await of_each_core(engine, "reset_prefix_cache", True, True)):
+    if not all(await call_each_core(engine, "reset_prefix_cache", True, True)):
         raise RuntimeError("vLLM did not drop the KV cache that the previous weights computed")
-    await of_each_core(engine, "reset_encoder_cache")
+    await call_each_core(engine, "reset_encoder_cache")

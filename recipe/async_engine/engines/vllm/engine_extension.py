@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from recipe.async_engine.core.cuts import sampled_before
-from recipe.async_engine.engines.vllm.continued_answers import in_worker
+from recipe.async_engine.engines.vllm.continued_answers import patch_worker
 from recipe.async_engine.engines.vllm.staged_adapter import AdapterName, StagedAdapter
 from recipe.async_engine.engines.vllm.staged_model import StagedModel
 from recipe.async_engine.engines.vllm.weight_worker import COMPLETE, LOOK_MS, UNDER_WAY
@@ -144,7 +144,7 @@ class StagingExtension(vLLMColocateWorkerExtension):
     _staging: Staging | None = None
 
     def __new__(cls, **kwargs: Any) -> StagingExtension:
-        in_worker(kwargs["vllm_config"])
+        patch_worker(kwargs["vllm_config"])
         return super().__new__(cls, **kwargs)
 
     def wide_parameters(self) -> list[str]:

@@ -37,12 +37,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from recipe.async_engine.actors.control import Early
 from recipe.async_engine.actors.sockets import sockets_folder
 from recipe.async_engine.actors.stacks import waits
-from recipe.async_engine.core.cuts import as_engine_takes
+from recipe.async_engine.core.cuts import engine_request
 from recipe.async_engine.core.errors import EngineDied, RequestFailed
 from recipe.async_engine.core.versions import RequestVersions
 from recipe.async_engine.engines.answers import ABORTED, COMPLETED, RECOMPUTED, VERSION_RUNS, Sampled
-from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, in_output_processor
-from recipe.async_engine.engines.vllm.engine_calls import forget_computed, of_each_worker, pause
+from recipe.async_engine.engines.vllm.continued_answers import SCHEDULER, patch_output_processor
+from recipe.async_engine.engines.vllm.engine_calls import call_each_worker, drop_computed, pause
 from recipe.async_engine.engines.vllm.engine_extension import StagingExtension
 from recipe.async_engine.engines.vllm.engine_settings import (
     RolloutServerError,
@@ -150,7 +150,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         try:
             if not await self._gate.wait_open(self._first_weights_timeout_s):
                 return TokenOutput(token_ids=[], stop_reason="aborted")
-            prompt_ids, sampling_params = as_engine_takes(prompt_ids, sampling_params, sampled)
+            prompt_ids, sampling_params = engine_request(prompt_ids, sampling_params, sampled)
             output = await super().generate(
                 prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **kwargs
             )
@@ -224,7 +224,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         args.middleware = [*args.middleware, guard(self.admit)]
         await super().run_server(args)
         self.engine.generate = self._outputs.watching(self._salted(self.engine.generate))
-        in_output_processor(self.engine.output_processor)
+        patch_output_processor(self.engine.output_processor)
         # Before each request verl asks the engine whether it has an adapter with the one name that verl uses.
         self.engine.list_loras = no_adapters
 
@@ -291,7 +291,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             await pause(self.engine, "abort")
             if not self._admitting:
                 if reset_prefix_cache:
-                    await forget_computed(self.engine)
+                    await drop_computed(self.engine)
                 return {"aborted_count": len(aborted), "request_ids": sorted(aborted)}
             if time.monotonic() > deadline:
                 raise RolloutServerError(
@@ -307,16 +307,16 @@ class GatedVLLMHttpServer(vLLMHttpServer):
             number = 1 if self._coming is None else self._coming.number + 1
             self._coming = AdapterName(number, version)
             adapter = (number, peft_config(self.model_config))
-        await of_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
+        await call_each_worker(self.engine, "begin_staging", version, use_shm, timeout_s, self._stages_in_host, adapter)
 
     async def wide_parameters(self) -> list[str]:
         """Return the names of parameters that the engine holds in a wider dtype than the model's."""
-        of_workers: list[list[str]] = await of_each_worker(self.engine, "wide_parameters")
+        of_workers: list[list[str]] = await call_each_worker(self.engine, "wide_parameters")
         return [name for names in of_workers for name in names]
 
     async def staging_outcomes(self) -> list[str]:
         """Return `StagingExtension.staging_outcome` of each of the engine's workers."""
-        return await of_each_worker(self.engine, "staging_outcome")
+        return await call_each_worker(self.engine, "staging_outcome")
 
     async def swap(self, version: int, checksum: str) -> None:
         """Make the staged weights with this checksum the live ones; the engine must be paused and its caches empty.
@@ -327,7 +327,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
         if self.node_rank == 0:
             try:
-                counts = await of_each_worker(self.engine, "swap_staged", version)
+                counts = await call_each_worker(self.engine, "swap_staged", version)
             except Exception:
                 for name in list(self._tasks):
                     await self.drop_request(name)
@@ -348,7 +348,7 @@ class GatedVLLMHttpServer(vLLMHttpServer):
         self._note_state()
         self._resume_event.clear()
         await pause(self.engine, "keep")
-        await forget_computed(self.engine)
+        await drop_computed(self.engine)
 
     def _by_server_ids(self, counts: list[dict[str, int]]) -> dict[str, int]:
         """Translate token counts to the server's request names; the engine appends a suffix to each name."""

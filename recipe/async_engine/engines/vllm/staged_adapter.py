@@ -60,7 +60,7 @@ class StagedAdapter(StagedWeights):
     def _load(self, weights: NamedTensors) -> None:
         self._tensors.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         parts = {name: name.removesuffix(FIRST) + SECOND for name in self._tensors if name.endswith(FIRST)}
         strange = set(self._tensors) - {*parts, *parts.values()}
         missing = set(parts.values()) - set(self._tensors)

@@ -87,7 +87,7 @@ class StagedModel(StagedWeights):
                 parameters.append((name, tensor))
         self._loaded |= self._spare.load_weights(parameters) or set()
 
-    def _lack(self) -> str | None:
+    def _find_problem(self) -> str | None:
         parameters = dict(self._spare.named_parameters())
         # A sum is NaN if any element is, and needs no extra memory. All results are read from the device at once.
         sums = {name: parameter.sum() for name, parameter in parameters.items() if parameter.is_floating_point()}
